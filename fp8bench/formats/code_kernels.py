@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8bench.formats.blocks import float_factor, reciprocal
 from fp8bench.formats.codes import CODE_DTYPES, cast_elements
-from fp8bench.formats.compiling import Definition, Kernel
+from fp8bench.formats.compiling import Definition, Kernel, draw_example
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, quantise
@@ -97,7 +97,7 @@ class CodesKernel(Kernel):
             outputs.append(view_transposed_squares(_allocate_codes(self, columns, rows), self.side))
         shape = (down, 1, across, 1) if self.by_square else ()
         scale = [torch.full(shape, 0.75, device=self.device)] if self.scaled else []
-        return [view_squares(_draw_matrix(self, rows, columns), self.side), *outputs, *scale]
+        return [view_squares(draw_example((rows, columns), self.source, self.device), self.side), *outputs, *scale]
 
     def free(self) -> list[Sequence[int]]:
         scale: list[Sequence[int]] = [(0, 2) if self.by_square else ()]
@@ -132,7 +132,7 @@ class RowCodesKernel(Kernel):
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * self.side, across * (self.block or self.side)
         shape = (columns, rows) if self.turned else (rows, columns)
-        source = view_stretches(_draw_matrix(self, *shape), self.side, self.block, self.turned)
+        source = view_stretches(draw_example(shape, self.source, self.device), self.side, self.block, self.turned)
         out = view_stretches(_allocate_codes(self, rows, columns), self.side, self.block)
         return [source, out, torch.empty(len(source), down, self.side, 1, 1, device=self.device)]
 
@@ -167,7 +167,8 @@ class SquareScalesKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         source = view_squares(
-            _draw_matrix(self, _SQUARES_DOWN * self.block, _SQUARES_ACROSS * self.block), self.block
+            draw_example((_SQUARES_DOWN * self.block, _SQUARES_ACROSS * self.block), self.source, self.device),
+            self.block,
         ).transpose(1, 2)
         scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
         # The two outputs for inverses have rows of different lengths in memory.
@@ -315,7 +316,7 @@ class SquareCodesKernel(Definition):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         x, inverse, turned_inverse, *outputs = tensors
-        stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding), checked=False)
+        stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding))
         assert stored_tensor.scales is not None
         down, across = stored_tensor.scales.shape
         inverse[:, :across].copy_(stored_tensor.scales)
@@ -327,11 +328,6 @@ def _write_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tu
     for number, out in enumerate(outputs):
         out.copy_(codes if straight and number == 0 else codes.t())
     return ()
-
-
-def _draw_matrix(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:
-    numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
-    return numbers.to(torch.device(kernel.device), kernel.source)
 
 
 def _allocate_codes(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:

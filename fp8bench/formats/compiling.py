@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from fp8bench.formats import kept_kernels, vector_width
+from fp8bench.formats import stored_kernels, vector_width
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -101,6 +101,11 @@ class PairKernel(Kernel):
         return {**self.first.options(), **ONE_LAUNCH}
 
 
+def draw_example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Returns the random numbers of an example, the same for every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(device), dtype)
+
+
 _COMPILE_LOCK = threading.Lock()
 # For each kernel that this process has compiled: the modules that torch generated for it.
 _GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()
@@ -127,11 +132,11 @@ def compile_kernel(kernel: Definition) -> Compiled:
             return built
         # 2. An earlier process may have compiled the kernel. Loading it is much faster.
         assert isinstance(kernel, Kernel)
-        if (stored := kept_kernels.load_kernel(kernel)) is not None:
+        if (stored := stored_kernels.load_kernel(kernel)) is not None:
             return Compiled(*stored)
         # 3. Compile the kernel, and store the result for later processes.
         result = _compile(kernel)
-        kept_kernels.store_kernel(kernel, result.run, result.bits, _GENERATED_MODULES.get(result.run, ()))
+        stored_kernels.store_kernel(kernel, result.run, result.bits, _GENERATED_MODULES.get(result.run, ()))
         return result
 
 
@@ -170,7 +175,7 @@ def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     with config.patch(_list_inductor_options(kernel, bits, config)):
         mode, graph, inputs = _trace_graph(kernel)
         # Without this context, torch 2.11 finds no outputs in the graph and treats fixed sizes as free.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.collect_modules() as modules:
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), stored_kernels.collect_modules() as modules:
             run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
     _GENERATED_MODULES[run] = modules
     return run

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.blocks import block_magnitudes, block_values, reciprocal
-from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.compiling import Kernel, draw_example
 from fp8bench.formats.grids import BF16, E4M3, E8M0, Format, Overflow
 from fp8bench.formats.quantise import element_random_bits, round_magnitudes, round_values
 from fp8bench.formats.recipes import Scaling
@@ -248,16 +248,15 @@ class ValuesKernel(Kernel):
             Layout.UPRIGHT: (_EXAMPLE_ROWS, self.block[0], _EXAMPLE_COLUMNS * 32),
             Layout.RECTANGLES: (_EXAMPLE_ROWS, self.block[0], _EXAMPLE_COLUMNS, self.block[1]),
         }
-        device = torch.device(self.device)
-        x = torch.randn(shapes[self.layout], generator=torch.Generator().manual_seed(0)).to(device, self.source)
+        x = draw_example(shapes[self.layout], self.source, self.device)
         inputs = view_as_words(x, self.has_pairs)
         out = view_result_as_words(torch.empty_like(x, dtype=self.target), self.has_pairs)
         # A factor is an argument. A kernel that had to reduce the tensor first would be two kernels.
         factors = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
-        factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=device)
+        factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=self.device)
         if self.layout is Layout.COLUMNS:
             factor = view_result_as_words(factor, self.has_pairs)
-        key = torch.zeros((), dtype=torch.int32, device=device)
+        key = torch.zeros((), dtype=torch.int32, device=self.device)
         return [inputs, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
 
     def free(self) -> list[Sequence[int]]:

@@ -49,7 +49,7 @@ def allocate_scaled_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
 
 def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     if scaling.columns:
-        stored = quantise(x, fmt, scaling, checked=False)
+        stored = quantise(x, fmt, scaling)
         assert stored.scales is not None
         return stored.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(stored.scales)
     scale, inverse = factor(x, fmt, scaling)
@@ -59,7 +59,7 @@ def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[T
 def square_codes_by_operations(
     x: Tensor, fmt: Format, scaling: Scaling, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    stored = quantise(x, fmt, scaling, checked=False)
+    stored = quantise(x, fmt, scaling)
     assert stored.scales is not None
     data = stored.codes.view(CODE_DTYPES[fmt.name])
     straight_result = data, by_squares(stored.scales)

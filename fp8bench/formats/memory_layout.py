@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fp8bench.formats.fused import Layout, ValuesKernel, view_as_words, view_result_as_words
 from fp8bench.formats.grids import E4M3, Format, Overflow
-from fp8bench.formats.recipes import Scaling
+from fp8bench.formats.recipes import Scaling, round_up
 from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_shape
 
 # The largest number of elements that a kernel's 32-bit indices can count.
@@ -165,7 +165,7 @@ def _choose_block_layout(scaling: Scaling | None, turned: bool) -> tuple[Layout,
 
 
 def _round_up_to_block(length: int, block: int) -> int:
-    return length if block < 2 else -(-length // block) * block
+    return length if block < 2 else round_up(length, block)
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -46,7 +46,7 @@ from fp8bench.formats.matrix_codes import (
 )
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.quantise import check_input
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling, count_blocks
 from fp8bench.formats.scale_layouts import allocate_square_scales, transpose_rows
 from fp8bench.formats.triton_casts import find_triton_kernels, uses_triton
 
@@ -135,7 +135,7 @@ class _RowCast(NamedTuple):
     def allocate(self) -> tuple[Tensor, Tensor]:
         """Allocates codes and scales."""
         matrix = self.matrix
-        inverse_shape = -(-self.columns // self.block) if self.block else 1, len(matrix)
+        inverse_shape = count_blocks(self.columns, self.block) if self.block else 1, len(matrix)
         codes = torch.empty(matrix.shape, dtype=CODE_DTYPES[self.fmt.name], device=matrix.device)
         return codes, torch.empty(inverse_shape, dtype=torch.float32, device=matrix.device)
 
@@ -156,7 +156,7 @@ def square_codes(
         return square_codes_by_operations(x, fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=rounding), both)
     check_input(x)
     if uses_triton(x.device):
-        return _square_codes_by_hand(x.detach(), fmt, rounding, both)
+        return _square_codes_by_triton(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
     x, is_whole = fill_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
     matrix, swapped = as_row_major(x)
@@ -176,10 +176,10 @@ def square_codes(
     )
 
 
-def _square_codes_by_hand(
+def _square_codes_by_triton(
     x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    down, across = (-(-length // SQUARE_SIDE) for length in x.shape)
+    down, across = (count_blocks(length, SQUARE_SIDE) for length in x.shape)
     inverse, turned_inverse = allocate_square_scales(down, across, x.device)
     straight, turned = run_cast(
         "square_codes",
@@ -273,7 +273,9 @@ def _run_row_codes(*arguments: Any) -> Launch | None:
 def _run_row_codes_both(
     x: Tensor, y: Tensor, out: Tensor, inverse: Tensor, out_of_y: Tensor, inverse_of_y: Tensor, *recipe: Any
 ) -> Launch | None:
-    return _prepare_row_cast(x, out, inverse, *recipe).run_with(_prepare_row_cast(y, out_of_y, inverse_of_y, *recipe))
+    return _prepare_row_cast(x, out, inverse, *recipe).run_together_with(
+        _prepare_row_cast(y, out_of_y, inverse_of_y, *recipe)
+    )
 
 
 def _prepare_row_cast(x: Tensor, out: Tensor, inverse: Tensor, fmt: str, rounding: str, block: int) -> PreparedCall:
@@ -375,14 +377,13 @@ class PreparedCall(NamedTuple):
     def run(self) -> Launch | None:
         return run_kernel(self.kernel, *self.tensors)
 
-    def run_with(self, other: PreparedCall) -> Launch | None:
-        """Runs two kernels as one. If both matrices have the same orientation, it runs the kernels one after the
-        other. A compiled pair would assume that such matrices have equal sizes.
-        """
-        if self.turned != other.turned:
-            return run_kernel(PairKernel(self.kernel, other.kernel), *self.tensors, *other.tensors)
+    def run_together_with(self, second: PreparedCall) -> Launch | None:
+        """Runs two kernels as one if their matrices have different orientations, otherwise one after the other."""
+        # A compiled pair would assume that matrices of the same orientation have equal sizes.
+        if self.turned != second.turned:
+            return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
         self.run()
-        other.run()
+        second.run()
         return None
 
 

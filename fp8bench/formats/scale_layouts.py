@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fp8bench.formats.recipes import count_blocks, round_up
+
 TILE_ROWS, TILE_COLUMNS = 128, 4
 _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 
@@ -37,7 +39,7 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
     """Allocates scales for the 128x128 blocks of a matrix and of its transpose, with zeros where the layout is filled
     up. `transpose_rows` turns the results into what products read.
     """
-    filled_across, filled_down = across + -across % TILE_COLUMNS, down + -down % TILE_COLUMNS
+    filled_across, filled_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
     new_tensor = torch.empty if (filled_across, filled_down) == (across, down) else torch.zeros
     memory = new_tensor(down * filled_across + across * filled_down, dtype=torch.float32, device=device)
     return memory[: down * filled_across].view(down, filled_across), memory[down * filled_across :].view(
@@ -75,11 +77,11 @@ def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
 
 def count_tile_bytes(down: int, across: int) -> int:
     """Returns the number of scales in complete tiles."""
-    return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
+    return round_up(down, TILE_ROWS) * round_up(across, TILE_COLUMNS)
 
 
 def unswizzle(swizzled: Tensor, down: int, across: int) -> Tensor:
     """Returns the (down, across) matrix of scales that tiles contain."""
-    tiles_across = -(-across // TILE_COLUMNS)
+    tiles_across = count_blocks(across, TILE_COLUMNS)
     tiles = swizzled.view(-1, tiles_across, _QUARTER_ROWS, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles_across * TILE_COLUMNS)[:down, :across]

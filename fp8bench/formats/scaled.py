@@ -26,8 +26,8 @@ from fp8bench.formats.blocks import (
 )
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
-from fp8bench.formats.quantise import check_input, check_output, random_bits, round_to
-from fp8bench.formats.recipes import Scaling
+from fp8bench.formats.quantise import check_input, random_bits, round_to
+from fp8bench.formats.recipes import Scaling, count_blocks
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,6 @@ def values(
     e4m3 scales it makes its whole block NaN.
     """
     check_input(x)
-    check_scaling(fmt, scaling, scale)
-    # Refuse `out` before anything is computed, in a message with the names of the caller's arguments.
-    if out is not None:
-        check_output(out, x)
     if scaling is None:
         return round_to(x, fmt, out, seed=seed)
     # With one scale for a tensor or row blocks are not needed, so nothing needs to be filled up.
@@ -89,8 +85,6 @@ def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     not wait for them.
     """
     check_input(x)
-    if not _has_no_blocks(scaling):
-        raise ValueError(f"a tensor or a row has one factor, and {scaling.name} has blocks")
     amax = _find_row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
     scale = float_factor(amax, fmt, scaling.rounding)
     return scale, reciprocal(scale)
@@ -102,22 +96,17 @@ def quantise(
     scaling: Scaling | None,
     *,
     seed: Tensor | None = None,
-    scale: Tensor | None = None,
-    checked: bool = True,
 ) -> Scaled:
     """Returns `x` as codes and scales. Element times scale is the result of `values`, bit for bit. A block whose
-    scale is NaN is stored as zeros.
-
-    Raises UsageError for a NaN if neither the format nor the scale has a code for it. With `checked=False` no error
-    is raised, and the host does not wait for the device.
+    scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has a code for
+    it.
     """
     check_input(x)
-    check_scaling(fmt, scaling, scale)
     if scaling is None:
-        return _pack_elements(round_to(x, fmt, seed=seed), None, None, fmt, scaling, checked)
+        return _pack_elements(round_to(x, fmt, seed=seed), None, None, fmt, scaling)
     if _has_no_blocks(scaling):
-        elements, scales = _scale_elements(x, fmt, scaling, seed, scale)
-        return _pack_elements(elements, scales, None, fmt, scaling, checked)
+        elements, scales = _scale_elements(x, fmt, scaling, seed, None)
+        return _pack_elements(elements, scales, None, fmt, scaling)
     blocks = _split_blocks(x, scaling)
     (elements,), scales, tensor_scale = block_elements(
         [blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random(blocks, seed)
@@ -125,7 +114,7 @@ def quantise(
     # Store zeros where the scale is NaN. They decode to NaN anyway.
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
-    return _pack_elements(_join_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
+    return _pack_elements(_join_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling)
 
 
 class Blocks(NamedTuple):
@@ -144,7 +133,6 @@ def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: 
 
     `scale` replaces the current scale of a tensor or row. Incomplete blocks are filled with zeros.
     """
-    check_scaling(fmt, scaling, scale)
     if _has_no_blocks(scaling):
         peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
         steps = element_steps(peaks, fmt, scaling) if scale is None else reciprocal(scale)
@@ -152,15 +140,6 @@ def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: 
     blocks = _split_blocks(magnitudes, scaling)
     peaks = block_maxima(blocks)
     return Blocks(blocks, peaks, element_steps(peaks, fmt, scaling))
-
-
-def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
-    if scaling is not None:
-        scaling.check(fmt)
-    if scale is not None and (scaling is None or not _has_no_blocks(scaling)):
-        raise ValueError(
-            f"a scale can be given for the scaling of a tensor or of rows, not for {scaling and scaling.name}"
-        )
 
 
 def _has_no_blocks(scaling: Scaling) -> bool:
@@ -232,8 +211,7 @@ def _join_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
 def _count_blocks(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
     height, width = matrix_shape(shape)
     columns = scaling.columns or max(width, 1)
-    across = -(-width // columns) if scaling.columns else 1
-    return -(-height // scaling.rows), across, columns
+    return count_blocks(height, scaling.rows), count_blocks(width, columns) if scaling.columns else 1, columns
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -249,11 +227,10 @@ def _pack_elements(
     tensor_scale: Tensor | None,
     fmt: Format,
     scaling: Scaling | None,
-    checked: bool,
 ) -> Scaled:
     shape = elements.shape
-    codes = pack(encode(elements if shape else elements.view(1), fmt, checked=checked), fmt)
+    codes = pack(encode(elements if shape else elements.view(1), fmt), fmt)
     if scales is not None and scaling is not None:
-        scales = scales if scaling.scale is None else encode(scales, scaling.scale, checked=False)
+        scales = scales if scaling.scale is None else encode(scales, scaling.scale)
         scales = scales.reshape(() if not scaling.rows else _count_blocks(shape, scaling)[:2])
     return Scaled(codes, scales, tensor_scale, fmt, scaling, shape)

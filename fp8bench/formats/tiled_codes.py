@@ -18,13 +18,13 @@ from fp8bench.formats import operators
 from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
 from fp8bench.formats.code_kernels import FUSED_SCALARS, OPERAND_ORDER
 from fp8bench.formats.codes import CODE_DTYPES, cast_elements, encode_values
-from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
+from fp8bench.formats.compiling import ONE_LAUNCH, Kernel, draw_example
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
 from fp8bench.formats.matrix_codes import as_row_major, fill_blocks
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.native_codes import Launch, PreparedCall, define_cast, run_cast, run_kernel
 from fp8bench.formats.quantise import Draw, check_input, element_random_bits, round_values, seed_key
-from fp8bench.formats.recipes import ScaleRounding, Scaling
+from fp8bench.formats.recipes import ScaleRounding, Scaling, count_blocks
 from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, count_tile_bytes, swizzle, swizzle_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
@@ -185,15 +185,15 @@ class TiledCodesKernel(Kernel):
         return [element_random_bits(lane, key) for lane in self._lanes(self.places.put_in_order(indices))]
 
     def examples(self) -> list[Tensor]:
-        (high, wide), device = self.places.smallest_shape, torch.device(self.device)
+        high, wide = self.places.smallest_shape
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * high, across * wide
         shape = (columns, rows) if self.places.turned else (rows, columns)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, self.source)
-        out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=device)
-        scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=device)
-        tensor_scale = [torch.full((), 0.75, device=device)] if self.places.scaling.scale is E4M3 else []
-        key = [torch.zeros((), dtype=torch.int32, device=device)] if self.stochastic else []
+        x = draw_example(shape, self.source, self.device)
+        out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=self.device)
+        scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=self.device)
+        tensor_scale = [torch.full((), 0.75, device=self.device)] if self.places.scaling.scale is E4M3 else []
+        key = [torch.zeros((), dtype=torch.int32, device=self.device)] if self.stochastic else []
         views = self.places.matrix(x), self.places.codes(out, self.codes_per_byte), self.places.scales(scales, rows)
         return [*views, *tensor_scale, *key]
 
@@ -226,7 +226,7 @@ class PairsKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _EXAMPLE_ACROSS)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(self.device), self.source)
+        x = draw_example(shape, self.source, self.device)
         pairs = _view_pairs(x, self.turned)
         return [pairs, torch.empty(pairs.shape[:2], dtype=torch.uint8, device=self.device)]
 
@@ -397,7 +397,7 @@ class _TiledCast(NamedTuple):
         fills_tiles = not rows % TILE_ROWS and not across % TILE_COLUMNS
         scales = memory[:size] if fills_tiles else torch.empty(down * across, dtype=torch.uint8, device=x.device)
         codes = torch.empty(down, matrix.shape[1] // codes_per_byte, dtype=torch.uint8, device=x.device)
-        shape = rows, -(-x.shape[1] // codes_per_byte)
+        shape = rows, count_blocks(x.shape[1], codes_per_byte)
         return cls(matrix, codes, scales, tensor_scale, key, fills_tiles, memory, shape, _ALL_CODE_DTYPES[fmt.name])
 
     @property
@@ -416,7 +416,7 @@ class _TiledCast(NamedTuple):
 
 
 def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    stored = quantise(x, fmt, scaling, seed=seed, checked=False)
+    stored = quantise(x, fmt, scaling, seed=seed)
     scales = stored.scales
     assert scales is not None
     by_row = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
@@ -434,7 +434,7 @@ def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
     # The arguments are five tensors of each matrix (see _prepare_call), whether each matrix is tiled, and the recipe.
     tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
-    return _prepare_call(*first).run_with(_prepare_call(*second))
+    return _prepare_call(*first).run_together_with(_prepare_call(*second))
 
 
 def _prepare_call(

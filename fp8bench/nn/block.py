@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to, widen_dtype
 from fp8bench.nn.attention import AttentionCore, Cache, SelfAttention
 from fp8bench.nn.experts import Experts
-from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.linear import Choose, Linear, number_parts, prefix_names
 from fp8bench.nn.parts import FeedForward, Norm, drop
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
@@ -34,8 +34,8 @@ def build_blocks(
     config: GPTConfig, choose: Choose, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
 ) -> nn.ModuleList:
     """Builds the blocks of a model, whose layers are named `blocks.N...`."""
-    choose_by_block = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
-    return nn.ModuleList(Block(config, scope, core, dropout, adaptive) for scope in choose_by_block)
+    scopes = number_parts(choose, "blocks", config.layers)
+    return nn.ModuleList(Block(config, scope, core, dropout, adaptive) for scope in scopes)
 
 
 class Block(nn.Module):

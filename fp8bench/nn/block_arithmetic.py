@@ -10,6 +10,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes, row_codes, row_codes_both, square_codes, transpose_codes
+from fp8bench.formats.recipes import count_blocks, round_up
 from fp8bench.formats.scale_layouts import TILE_ROWS, read_square_scales, store_square_scales, unswizzle
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -120,7 +121,7 @@ class BlockArithmetic(RecipeArithmetic):
 
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
-        column_blocks = -(-operand.data.shape[1] // _FP8_BLOCK)
+        column_blocks = count_blocks(operand.data.shape[1], _FP8_BLOCK)
         turned = store_square_scales(read_square_scales(operand.scale, column_blocks).t())
         return Operand(transpose_codes(operand.data), turned, operand.gradient)
 
@@ -149,7 +150,7 @@ class BlockArithmetic(RecipeArithmetic):
             is_matrix = operand.data.dim() == 2
             # torch wants a matrix of scales for a matrix of codes. `view` does not change the order of the scales in
             # memory.
-            scales.append(operand.scale.view(rows + -rows % TILE_ROWS, -1) if is_matrix else operand.scale)
+            scales.append(operand.scale.view(round_up(rows, TILE_ROWS), -1) if is_matrix else operand.scale)
         return torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )
@@ -181,7 +182,7 @@ class DeepGemmArithmetic(BlockArithmetic):
             output = torch.zeros(shape, dtype=torch.float32, device=device)
             deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK))
         else:
-            column_blocks = -(-b.data.shape[1] // _FP8_BLOCK)
+            column_blocks = count_blocks(b.data.shape[1], _FP8_BLOCK)
             output = torch.empty(shape, dtype=torch.bfloat16, device=device)
             second = b.data, read_square_scales(b.scale, column_blocks).contiguous()
             deep_gemm.fp8_gemm_nt(first, second, output, recipe=(1, _FP8_BLOCK, _FP8_BLOCK))
@@ -211,12 +212,12 @@ def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
     """Returns whether float32 scales belong to 1x128 blocks. If not, they belong to 128x128 squares and have another
     shape.
     """
-    return tuple(scale.shape) == (data.shape[0], -(-data.shape[1] // _FP8_BLOCK))
+    return tuple(scale.shape) == (data.shape[0], count_blocks(data.shape[1], _FP8_BLOCK))
 
 
 def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
-        column_blocks = -(-data.shape[1] // _FP8_BLOCK)
+        column_blocks = count_blocks(data.shape[1], _FP8_BLOCK)
         matrix = (
             scale
             if _has_row_scales(data, scale)
@@ -236,11 +237,11 @@ def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
 
 def _decode_codes(data: Tensor) -> Tensor:
     packed = data.dtype == torch.float4_e2m1fn_x2
-    return decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
+    return decode(unpack(data.view(torch.uint8), E2M1), E2M1) if packed else data.to(torch.float32)
 
 
 def _decode_block_scales(swizzled: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    return decode(unswizzle(swizzled, shape[0], -(-shape[1] // block)), fmt, checked=False)
+    return decode(unswizzle(swizzled, shape[0], count_blocks(shape[1], block)), fmt)
 
 
 def _repeat_scales(scales: Tensor, block: int, shape: torch.Size) -> Tensor:

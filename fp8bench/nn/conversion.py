@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
+from fp8bench.formats.recipes import round_up
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.around import make_rounded_forward, make_rounded_head_forward
@@ -250,7 +251,7 @@ class LayerProducts:
         """
         multiple = self.arithmetic.groups
         part_rows = self.arithmetic.part_rows
-        padded_sizes = [max(part_rows, -(-size // part_rows) * part_rows) for size in sizes]
+        padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         row_parts = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
         # If most rows would be padding, or the kernel refuses the sides, one product for each part is faster.

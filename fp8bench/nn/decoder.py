@@ -26,11 +26,11 @@ from fp8bench.nn.around import cast_to, start_stream, widen_dtype
 from fp8bench.nn.attention import FusedCore, compute_fused_attention, make_rotary_table
 from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, ServedExperts
-from fp8bench.nn.kept import CachedHeads, StoredWeight, draw_cached_values
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import Norm, normalise
 from fp8bench.nn.served import ROUTER, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.storage import CachedHeads, StoredWeight, draw_cached_values
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 # A function that returns the fp32 weight with a given name.

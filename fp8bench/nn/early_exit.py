@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.linear import Choose, prefix_names
+from fp8bench.nn.linear import Choose, number_parts
 from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Phases, SilentPhases
@@ -45,7 +45,7 @@ class EarlyExit(nn.Module):
 
     def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: Choose) -> None:
         super().__init__()
-        scopes = [prefix_names(choose, f"blocks.{number}") for number in range(depth)]
+        scopes = number_parts(choose, "blocks", depth)
         self.blocks = nn.ModuleList(FeedForward(width, hidden, False, 1.0, scope) for scope in scopes)
         self.head = nn.Parameter(_HEAD_SCALE * torch.randn(classes, width) * width**-0.5)
 

@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.formats.recipes import round_up
 from fp8bench.nn.around import cast_to, start_stream, widen_dtype
-from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, prefix_names
+from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import EXPERTS_PER_TOKEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -96,7 +97,7 @@ class Experts(nn.Module):
     def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        scopes = [prefix_names(choose, f"experts.{number}") for number in range(count)]
+        scopes = number_parts(choose, "experts", count)
         experts = nn.ModuleList(FeedForward(width, hidden, gated, gain, scope) for scope in scopes)
         self.experts = experts  # type: ignore[assignment]
         self.count = count
@@ -138,7 +139,7 @@ class Experts(nn.Module):
         grouped = self._are_groupable()
         multiple = self._get_row_multiple(grouped)
         min_rows = multiple if self.feeds_empty_experts else 0
-        padded_sizes = [max(min_rows, -(-len(part) // multiple) * multiple) for part in parts]
+        padded_sizes = [max(min_rows, round_up(len(part), multiple)) for part in parts]
         padded_parts = [
             F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, padded_sizes, strict=True)
         ]
@@ -336,7 +337,7 @@ class Mixture(nn.Module):
     def __init__(self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
-        scopes = [prefix_names(choose, f"blocks.{number}") for number in range(len(plans))]
+        scopes = number_parts(choose, "blocks", len(plans))
         layers = [LoadedExperts(sizes, plan, travel, scope) for plan, scope in zip(plans, scopes, strict=True)]
         self.blocks = nn.ModuleList(layers)  # type: ignore[assignment]
 

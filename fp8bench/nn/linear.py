@@ -89,6 +89,11 @@ def prefix_names(choose: Choose, part: str) -> Choose:
     return lambda name: choose(f"{part}.{name}")
 
 
+def number_parts(choose: Choose, part: str, count: int) -> list[Choose]:
+    """Returns a function for each of the equal parts `part.0`, `part.1` and so on, as `prefix_names` makes it."""
+    return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
+
+
 def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
     return phase.cast if arithmetic.casts else _NO_PHASE
 

@@ -34,7 +34,7 @@ class Storage:
     the scale depends on earlier tensors, so that a storage fits only after its first cast.
     """
 
-    keep: Callable[[Tensor], Operand]
+    store: Callable[[Tensor], Operand]
     restore: Callable[[Operand], Tensor]
     casts: bool = True
     settles: bool = False
@@ -46,7 +46,7 @@ class Storage:
 
 def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
 
-    def keep(x: Tensor) -> Operand:
+    def store(x: Tensor) -> Operand:
         scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
         return Operand(codes(x, fmt, scale), inverse)
 
@@ -54,7 +54,7 @@ def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXA
         assert operand.scale is not None
         return operand.data.to(torch.float32).mul_(operand.scale)
 
-    return Storage(keep, restore)
+    return Storage(store, restore)
 
 
 def make_arithmetic_storage(arithmetic: Arithmetic) -> Storage:
@@ -114,9 +114,9 @@ class Bucket:
         self._steps = [torch.tensor(float(steps), device=count_device) for _ in parameters]
         # A delayed scale fits only after the cast before it has seen such values. So store the moments twice.
         if self.plain is None:
-            self.keep(first, second)
+            self.store(first, second)
         if any(storage.settles for storage in storages):
-            self.keep(first, second)
+            self.store(first, second)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {
@@ -131,7 +131,7 @@ class Bucket:
         first, second = self._stored
         return _restore_all(self._first, first), _restore_all(self._second, second)
 
-    def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
+    def store(self, first: list[Tensor], second: list[Tensor]) -> None:
         self._stored = _store_all(self._first, first), _store_all(self._second, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -164,7 +164,7 @@ class Bucket:
 
 
 def _store_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
-    return [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
+    return [storage.store(moment) for storage, moment in zip(storages, moments, strict=True)]
 
 
 def _restore_all(storages: list[Storage], operands: list[Operand]) -> list[Tensor]:

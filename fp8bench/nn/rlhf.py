@@ -21,10 +21,10 @@ from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.kept import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.parts import cross_entropy
 from fp8bench.nn.served import list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.storage import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.training_step import Loader, TrainingState
 from fp8bench.protocols import Phases, SilentPhases
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from fp8bench.formats import operators
 from fp8bench.formats.code_kernels import FUSED_SCALARS, OPERAND_ORDER
-from fp8bench.formats.compiling import Kernel
+from fp8bench.formats.compiling import Kernel, draw_example
 from fp8bench.formats.matrix_codes import as_row_major
 from fp8bench.formats.native_codes import run_kernel
 from fp8bench.formats.quantise import RANDOM_BITS, check_input, random_bits
@@ -84,7 +84,7 @@ _UNSPLIT_SUM_OPTIONS = {"realize_opcount_threshold": _MAX_OPERATIONS, "realize_r
 
 
 @dataclass(frozen=True)
-class LookingRotationKernel(Kernel):
+class RotationKernel(Kernel):
     """Computes a rotation, and the largest magnitudes of the operand and of the result, in one pass. It adds sixteen
     products in their order.
 
@@ -111,10 +111,9 @@ class LookingRotationKernel(Kernel):
 
     def examples(self) -> list[Tensor]:
         shape = (_EXAMPLE_RUNS, SIZE, _EXAMPLE_ROWS) if self.turned else (_EXAMPLE_ROWS, _EXAMPLE_RUNS, SIZE)
-        numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         matrix = torch.eye(SIZE, dtype=torch.float64, device=self.device)
         memory = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
-        return [numbers.to(torch.device(self.device), self.source), matrix, *memory]
+        return [draw_example(shape, self.source, self.device), matrix, *memory]
 
     def free(self) -> list[Sequence[int]]:
         free_dimensions = (0, 2) if self.turned else (0, 1)
@@ -131,7 +130,7 @@ def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
 def _run_kernel(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
     blocks = _view_as_runs(x, turned)
     written = _view_as_runs(out, turned)
-    run_kernel(LookingRotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
+    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
 
 
 _ROTATION_SCHEMA = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"

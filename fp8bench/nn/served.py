@@ -13,7 +13,7 @@ from math import prod
 from fp8bench.errors import UsageError
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E4M3, Format
-from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
+from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling, count_blocks
 from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, list_feed_forward_paths
 from fp8bench.protocols import Precision
@@ -40,29 +40,32 @@ class StorageFormat:
     scaling: Scaling | None = None
 
     def count_bytes(self, rows: int, columns: int, heads: int = 1) -> int:
-        blocks = -(-columns // self.shared) if isinstance(self.shared, int) and self.shared else 0
+        blocks = count_blocks(columns, self.shared) if isinstance(self.shared, int) and self.shared else 0
         scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
-        return rows * -(-columns * self.bits // 8) + scales * self.scale_bytes + self.above
+        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.above
 
 
 CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
+_ROWS_IN_FP8 = StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW)
+_BLOCK_FORMATS = {
+    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
+    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+}
 # The format `fp8` has the scale 1.0, as in servers whose checkpoint has no scale.
 KV_FORMATS: Mapping[str, StorageFormat] = {
     **CARRIER_FORMATS,
     "fp8": StorageFormat(8, fmt=E4M3),
     "fp8-tensor": StorageFormat(8, 4, "all", fmt=E4M3, scaling=TENSOR),
     "fp8-head": StorageFormat(8, 4, "head", fmt=E4M3, scaling=TENSOR),
-    "fp8-token": StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
-    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
-    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+    "fp8-token": _ROWS_IN_FP8,
+    **_BLOCK_FORMATS,
 }
 WEIGHT_FORMATS: Mapping[str, StorageFormat] = {
     **CARRIER_FORMATS,
     "int8": StorageFormat(8, 2, "row"),
     "int4": StorageFormat(4, 4, 128),
-    "fp8": StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
-    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
-    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+    "fp8": _ROWS_IN_FP8,
+    **_BLOCK_FORMATS,
 }
 # torch's CPU kernels for these formats. They require bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
@@ -122,7 +125,7 @@ def check_served_support(params: Scalars, precision: Precision, facts: DeviceFac
         check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
-    if precision.carried_by and str(params["size"]) in OWN_SHAPES:
+    if precision.carried_by and str(params["size"]) in USER_SHAPES:
         return hardware.refused(f"a user's model can be served in {' or '.join(CARRIERS)}, or in a mode of `served`")
     return _check_arm_support(arm, shape, precision, facts)
 
@@ -260,12 +263,12 @@ def check_groups(shape: ServedShape, arm: ServedArm) -> None:
 
 # The shapes of users' models, by the names of the functions that make them. Workers report these shapes to this
 # process.
-OWN_SHAPES: dict[str, ServedShape] = {}
+USER_SHAPES: dict[str, ServedShape] = {}
 
 
 def find_served_shape(size: str) -> ServedShape:
-    if size in OWN_SHAPES:
-        return OWN_SHAPES[size]
+    if size in USER_SHAPES:
+        return USER_SHAPES[size]
     if size not in SERVED_SIZES:
         raise UsageError(f"{size!r:.80} is not a served model of fp8bench. Use `fp8bench infer {size:.80}`.")
     return make_served_shape(SERVED_SIZES[size])

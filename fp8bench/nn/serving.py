@@ -16,16 +16,16 @@ from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.experts import summarise_load
-from fp8bench.nn.kept import (
+from fp8bench.nn.served import OWN, ServedArm, list_weight_shapes
+from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
+from fp8bench.nn.storage import (
     DTYPES,
     CastWeight,
     StoredWeight,
     draw_weights,
     store_weight,
 )
-from fp8bench.nn.own_decoder import OwnDecoder, make_model
-from fp8bench.nn.served import OWN, ServedArm, list_weight_shapes
-from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, gpt_around
+from fp8bench.nn.user_decoder import UserDecoder, make_model
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
 from fp8bench.protocols.workload import key_of
@@ -37,7 +37,7 @@ class ServedState:
     output to `logits`.
     """
 
-    model: Decoder | OwnDecoder
+    model: Decoder | UserDecoder
     tokens: Tensor
     at: int
     logits: Tensor
@@ -70,10 +70,10 @@ def make_served_state(
     with torch.no_grad():
         # 1. Build the decoder, by its size or around a user's model.
         if size in SERVED_SIZES:
-            model: Decoder | OwnDecoder = _make_decoder(setup, arm, layers, SERVED_SIZES[size], (batch, context))
+            model: Decoder | UserDecoder = _make_decoder(setup, arm, layers, SERVED_SIZES[size], (batch, context))
         else:
             user_model, _ = make_model(find_maker(size), size, setup.seed, setup.facts)
-            model = OwnDecoder(size, user_model, arm, (batch, context), device)
+            model = UserDecoder(size, user_model, arm, (batch, context), device)
         # 2. Fill the cache up to the new tokens, with values that depend only on the seed.
         generator = torch.Generator(device).manual_seed(setup.seed)
         model.fill(context - new, generator)
@@ -87,7 +87,7 @@ def make_served_state(
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
     state = ServedState(model, tokens, context - new, logits)
-    if isinstance(model, OwnDecoder):
+    if isinstance(model, UserDecoder):
         state.step(SilentPhases())  # run once, so that the logits of masked ids are -inf from the start
     return state
 

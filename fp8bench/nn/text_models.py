@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import LanguageModel
-from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.linear import Choose, Linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
@@ -28,7 +28,7 @@ class WindowMLP(LanguageModel):
         super().__init__(config, carrier, dropout)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        block_choices = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
+        block_choices = number_parts(choose, "blocks", config.layers)
         self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in block_choices)
         self.blocks = nn.ModuleList(
             FeedForward(config.width, config.hidden, config.modern, gain, part) for part in block_choices
@@ -82,7 +82,7 @@ class TextCNN(LanguageModel):
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        block_choices = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
+        block_choices = number_parts(choose, "blocks", config.layers)
         self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in block_choices)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))

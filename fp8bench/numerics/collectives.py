@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from torch import Tensor
 from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
-    BegunExchange,
     FromFirst,
     Largest,
+    PendingExchange,
     Program,
     RowsToRanks,
     SentBytes,
@@ -48,23 +48,15 @@ MAX_SATURATED_SHARE = 1e-5
 _GROWTH_STEPS = 1000
 
 
-class Wire(Protocol):
-    """Packs values of a format into a tensor for sending, and unpacks them."""
-
-    def encode(self, values: Tensor) -> Tensor: ...
-    def decode(self, payload: Tensor) -> Tensor: ...
-
-
-class E4M3:
-    """Packs E4M3 codes as bytes. Values beyond the largest one are clamped, because the casts of older torch versions
+def encode_e4m3(values: Tensor) -> Tensor:
+    """Returns E4M3 codes as bytes. Values beyond the largest one are clamped, because the casts of older torch versions
     do not saturate.
     """
+    return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def encode(self, values: Tensor) -> Tensor:
-        return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
 
-    def decode(self, payload: Tensor) -> Tensor:
-        return payload.view(torch.float8_e4m3fn).float()
+def decode_e4m3(codes: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).float()
 
 
 @dataclass
@@ -101,6 +93,13 @@ def compute_largest_scale(amax: Tensor) -> Tensor:
     return torch.where(torch.isfinite(amax), valid_scale, torch.full_like(scale, math.nan))
 
 
+def _compute_shared_scale(amax: Tensor) -> Program[Tensor]:
+    """Returns the scale for the largest magnitude on any rank. A NaN on a rank counts as infinity, because maxima over
+    ranks may lose it.
+    """
+    return compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+
+
 def overflow_factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
     """Returns a factor for the scale that makes an overflow of the sum over ranks less likely."""
     if scaling == FP8LM_AUTO:
@@ -119,9 +118,9 @@ def scale_for_cast(values: Tensor, scaling: str, size: int, auto: AutoScale) -> 
     if scaling == FP8LM_AUTO:
         scale_of_rank = compute_largest_scale(amax)
         scale = -(yield Largest(-scale_of_rank))
-        values = E4M3().decode(E4M3().encode(values * scale_of_rank)) / scale_of_rank
+        values = decode_e4m3(encode_e4m3(values * scale_of_rank)) / scale_of_rank
     else:
-        scale = compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+        scale = yield from _compute_shared_scale(amax)
     scale = scale * overflow_factor_of(scaling, size, auto)
     return values * scale, scale
 
@@ -134,19 +133,18 @@ def compute_fp8_mean(
     The length of the vector must be a multiple of the number of ranks.
     """
     scaled_values, scale = yield from scale_for_cast(values, scaling, size, auto)
-    wire = E4M3()
     if way == RING:
-        codes = yield from sum_in_ring(scaled_values, wire, rank, size, whole_vector)
-        reduced = Reduced(wire.decode(codes) / (scale * size), codes)
+        codes = yield from sum_in_ring(scaled_values, rank, size, whole_vector)
+        reduced = Reduced(decode_e4m3(codes) / (scale * size), codes)
     elif way == GATHER:
-        codes_of_ranks = yield AllGather(wire.encode(scaled_values))
-        mean_values = _sum_in_rank_order([wire.decode(codes_of_rank) for codes_of_rank in codes_of_ranks]) / (
+        codes_of_ranks = yield AllGather(encode_e4m3(scaled_values))
+        mean_values = _sum_in_rank_order([decode_e4m3(codes_of_rank) for codes_of_rank in codes_of_ranks]) / (
             scale * size
         )
         reduced = Reduced(mean_values if whole_vector else mean_values.chunk(size)[rank], torch.cat(codes_of_ranks))
     elif way == TWOSHOT:
-        rows = yield AllToAll(wire.encode(scaled_values).reshape(size, -1))
-        reduced = Reduced(_sum_in_rank_order([wire.decode(row) for row in rows]) / (scale * size), rows)
+        rows = yield AllToAll(encode_e4m3(scaled_values).reshape(size, -1))
+        reduced = Reduced(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
         if whole_vector:
             # Count saturation in the codes that were sent, because they share one scale. The codes of the mean have
             # separate scales.
@@ -163,9 +161,9 @@ def compute_fp8_mean(
 
 def gather_parts(part: Tensor) -> Program[Reduced]:
     scale_of_rank = compute_largest_scale(part.abs().amax().reshape(1))
-    codes = yield AllGather(E4M3().encode(part * scale_of_rank))
+    codes = yield AllGather(encode_e4m3(part * scale_of_rank))
     scales = yield AllGather(scale_of_rank)
-    values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
+    values = [decode_e4m3(code) / scale for code, scale in zip(codes, scales, strict=True)]
     return Reduced(torch.cat(values), torch.cat(codes))
 
 
@@ -192,10 +190,10 @@ class Pieces(NamedTuple):
         return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
 
     def encode_tensors(self, values: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([E4M3().encode(piece * scale) for piece, scale in self.iterate_tensors(values, scales)])
+        return torch.cat([encode_e4m3(piece * scale) for piece, scale in self.iterate_tensors(values, scales)])
 
     def decode_tensors(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.iterate_tensors(codes, scales)])
+        return torch.cat([decode_e4m3(piece) / scale for piece, scale in self.iterate_tensors(codes, scales)])
 
 
 def gather_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
@@ -225,7 +223,7 @@ def average_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
     sizes = [rank_pieces.size for rank_pieces in pieces]
     rows = torch.split(values, sizes)
     amax = torch.stack([rank_pieces.amax(row) for rank_pieces, row in zip(pieces, rows, strict=True)])
-    scales = compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    scales = yield from _compute_shared_scale(amax)
     codes = torch.cat(
         [
             rank_pieces.encode_tensors(*row_and_scales)
@@ -233,7 +231,7 @@ def average_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
         ]
     )
     received = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
-    total_values = _sum_in_rank_order([E4M3().decode(row) for row in received])
+    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received])
     return torch.cat(
         [piece / (scale * len(pieces)) for piece, scale in pieces[rank].iterate_tensors(total_values, scales[rank])]
     )
@@ -241,28 +239,28 @@ def average_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Prog
 
 def exchange_parts(values: Tensor, size: int) -> Program[Reduced]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
-    codes = yield AllToAll(E4M3().encode(values * scale).reshape(size, -1))
+    codes = yield AllToAll(encode_e4m3(values * scale).reshape(size, -1))
     scales = yield AllToAll(scale.repeat(size, 1))
-    return Reduced((E4M3().decode(codes) / scales).reshape(-1), codes)
+    return Reduced((decode_e4m3(codes) / scales).reshape(-1), codes)
 
 
 def broadcast_from_first(values: Tensor) -> Program[Reduced]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
-    codes = yield FromFirst(E4M3().encode(values * scale))
+    codes = yield FromFirst(encode_e4m3(values * scale))
     scale = yield FromFirst(scale)
-    return Reduced(E4M3().decode(codes) / scale, codes)
+    return Reduced(decode_e4m3(codes) / scale, codes)
 
 
-def sum_in_ring(values: Tensor, wire: Wire, rank: int, size: int, all_parts: bool = True) -> Program[Tensor]:
+def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Program[Tensor]:
     """Returns the sum of a vector over ranks as codes: of all parts of the vector, or of this rank's part.
 
-    Part k starts at the rank after rank k, is rounded to the wire's format at every hop, and ends at rank k.
+    Part k starts at the rank after rank k, is rounded to E4M3 at every hop, and ends at rank k.
     """
-    encoded_parts = [wire.encode(part) for part in values.reshape(size, -1)]
+    encoded_parts = encode_e4m3(values).reshape(size, -1)
     partial_sum = encoded_parts[rank - 1]
     for hop in range(1, size):
         received = yield Shift(partial_sum)
-        partial_sum = wire.encode(wire.decode(received) + wire.decode(encoded_parts[rank - 1 - hop]))
+        partial_sum = encode_e4m3(decode_e4m3(received) + decode_e4m3(encoded_parts[rank - 1 - hop]))
     if not all_parts:
         return partial_sum
     all_sums = yield AllGather(partial_sum)
@@ -283,7 +281,7 @@ def saturated_share(codes: Tensor) -> Tensor:
 
 def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
     scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto)
-    is_flushed = (E4M3().decode(E4M3().encode(scaled_values)) == 0) & (values != 0)
+    is_flushed = (decode_e4m3(encode_e4m3(scaled_values)) == 0) & (values != 0)
     return is_flushed.float().mean()
 
 
@@ -397,7 +395,7 @@ class InFP8:
     ) -> Reduced:
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 
-    def start_async(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
+    def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[Reduced]:
         return start_program(self.program(values, rank, size))
 
     def simulate_ranks(self, sources: Sequence[Tensor]) -> list[Reduced]:

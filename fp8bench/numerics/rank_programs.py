@@ -149,7 +149,7 @@ class Waits(Protocol):
 
 
 @dataclass(frozen=True)
-class BegunExchange(Generic[T]):
+class PendingExchange(Generic[T]):
     """A program of a rank whose first exchange of codes was started asynchronously. `wait` runs the remaining part of
     the program.
     """
@@ -164,14 +164,14 @@ class BegunExchange(Generic[T]):
         return run_on_this_rank(self.program, answer=self.answer)
 
 
-def start_program(program: Program[T]) -> BegunExchange[T]:
+def start_program(program: Program[T]) -> PendingExchange[T]:
     answer = None
     while True:
         exchange = program.send(answer)
         asynchronous = not isinstance(exchange, Largest)
         sent, answer = _start_exchange(exchange, None, asynchronous)
         if asynchronous:
-            return BegunExchange(program, sent, answer)
+            return PendingExchange(program, sent, answer)
 
 
 def run_on_this_rank(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import Scaling
+from fp8bench.formats.recipes import Scaling, count_blocks
 from fp8bench.formats.scaled import matrix_shape, split_into_blocks
 from fp8bench.numerics.norms import as_rows, iterate_tiles
 from fp8bench.units import EXACT_DB
@@ -66,7 +66,7 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
     steps = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
-    blocks_down = -(-matrix_shape(x.shape)[0] // scaling.rows) if scaling.rows else 1
+    blocks_down = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
     return Factors(steps.reshape(blocks_down, -1), scaling.rows, scaling.columns)
 
 
@@ -194,8 +194,6 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     and below 1 for stochastic rounding. `utilisation` is the largest magnitude divided by the largest value that the
     format can represent with the factor. With several factors, it is that of the median non-zero block.
     """
-    if x.shape != y.shape:
-        raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
     exact_rows = as_rows(x)
     rounded_rows = as_rows(y)
     values = _Values(exact_rows)
@@ -224,7 +222,7 @@ class _Values:
     def __init__(self, like: Tensor) -> None:
         height, width = like.shape
         device = like.device
-        parts = (height, -(-width // SPREAD_BLOCK))
+        parts = (height, count_blocks(width, SPREAD_BLOCK))
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
@@ -337,8 +335,6 @@ class ScaleCourse:
 
 
 def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    if len(scales) != len(amaxes):
-        raise ValueError(f"expected a scale for each of {len(amaxes)} steps, got {len(scales)} scales")
     drifts = [_log2_ratio(now, earlier) for earlier, now in itertools.pairwise(scales)]
     lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(

@@ -8,7 +8,6 @@ FLOPs.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,15 +20,10 @@ from torch import nn
 
 from fp8bench import units
 from fp8bench.errors import UsageError
+from fp8bench.formats.recipes import round_up
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.nn.holders import CONV2D, EXPERTS, ProductWeight, StackedWeightWatch
-from fp8bench.tape.formulas import (
-    NamedArguments,
-    Product,
-    count_flops,
-    get_convolution_backward_shapes,
-    get_convolution_shapes,
-)
+from fp8bench.tape.formulas import PRODUCT_SHAPES, count_flops
 from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, tensors_in
 from fp8bench.tape.timed_calls import RunningModules
 
@@ -43,38 +37,13 @@ _LATE_PARAMETERS_REMARK = (
 )
 
 
-def _make_matrix_shapes(left: str, right: str) -> Callable[[NamedArguments], list[Product]]:
-    def product(named: NamedArguments) -> list[Product]:
-        *times, m, k = named[left].shape
-        return [(m, named[right].shape[-1], k, math.prod(times))]
-
-    return product
-
-
-def _get_grouped_shapes(named: NamedArguments) -> list[Product]:
-    first = named["self"]
-    second = named["mat2"]
-    return [(first.shape[-2], second.shape[-1], first.shape[-1], 1)]
-
-
-# Maps an operator's name to the function that returns the sizes of its products.
-PRODUCT_SHAPES: dict[str, Callable[[NamedArguments], list[Product]]] = {
-    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _make_matrix_shapes("self", "mat2")),
-    **dict.fromkeys(("addmm", "_addmm_activation"), _make_matrix_shapes("mat1", "mat2")),
-    **dict.fromkeys(("baddbmm",), _make_matrix_shapes("batch1", "batch2")),
-    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), _get_grouped_shapes),
-    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"), get_convolution_shapes),
-    "convolution_backward": get_convolution_backward_shapes,
-}  # fmt: skip
-
-
 def list_products(call: Call) -> list[HeldProduct]:
     """Returns the products of one call with their sizes. The result is empty for operators without products. It is
     also empty for attention and LSTMs, whose products are inside one fused operator.
     """
-    shapes = PRODUCT_SHAPES.get(called_operator(call))
-    if shapes is None:
+    if called_operator(call) not in PRODUCT_SHAPES:
         return []
+    _, shapes = PRODUCT_SHAPES[called_operator(call)]
     named = {**bind_arguments(call), "": next(tensors_in(call.result), None)}
     return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
 
@@ -151,7 +120,7 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 
 
 def measure_coverage(
-    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
+    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, sorted by the weight that each multiplies by. `held` are
     the weights of a Conversion that was not entered. The sizes of native products on this device must be multiples of
@@ -177,7 +146,7 @@ def measure_coverage(
     multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
     new_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = [_LATE_PARAMETERS_REMARK.format(_list_names(new_names))] if new_names else _compare_steps(tape, second)
-    return Coverage(tuple(multiplying_holders), tuple(without_weights), sums.flops, loss, tuple(remarks))
+    return Coverage(tuple(multiplying_holders), tuple(without_weights), sums.flops, remarks=tuple(remarks))
 
 
 def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
@@ -339,5 +308,5 @@ def explain_misfit(held: ProductWeight, products: Sequence[HeldProduct], multipl
         return ""
     names = dict(zip(held.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
-    padded_sizes = ", ".join(str(-(-size // multiple) * multiple) for size in misfit_sizes)
+    padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)
     return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {padded_sizes}"

@@ -39,36 +39,40 @@ NamedArguments = Mapping[str, Any]
 Formula = Callable[[NamedArguments], int]
 # The sizes (M, N, K) of products (M, K) times (K, N), and the number of such products.
 Product = tuple[int, int, int, int]
+Shapes = Callable[[NamedArguments], list[Product]]
 
 
-def _count_numbers(tensor: RecordedTensor) -> int:
-    """Counts the numbers in a tensor. An element of torch's packed E2M1 dtype holds two numbers."""
-    packed = getattr(torch, "float4_e2m1fn_x2", None)
-    return math.prod(tensor.shape) * (2 if tensor.dtype is packed else 1)
-
-
-def _make_matrix_formula(first: str, second: str) -> tuple[str, Formula]:
-    """Returns the formula 2MNK for one matrix product or a batch of them. Each number of the left operand is
-    multiplied by N numbers.
+def _make_matrix_shapes(left: str, right: str) -> Shapes:
+    """Returns a function for the sizes of one matrix product or of a batch of them. `left` and `right` name the
+    operands. Each may be a vector.
     """
 
-    def flops(named: NamedArguments) -> int:
-        columns = int(named[""].shape[-1]) if len(named[second].shape) > 1 else 1
-        return 2 * _count_numbers(named[first]) * columns
+    def list_products(named: NamedArguments) -> list[Product]:
+        a = named[left]
+        sides = 1, *a.shape
+        n = int(named[""].shape[-1]) if len(named[right].shape) > 1 else 1
+        return [(sides[-2], n, _count_contraction(a), math.prod(sides[:-2]))]
 
-    return first, flops
+    return list_products
 
 
-def _count_grouped_flops(named: NamedArguments) -> int:
-    """Counts the FLOPs of a grouped product. Each group of rows or columns is multiplied by its own matrix."""
+def _count_contraction(a: RecordedTensor) -> int:
+    """Counts the numbers along the last dimension. An element of torch's packed E2M1 dtype holds two numbers."""
+    packed = getattr(torch, "float4_e2m1fn_x2", None)
+    return int(a.shape[-1]) * (2 if a.dtype is packed else 1)
+
+
+def _get_grouped_shapes(named: NamedArguments) -> list[Product]:
+    """Returns the sizes of a grouped product. Each group of rows or columns is multiplied by its own matrix, so all
+    groups together count as one product. Two stacks of matrices are multiplied in pairs.
+    """
     a = named["self"]
     b = named["mat2"]
-    # then each matrix of `a` is multiplied by its own columns of `b`
-    splits_columns = len(a.shape) == 3 and len(b.shape) == 2
-    return 2 * _count_numbers(a) * int(b.shape[-1]) // (int(a.shape[0]) if splits_columns else 1)
+    pairs = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
+    return [(a.shape[-2], b.shape[-1], _count_contraction(a), pairs)]
 
 
-def _make_flops_formula(products: Callable[[NamedArguments], list[Product]]) -> Formula:
+def _make_flops_formula(products: Shapes) -> Formula:
     return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
 
 
@@ -147,31 +151,43 @@ _ATTENTION_BACKWARD = ("query", _make_attention_formula((3, 2)))
 def _make_lstm_formula(times: int, *weights: str) -> tuple[str, Formula]:
     def flops(named: NamedArguments) -> int:
         steps: int = math.prod(named["input"].shape[:2])
-        return times * 2 * steps * sum(_count_numbers(named[weight]) for weight in weights)
+        return times * 2 * steps * sum(math.prod(named[weight].shape) for weight in weights)
 
     return "input", flops
 
 
+# For each operator that multiplies matrices: the argument whose dtype is that of the product, and the sizes of the
+# products.
+PRODUCT_SHAPES: dict[str, tuple[str, Shapes]] = {
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"),
+                    ("self", _make_matrix_shapes("self", "mat2"))),
+    **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", _make_matrix_shapes("mat1", "mat2"))),
+    "baddbmm": ("batch1", _make_matrix_shapes("batch1", "batch2")),
+    **dict.fromkeys(("_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2"), ("self", _get_grouped_shapes)),
+    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+                    ("weight", get_convolution_shapes)),
+    "convolution_backward": ("weight", get_convolution_backward_shapes),
+}  # fmt: skip
+
+
+def _make_formula(left: str, right: str) -> tuple[str, Formula]:
+    return left, _make_flops_formula(_make_matrix_shapes(left, right))
+
+
 _SDPA_OPERATOR = "_scaled_dot_product_{}attention{}"
 FORMULAS: dict[str, tuple[str, Formula]] = {
-    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _make_matrix_formula("self", "mat2")),
+    **{name: (argument, _make_flops_formula(shapes)) for name, (argument, shapes) in PRODUCT_SHAPES.items()},
     **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"),
-                    _make_matrix_formula("self", "mat2")),
-    **dict.fromkeys(("addmm", "_addmm_activation"), _make_matrix_formula("mat1", "mat2")),
-    **dict.fromkeys(("baddbmm", "addbmm"), _make_matrix_formula("batch1", "batch2")),
-    "mv": _make_matrix_formula("self", "vec"),
-    "addmv": _make_matrix_formula("mat", "vec"),
-    "dot": _make_matrix_formula("self", "tensor"),
-    "vdot": _make_matrix_formula("self", "other"),
+                    _make_formula("self", "mat2")),
+    "addbmm": _make_formula("batch1", "batch2"),
+    "mv": _make_formula("self", "vec"),
+    "addmv": _make_formula("mat", "vec"),
+    "dot": _make_formula("self", "tensor"),
+    "vdot": _make_formula("self", "other"),
     # torch appends two columns to each side: squared lengths, and ones.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
-    "addr": ("vec1", lambda named: 2 * _count_numbers(named["vec1"]) * _count_numbers(named["vec2"])),
-    "_grouped_mm": ("self", _count_grouped_flops),
-    "_scaled_grouped_mm": ("self", _count_grouped_flops),
-    "_scaled_grouped_mm_v2": ("self", _count_grouped_flops),
-    **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
-                     "convolution_overrideable"), ("weight", _make_flops_formula(get_convolution_shapes))),
-    "convolution_backward": ("weight", _make_flops_formula(get_convolution_backward_shapes)),
+    "addr": ("vec1", lambda named: 2 * math.prod(named["vec1"].shape) * math.prod(named["vec2"].shape)),
+    "convolution_overrideable": ("weight", _make_flops_formula(get_convolution_shapes)),
     "convolution_backward_overrideable": ("weight", _make_flops_formula(get_convolution_backward_shapes)),
     **{_SDPA_OPERATOR.format(kernel, end): formula
        for end, formula in (("", _ATTENTION_FORWARD), ("_backward", _ATTENTION_BACKWARD))
@@ -180,9 +196,9 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
     "mkldnn_rnn_layer": _make_lstm_formula(1, "weight0", "weight1"),
     "mkldnn_rnn_layer_backward": _make_lstm_formula(2, "weight1", "weight2"),
-    "fp8bench::short_product": ("a", lambda named: 2 * _count_numbers(named["a"]) * int(named["b"].shape[0])),
+    "fp8bench::short_product": ("a", lambda named: 2 * math.prod(named["a"].shape) * int(named["b"].shape[0])),
     "fp8bench::rotated_and_looked_at": (
-        "matrix", lambda named: 2 * _count_numbers(named["x"]) * int(named["matrix"].shape[-1]),
+        "matrix", lambda named: 2 * math.prod(named["x"].shape) * int(named["matrix"].shape[-1]),
     ),
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fp8bench.nn.kept import StoredWeight
+    from fp8bench.nn.storage import StoredWeight
 
 LARGEST_SIDE = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
@@ -387,7 +387,7 @@ def _store_weight(setup: Setup, b: Tensor) -> StoredWeight | None:
     """Returns the weight as inference stores it. Returns None unless the case's precision stores weights in a
     low-precision format.
     """
-    from fp8bench.nn.kept import store_weight
+    from fp8bench.nn.storage import store_weight
 
     precision = precisions.get(setup.case.precision)
     if precision.name != served.SERVED:

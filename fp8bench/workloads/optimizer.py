@@ -113,7 +113,7 @@ class Optimizer(Workload):
             with phase.optimizer_step:
                 bucket.update(first, second)
             with phase.cast:
-                bucket.keep(first, second)
+                bucket.store(first, second)
                 del first, second  # free the memory here, because the time for that must count for a phase
 
     def error(self, setup: Setup) -> dict[str, float]:

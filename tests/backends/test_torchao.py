@@ -9,20 +9,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8bench.errors import BackendMissing
-from fp8bench.formats.codes import torch_codes
-from fp8bench.formats.grids import E4M3, E5M2, Format
-from fp8bench.formats.recipes import ROW_POWER_OF_TWO, TENSOR, Scaling
-from fp8bench.formats.scaled import factor
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Role, SilentPhases
+from fp8bench.protocols import Role
 from fp8bench.registry import backends, precisions
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import Outcome, linear, outcome
 
 IS_HERE = find_spec("torchao") is not None  # imported only by tests, because it takes seconds
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_HERE, reason="needs torchao, which is the backend")]
@@ -31,16 +28,14 @@ HERE = CPU.__class__(**{**vars(CPU), "packages": PACKAGES})
 MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")
 
 
-def outcome(mode: str) -> list[Tensor]:
-    torch.manual_seed(3)
-    layer = Linear(128, 96, precisions.get(mode).arithmetic(HERE).layer("one"))
+def outcome_of(mode: str) -> Outcome:
+    layer = linear(precisions.get(mode).arithmetic(HERE).layer("one"), 128, 96)
     with torch.no_grad():  # rows of very different sizes, so that one scale per tensor is worse
         layer.weight.mul_(torch.logspace(-4, 2, 96)[:, None])
-    x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16).requires_grad_()
-    y = layer(x, SilentPhases())
-    pulled = (gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)).to(y.dtype)  # small rows count as much
+    x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16)
+    pull = gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)  # small rows count as much
     assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
-    return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
+    return outcome(layer, x, pull)
 
 
 @for_each("mode", MODES)
@@ -50,14 +45,14 @@ def test_its_layers_compute_what_ours_do(mode: str) -> None:
     Exception: for the input gradient of `rowwise_with_gw_hp` torchao uses one weight scale per tensor, fp8bench one per
     row.
     """
-    theirs, ours = outcome(f"{mode}:backend=torchao"), outcome(mode)
+    theirs, ours = outcome_of(f"{mode}:backend=torchao"), outcome_of(mode)
     tolerances = [4e-3, 4e-3, 4e-3]
     if mode.endswith("bf16"):  # with one scale the small rows become zero
         assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1
         tolerances[1] = 0.5
-    for result, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
-        assert result.dtype == wanted.dtype and result.shape == wanted.shape
-        assert relative_frobenius(result.double(), wanted.double()) < tolerance
+    for result, expected, tolerance in zip(theirs, ours, tolerances, strict=True):
+        assert result.dtype == expected.dtype and result.shape == expected.shape
+        assert relative_frobenius(result.double(), expected.double()) < tolerance
 
 
 @for_each("mode", MODES)
@@ -81,32 +76,6 @@ def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
     )
     for pair, result in zip(pairs, results, strict=True):
         assert relative_frobenius(single.product(*pair, torch.bfloat16).double(), result.double()) < 4e-3
-
-
-@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
-def test_its_codes_and_scales_equal_ours(fmt: Format, scaling: Scaling) -> None:
-    """Power-of-two scales agree bit for bit; for other scales torchao divides in fp64 and rounds twice."""
-    backends.get("torchao").imported()
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-
-    x = gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]
-    by_row = scaling is ROW_POWER_OF_TWO
-    kept = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
-    theirs = hp_tensor_to_float8_dynamic(
-        x,
-        kept,
-        LinearMMConfig(),
-        round_scales_to_power_of_2=by_row,
-        axiswise_dim=-1 if by_row else None,
-        scaling_granularity=ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE,
-    )
-    result, _ = factor(x, fmt, scaling)
-    ours = torch_codes(x, fmt, result)
-    assert torch.allclose(theirs._scale.reshape(result.shape), result, rtol=2e-7, atol=0.0)
-    differing = (theirs._data.view(torch.uint8) != ours.view(torch.uint8)).sum()
-    assert differing == 0 if by_row else differing <= 2
 
 
 def test_it_has_layers_and_no_products_and_draws_nothing() -> None:

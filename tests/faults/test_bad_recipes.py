@@ -10,9 +10,8 @@ import torch
 
 from fp8bench import pipeline
 from fp8bench.cli.main import main
-from fp8bench.errors import UsageError
 from fp8bench.formats import scaled
-from fp8bench.formats.grids import E2M1, E4M3, E5M2, Overflow
+from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.quantise import round_to
 from fp8bench.formats.recipes import MX, NVFP4, TENSOR
 from tests.commands import only_sentence
@@ -105,10 +104,3 @@ def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
     ):
         with pytest.raises(TypeError, match=r"cannot quantise .*: give a tensor of float32, bfloat16 or float16"):
             call()
-
-
-def test_what_a_format_cannot_do_is_refused() -> None:
-    with pytest.raises(UsageError, match="NVFP4's scales are for e2m1"):
-        scaled.values(torch.ones(4, 64), E5M2, NVFP4)
-    with pytest.raises(UsageError, match="e2m1 has no nan to overflow to"):
-        round_to(torch.ones(4), E2M1, overflow=Overflow.NAN)

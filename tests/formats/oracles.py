@@ -238,9 +238,9 @@ def name_of(value: object) -> str:
 
 def mismatches(ours: torch.Tensor | Floats, expected: Floats) -> int:
     """The number of float32 values that differ in any bit; all NaNs are equal, zeros of different sign are not."""
-    found = ours.contiguous().numpy() if isinstance(ours, torch.Tensor) else ours
-    assert found.shape == expected.shape
-    return int((~same_bits(found, expected)).sum())
+    result = ours.contiguous().numpy() if isinstance(ours, torch.Tensor) else ours
+    assert result.shape == expected.shape
+    return int((~same_bits(result, expected)).sum())
 
 
 def same_bits(one: Floats, other: Floats) -> Mask:

@@ -17,6 +17,11 @@ from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 Doubles = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
+MX_MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
+
+
+def mx(mode: ScaleRounding) -> Scaling:
+    return Scaling(1, 32, E8M0, mode)
 
 
 def reference(x: torch.Tensor, fmt: Format, scaling: Scaling) -> torch.Tensor:
@@ -37,16 +42,16 @@ def mx_exponents(amax: Doubles, fmt: Format, rounding: ScaleRounding) -> Wholes:
     """Exponents of the scales of blocks with finite magnitudes."""
     exponent, top = _exponent(amax), int(np.log2(fmt.largest))
     if rounding is ScaleRounding.FLOOR:
-        found = exponent - top
+        result = exponent - top
     elif rounding is ScaleRounding.EVEN:
         step = _power(exponent - fmt.mantissa_bits)
-        found = _exponent(np.rint(amax / step) * step) - top
+        result = _exponent(np.rint(amax / step) * step) - top
     elif rounding is ScaleRounding.CEIL:
-        found = exponent + (amax > _power(exponent)) - top
+        result = exponent + (amax > _power(exponent)) - top
     else:
-        found = exponent - top
-        found = found + (amax > fmt.largest * _power(found))
-    return np.where(amax > 0, np.clip(found, -127, 127), -127)
+        result = exponent - top
+        result = result + (amax > fmt.largest * _power(result))
+    return np.where(amax > 0, np.clip(result, -127, 127), -127)
 
 
 def rounded(exact: Doubles, fmt: Format) -> Doubles:

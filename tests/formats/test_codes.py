@@ -9,12 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.errors import UsageError
 from fp8bench.formats.codes import code_dtype, decode, encode, pack, unpack
 from fp8bench.formats.grids import (
     E2M1,
-    E2M3,
-    E3M2,
     E4M3,
     E4M3FNUZ,
     E5M2,
@@ -38,7 +35,7 @@ from tests.formats.oracles import (
     random_patterns,
 )
 
-each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL)
 TORCH_BYTES = {
     E4M3: torch.float8_e4m3fn,
     E4M3FNUZ: torch.float8_e4m3fnuz,
@@ -57,16 +54,16 @@ def every_code(fmt: Format) -> torch.Tensor:
 def test_every_code_decodes_as_each_witness_says(fmt: Format) -> None:
     """The definition, gfloat, ml_dtypes or numpy, and torch's dtype, if they have the format."""
     codes = every_code(fmt)
-    found = decode(codes, fmt)
-    assert mismatches(found, exactly(fmt, numbers(fmt.name))) == 0
+    result = decode(codes, fmt)
+    assert mismatches(result, exactly(fmt, numbers(fmt.name))) == 0
     by_gfloat = gfloat.decode_ndarray(GFLOAT[fmt.name], np.arange(1 << fmt.bits, dtype=np.int64))
-    assert mismatches(found, exactly(fmt, by_gfloat)) == 0
+    assert mismatches(result, exactly(fmt, by_gfloat)) == 0
     if fmt is not TF32:
         bits = np.arange(1 << fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
         with np.errstate(invalid="ignore"):
-            assert mismatches(found, bits.view(ML_DTYPES[fmt.name]).astype(np.float32)) == 0
+            assert mismatches(result, bits.view(ML_DTYPES[fmt.name]).astype(np.float32)) == 0
     if fmt in TORCH_BYTES:
-        assert mismatches(found, codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
+        assert mismatches(result, codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
 
 
 NAN_CODES = {
@@ -88,8 +85,7 @@ def test_every_nan_has_one_code(name: str) -> None:
     bits = torch.tensor([0x7FC00000, 0x7F800001, 0x7FFFFFFF, -1, -0x7FFFFF])
     nans = bits.to(torch.int32).view(torch.float32)
     assert nans.isnan().all()
-    for checked in (True, False):
-        assert set(encode(nans, fmt, checked=checked).tolist()) == {NAN_CODES[name]}
+    assert set(encode(nans, fmt).tolist()) == {NAN_CODES[name]}
     assert decode(encode(nans, fmt), fmt).isnan().all()
 
 
@@ -102,12 +98,10 @@ def test_random_values_survive(fmt: Format) -> None:
         values = round_to(source, fmt, overflow=overflow)
         codes = encode(values, fmt)
         assert mismatches(decode(codes, fmt), values.numpy()) == 0
-        assert torch.equal(encode(values, fmt, checked=False), codes)
-        assert torch.equal(decode(codes, fmt, checked=False), decode(codes, fmt)) or fmt.has_nan
 
 
 @each_format
-@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> None:
     patterns = every_pattern(dtype)
     wide = patterns.to(torch.float32)
@@ -115,34 +109,6 @@ def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> N
     on_grid = (rounded == wide) | (wide.isnan() & fmt.has_nan)
     assert torch.equal(encode(patterns[on_grid], fmt), encode(wide[on_grid], fmt))
     assert on_grid.any()
-
-
-@each_format
-def test_what_is_no_number_of_the_format_is_refused(fmt: Format) -> None:
-    largest, smallest = fmt.largest, fmt.smallest_subnormal
-    beside = np.nextafter(np.float32(largest), np.float32(0)).item()
-    wrong = [beside, smallest * 1.5, -largest * 0.99, largest * 0.9999, 1.0001 * fmt.smallest_normal, 2.0**127.99]
-    wrong += [] if fmt.has_infinity else [torch.inf, -torch.inf]
-    wrong += [0.0, -0.0, -1.0] if fmt is E8M0 else []
-    for value in wrong:
-        with pytest.raises(UsageError, match=f"1 of 3 values cannot be represented in {fmt.name}"):
-            encode(torch.tensor([smallest, value, largest]), fmt)
-    if not fmt.has_nan:
-        values = torch.zeros(1 << 17)
-        values[-1] = torch.nan
-        with pytest.raises(UsageError, match=f"{fmt.name} has no code for NaN: replace the 1 NaN among 131072 values"):
-            encode(values, fmt)
-
-
-@for_each("fmt", [E3M2, E2M3, E2M1, TF32], ids=lambda fmt: fmt.name)
-def test_codes_with_more_bits_are_refused(fmt: Format) -> None:
-    over = 1 << fmt.bits
-    for wrong in (over, *([-1] if fmt is TF32 else [])):
-        with pytest.raises(UsageError, match=f"and {wrong} is not one"):
-            decode(torch.tensor([0, wrong], dtype=code_dtype(fmt)), fmt)
-    assert decode(torch.tensor([0], dtype=code_dtype(fmt)), fmt, checked=False).numel()
-    if fmt is not TF32:
-        assert decode(torch.tensor([over], dtype=code_dtype(fmt)), fmt, checked=False).isnan().all()
 
 
 @each_format
@@ -198,8 +164,6 @@ def test_a_gpu_encodes_and_decodes_as_the_processor_does(fmt: Format) -> None:
     assert torch.equal(encode(values.cuda(), fmt).cpu(), codes)
     assert mismatches(decode(codes.cuda(), fmt).cpu(), values.numpy()) == 0
     assert torch.equal(pack(codes.cuda(), fmt).cpu(), pack(codes, fmt))
-    with pytest.raises(UsageError):
-        encode(torch.tensor([fmt.largest * 0.9999], device="cuda"), fmt)
 
 
 @each_format

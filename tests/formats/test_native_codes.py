@@ -89,13 +89,13 @@ def in_blocks(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
 
 def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Tensor]:
     """The same from stored tensors, laid out afterwards."""
-    found = []
+    result = []
     for one, side in ((x, 1), (x.t(), 1), (x, 128), (x, 128), (x.t(), 128)):
-        stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding), checked=False)
+        stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding))
         assert stored.scales is not None
         scales = store_by_columns(stored.scales) if side == 1 else store_square_scales(stored.scales)
-        found += [stored.codes.view(CODE_DTYPES[fmt.name]), scales]
-    return found
+        result += [stored.codes.view(CODE_DTYPES[fmt.name]), scales]
+    return result
 
 
 def scales_by_definition(x: np.ndarray, how: Cast) -> np.ndarray:
@@ -124,23 +124,23 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits)[number], other.contiguous().view(bits)[number])
 
 
-@for_each("how", CASTS, ids=str)
+@for_each("how", CASTS)
 def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
     for x in pieces(how.source):
         given = x.float().numpy()
         if how.by_row:
-            found, inverse, turned, of_columns = cast(x, how)
+            result, inverse, turned, of_columns = cast(x, how)
             assert np.array_equal(inverse.numpy(), 1 / scales_by_definition(given, how))
             assert np.array_equal(of_columns.numpy(), 1 / scales_by_definition(given.T, how))
-            wanted = [codes_by_definition(one, scales_by_definition(one, how), how.fmt) for one in (given, given.T)]
-            got = [found, turned]
+            expected = [codes_by_definition(one, scales_by_definition(one, how), how.fmt) for one in (given, given.T)]
+            got = [result, turned]
         else:
             scale, inverse, *got = cast(x, how)
             defined = scales_by_definition(given, how)
             assert scale.numpy() == defined and inverse.numpy() == 1 / defined
             straight = codes_by_definition(given, defined, how.fmt)
-            wanted = [straight, straight.T, straight, codes_by_definition(given, 1.0, how.fmt), straight.T]
-        for mine, theirs in zip(got, wanted, strict=True):
+            expected = [straight, straight.T, straight, codes_by_definition(given, 1.0, how.fmt), straight.T]
+        for mine, theirs in zip(got, expected, strict=True):
             bits = torch.from_numpy(np.ascontiguousarray(theirs).view(np.uint8)).view(CODE_DTYPES[how.fmt.name])
             assert same(mine, bits), (x.shape, x.stride())
 
@@ -162,7 +162,7 @@ def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return data and all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs[1::2])
 
 
-@for_each(("fmt", "source", "rounding"), BLOCKS, ids=str)
+@for_each(("fmt", "source", "rounding"), BLOCKS)
 def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: ScaleRounding) -> None:
     """Stored ones are compared with definitions in test_scaled.py."""
     for x in pieces(source):
@@ -203,12 +203,12 @@ def test_compiled_both_ways_are_each_by_itself(monkeypatch: pytest.MonkeyPatch) 
 def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tensor]]:
     """Outputs and states of thirty casts with growing and shrinking magnitudes, zeros and non-finite values."""
     history, casts = torch.zeros(delayed.history, device=device), torch.zeros((), dtype=torch.int32, device=device)
-    scale, found = torch.ones((), device=device), []
+    scale, result = torch.ones((), device=device), []
     for step in range(30):
         amax = torch.tensor({5: 0.0, 9: float("inf"), 13: float("nan")}.get(step, 3.0 ** (step % 7) * 1e-3))
         used, inverse = delayed_scale(amax.to(device), history, casts, scale, fmt, delayed)
-        found.append([one.clone().cpu() for one in (used, inverse, history, casts, scale)])
-    return found
+        result.append([one.clone().cpu() for one in (used, inverse, history, casts, scale)])
+    return result
 
 
 @pytest.mark.slow
@@ -266,9 +266,9 @@ def test_in_a_graph_that_is_compiled_casts_are_plain_operations() -> None:
         return [*cast(x, CASTS[0]), *cast(x, CASTS[4]), *in_blocks(x, E4M3, EXACT)]
 
     x = AWKWARD[:48, :64].bfloat16()
-    found = torch.compile(step, backend=backend, fullgraph=True)(x)
+    result = torch.compile(step, backend=backend, fullgraph=True)(x)
     torch.compiler.reset()
-    assert all(same(one.contiguous(), other.contiguous()) for one, other in zip(found, step(x), strict=True))
+    assert all(same(one.contiguous(), other.contiguous()) for one, other in zip(result, step(x), strict=True))
     assert not any("fp8bench" in str(node.target) for graph in graphs for node in graph.graph.nodes)
 
 

@@ -149,8 +149,8 @@ def assert_fused(
     eager = [call(x) for x in many]
     before, *_ = counted()
     operators.KERNELS.compile(*operators.KERNELS.wanted)
-    for x, wanted in zip(many, eager, strict=True):
-        assert same(call(x), wanted), (x.shape, x.stride())
+    for x, expected in zip(many, eager, strict=True):
+        assert same(call(x), expected), (x.shape, x.stride())
     assert counted()[0] == before and counted()[1] > 0 and not counted()[2]
 
 
@@ -214,7 +214,7 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
     assert float(torch.tensor(1e-40) * 0.5) > 0
 
 
-@for_each("asked", ASKED, ids=str)
+@for_each("asked", ASKED)
 def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
     """torch 2.11 treats equal sizes as the same symbol."""
     x = AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source)
@@ -328,8 +328,8 @@ def test_calls_from_many_threads_in_autograd_and_without() -> None:
                 quiet = values(one, E4M3, MX)
             with torch.inference_mode():
                 inference = values(x.clone(), E4M3, MX)
-            found = (quiet, inference, x if one.grad is None else one.grad)
-            failed.extend(result for result in found if not torch.equal(result, expected))
+            actual = (quiet, inference, x if one.grad is None else one.grad)
+            failed.extend(result for result in actual if not torch.equal(result, expected))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -65,15 +65,15 @@ THERE = {
 }
 
 
-@for_each("device", CLASSES, ids=lambda one: one.name)
-@for_each("scheme", Scheme, ids=lambda one: one.name)
+@for_each("device", CLASSES)
+@for_each("scheme", Scheme)
 def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) -> None:
     fmt, scaling = SCHEMES[scheme]
     one = product(512, 512, 512, fmt, scaling)
 
     assert one.scheme is scheme
-    found = explain_missing(one, device)
-    assert (not found) == (scheme in THERE[device])
+    result = explain_missing(one, device)
+    assert (not result) == (scheme in THERE[device])
 
 
 def test_fnuz_formats_are_those_of_mi300_alone() -> None:
@@ -112,7 +112,7 @@ RUN_BY_TORCH = [
 ]
 
 
-@for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4], ids=lambda one: one.name)
+@for_each("scheme", [Scheme.MXFP8, Scheme.NVFP4, Scheme.MXFP4])
 @for_each(("m", "k", "n"), RUN_BY_TORCH)
 def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
     fmt, scaling = SCHEMES[scheme]
@@ -123,7 +123,7 @@ def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, 
         assert list_objections(product(m, n, k, fmt, scaling), MI350X)
 
 
-@for_each("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
+@for_each("device", [L40S, H100, B200, RTX5090, MI350X])
 def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
     assert not list_objections(product(17, 48, 32), device)
     columns, contraction = list_objections(product(17, 50257, 40), device)

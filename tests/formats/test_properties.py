@@ -1,4 +1,4 @@
-"""Rounding against a search through a format's numbers, and the noise that stochastic rounding leaves."""
+"""Stochastic rounding against a format's numbers, and the noise that rounding leaves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, TF32, Format, Overflow
@@ -25,50 +23,20 @@ from tests.formats.oracles import (
     ended,
     ladder,
     mismatches,
-    name_of,
     neighbours,
     numbers,
     random_patterns,
     same_bits,
 )
 
-each_format = for_each("fmt", ALL, ids=name_of)
-each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW)
 SIGNED = [fmt for fmt in ALL if fmt.signed]
-
-floats = st.floats(width=32)
-formats = st.sampled_from(ALL)
-ways = st.sampled_from(EVERY_OVERFLOW)
-
-
-def rounded(value: float | list[float], fmt: Format, overflow: Overflow = Overflow.SATURATE) -> torch.Tensor:
-    return round_to(torch.tensor(value), fmt, overflow=overflow)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit; all NaNs are equal."""
     return mismatches(one, other.numpy()) == 0
-
-
-@given(one=floats, other=floats, way=ways)
-def test_the_order_stays(one: float, other: float, way: tuple[Format, Overflow]) -> None:
-    if one > other:
-        one, other = other, one
-    small, large = rounded([one, other], *way)
-    assert small <= large or small.isnan() or large.isnan()
-
-
-@given(value=floats, fmt=formats)
-def test_nothing_of_the_format_lies_nearer(value: float, fmt: Format) -> None:
-    result = rounded(value, fmt).item()
-    if np.isnan(result) or not np.isfinite(value):
-        return
-    grid = numbers(fmt.name)
-    grid = np.unique(grid[np.isfinite(grid)])
-    place = np.searchsorted(grid, value)
-    near = grid[max(place - 2, 0) : place + 2]
-    assert np.abs(near - value).min() == abs(result - value)
-    assert result in grid
 
 
 def seed_of(number: int) -> torch.Tensor:
@@ -97,8 +65,8 @@ def test_numbers_of_the_format_never_move(fmt: Format) -> None:
     for overflow in fmt.overflows:
         expected = by_definition(values.numpy(), fmt.name, overflow)
         for number in range(2):
-            found = round_to(values, fmt, overflow=overflow, seed=seed_of(number))
-            assert mismatches(found, expected) == 0
+            result = round_to(values, fmt, overflow=overflow, seed=seed_of(number))
+            assert mismatches(result, expected) == 0
 
 
 def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
@@ -177,7 +145,7 @@ def test_seeds(fmt: Format) -> None:
     assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
 
 
-@for_each("fmt", SIGNED, ids=name_of)
+@for_each("fmt", SIGNED)
 def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 16))
     plus, minus = (round_to(one, fmt, seed=seed_of(4)) for one in (values, -values))
@@ -188,8 +156,8 @@ def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
 @each_overflow
 def test_a_gpu_draws_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
-    found = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
-    assert same(found, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
+    result = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
+    assert same(result, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
 
 
 DEVIATION = 3.0
@@ -232,7 +200,6 @@ def slope(found: torch.Tensor, source: torch.Tensor) -> float:
 @for_each(
     ("fmt", "scaling", "expected"),
     FIGURES,
-    ids=lambda value: value.name if isinstance(value, Format | Scaling) else None,
 )
 def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float) -> None:
     assert decibels(values(gaussian(), fmt, scaling), gaussian()) == pytest.approx(expected, abs=0.05)
@@ -263,18 +230,11 @@ def table(title: str) -> tuple[list[str], list[list[str]]]:
     return cells[0], cells[2:]
 
 
-def test_what_the_page_says_of_overflow_and_ties() -> None:
-    at, tie, over = round_to(torch.tensor([463.9, 464.0, 464.1]), E4M3, overflow=Overflow.NAN).tolist()
-    assert (at, tie) == (448, 448)
-    assert math.isnan(over)
-    assert round_to(torch.tensor([1.5, 3.0, 1e-45]), E8M0).tolist() == [2.0, 4.0, 2.0**-127]
-
-
 def test_the_scalings_take_the_roundings_that_are_named_and_no_others() -> None:
     _, rows = table("Scalings")
     blocks = {"all": [(0, 0)], "a row": [(1, 0)], "1 x 16 or 16 x 16": [(1, 16), (16, 16)]}
-    for name, block, kept, roundings in rows:
-        scale = {"float32": None, "e8m0": E8M0}.get(kept, E4M3)
+    for name, block, stored, roundings in rows:
+        scale = {"float32": None, "e8m0": E8M0}.get(stored, E4M3)
         named = roundings.split(", ")
         for rows_of_block, columns in blocks.get(block) or [tuple(map(int, block.split(" x ")))]:
             for rounding in ScaleRounding:

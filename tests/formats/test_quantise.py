@@ -6,20 +6,17 @@ in every stretch of a huge tensor, bit by bit even.
 
 from __future__ import annotations
 
-import gfloat
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from fp8bench.errors import UsageError
-from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, Overflow
+from fp8bench.formats.grids import E2M1, E2M3, E3M2, E5M2, E8M0, Format, Overflow
 from fp8bench.formats.quantise import RANDOM_BITS, element_random_bits, random_bits, round_to, seed_key
 from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
     EVERY_OVERFLOW,
-    GFLOAT,
     ML_DTYPES,
     ML_DTYPES_OVERFLOW,
     Floats,
@@ -30,15 +27,14 @@ from tests.formats.oracles import (
     every_pattern,
     ladder,
     mismatches,
-    name_of,
     random_patterns,
 )
 
 FINITE = [E3M2, E2M3, E2M1]
 
 
-each_format = for_each("fmt", ALL, ids=name_of)
-each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW)
 
 
 def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
@@ -70,7 +66,7 @@ def numbers_for_ml_dtypes(values: Floats, fmt: Format) -> Mask:
 
 
 @each_overflow
-@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_pattern(fmt: Format, overflow: Overflow, dtype: torch.dtype) -> None:
     values = every_pattern(dtype)
     check(values.to(torch.float32).numpy(), round_to(values, fmt, overflow=overflow), fmt, overflow)
@@ -97,16 +93,11 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
 
 
 def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
-    """As in ml_dtypes. torch's cast turns zero into 2^-127 and drops the sign; gfloat's ties go to even codes."""
+    """As in ml_dtypes."""
     values = torch.tensor([0.0, -0.0, -1.0, -torch.inf, torch.nan, 1.5, 3.0, 1e-45])
     rounded = round_to(values, E8M0)
     assert rounded[:5].isnan().all()
     assert rounded[5:].tolist() == [2.0, 4.0, 2.0**-127]
-    cast = values.to(torch.float8_e8m0fnu).to(torch.float32)
-    assert cast[:3].tolist() == [2.0**-127, 2.0**-127, 1.0]
-    assert cast[5:].tolist() == rounded[5:].tolist()
-    others = gfloat.round_ndarray(GFLOAT["e8m0"], np.array([1.5, 3.0, 2.0**-140]))
-    assert others.tolist() == [2.0, 2.0, 2.0**-140]
 
 
 @each_format
@@ -145,34 +136,12 @@ def test_out_is_filled_and_may_be_the_input() -> None:
         assert mismatches(values.float(), expected) == 0
 
 
-NO_SEEDS = [5, torch.tensor(5, dtype=torch.int32), torch.tensor(1.0), torch.tensor([1, 2]), torch.empty(0).long()]
-
-
-def test_what_cannot_be_rounded_or_drawn_is_refused() -> None:
-    for fmt in ALL:
-        for overflow in set(Overflow) - set(fmt.overflows):
-            with pytest.raises(UsageError, match=f"{fmt.name} has no {overflow} to overflow to"):
-                round_to(torch.ones(1), fmt, overflow=overflow)
-    for dtype in (torch.int8, torch.int64, torch.bool, torch.complex64, torch.float64):
-        with pytest.raises(TypeError, match=f"cannot quantise {dtype}"):
-            round_to(torch.ones(3, dtype=dtype), BF16)
-    for seed in NO_SEEDS:
-        for draw in (lambda: round_to(torch.ones(3), E4M3, seed=seed), lambda: random_bits((4,), seed)):  # noqa: B023
-            with pytest.raises(TypeError, match="a seed is an int64 tensor of one element"):
-                draw()
-    with pytest.raises(TypeError, match="cannot round into"):
-        round_to(torch.ones(3), E4M3, out=torch.empty(3, dtype=torch.int8))
-    for shape in ((2, 3), (1,), (3, 1)):
-        with pytest.raises(ValueError, match="same shape"):
-            round_to(torch.ones(3), E4M3, out=torch.empty(shape))
-
-
 @pytest.mark.gpu
 @each_overflow
 def test_a_gpu_rounds_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
     values = torch.from_numpy(random_patterns(fmt.name))
-    found = round_to(values.cuda(), fmt, overflow=overflow).cpu()
-    assert mismatches(found, round_to(values, fmt, overflow=overflow).numpy()) == 0
+    result = round_to(values.cuda(), fmt, overflow=overflow).cpu()
+    assert mismatches(result, round_to(values, fmt, overflow=overflow).numpy()) == 0
 
 
 Words = npt.NDArray[np.uint32]
@@ -198,17 +167,17 @@ def witness(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.int32]:
 
 @for_each("seed", SEEDS)
 def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
-    found = random_bits((300, 257), torch.tensor([seed]))
-    assert found.dtype == torch.int32 and found.shape == (300, 257)
-    assert np.array_equal(found.numpy().ravel(), witness(np.arange(300 * 257, dtype=np.uint64), seed))
+    result = random_bits((300, 257), torch.tensor([seed]))
+    assert result.dtype == torch.int32 and result.shape == (300, 257)
+    assert np.array_equal(result.numpy().ravel(), witness(np.arange(300 * 257, dtype=np.uint64), seed))
 
 
 @for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
     keys = seed_key(torch.tensor([seed]), places >> 32)
-    found = element_random_bits(places.to(torch.int32), keys)
-    assert np.array_equal(found.numpy(), witness(places.numpy().astype(np.uint64), seed))
+    result = element_random_bits(places.to(torch.int32), keys)
+    assert np.array_equal(result.numpy(), witness(places.numpy().astype(np.uint64), seed))
     assert keys[-1] != keys[0] != keys[5] == keys[6]
     assert torch.equal(keys[0], seed_key(torch.tensor(seed)))
 

@@ -77,8 +77,8 @@ def test_the_faster_width_is_found_and_kept(
     built = planted(seconds)
     assert compiling.compile_kernel(KERNEL).bits == bits and built == [256, 512]
     assert compiling.compile_kernel(KERNEL).bits == bits and built == [256, 512, bits]
-    (kept,) = cache.glob("*.json")
-    told = json.loads(kept.read_text())
+    (stored,) = cache.glob("*.json")
+    told = json.loads(stored.read_text())
     assert told["bits"] == bits and told["kernel"] == str(KERNEL) and set(told["seconds"]) == {"256", "512"}
 
 

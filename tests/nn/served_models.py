@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -22,22 +23,18 @@ def transformers() -> ModuleType:
     return transformers
 
 
-def llama(key_heads: int = KEY_HEADS, **more: Any) -> nn.Module:
+def hugging_face(name: str, **more: Any) -> nn.Module:
     library = transformers()
-    config = library.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        rms_norm_eps=1e-5,
-        num_attention_heads=HEADS,
-        num_key_value_heads=key_heads,
-        max_position_embeddings=512,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        **more,
-    )
-    model: nn.Module = library.LlamaForCausalLM(config)
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS}
+    config = getattr(library, f"{name}Config")(**(sizes | heads | more))
+    model: nn.Module = getattr(library, f"{name}ForCausalLM")(config)
     return model
+
+
+def llama(**more: Any) -> nn.Module:
+    rope = {"rope_type": "default", "rope_theta": 500000.0}
+    return hugging_face("Llama", rms_norm_eps=1e-5, max_position_embeddings=512, rope_parameters=rope, **more)
 
 
 def gpt2() -> nn.Module:
@@ -49,34 +46,9 @@ def gpt2() -> nn.Module:
     return model
 
 
-def mixtral() -> nn.Module:
-    library = transformers()
-    config = library.MixtralConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_local_experts=4,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-    )
-    model: nn.Module = library.MixtralForCausalLM(config)
-    return model
-
-
-def mistral() -> nn.Module:
-    library = transformers()
-    config = library.MistralConfig(
-        vocab_size=WORDS,
-        hidden_size=WIDTH,
-        intermediate_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        sliding_window=8,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KEY_HEADS,
-    )
-    model: nn.Module = library.MistralForCausalLM(config)
-    return model
+mixtral = partial(hugging_face, "Mixtral", num_local_experts=4)
+mistral = partial(hugging_face, "Mistral", sliding_window=8)
+heads_that_do_not_divide = partial(llama, num_key_value_heads=3)
 
 
 class Layer(nn.Module):
@@ -197,18 +169,10 @@ class WithMore(Own):
         return y
 
 
-def with_more_in_the_list() -> nn.Module:
-    return WithMore()
-
-
 def with_nan() -> nn.Module:
     model = Own()
     nn.init.constant_(model.head.weight, torch.nan)
     return model
-
-
-def without_logits() -> nn.Module:
-    return Unnamed()
 
 
 def own() -> tuple[nn.Module, Tensor]:
@@ -219,16 +183,7 @@ def without_a_cache() -> nn.Module:
     return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS))
 
 
-def a_slip() -> nn.Module:
-    return Own(slip=1)
-
-
-def seeing_later() -> nn.Module:
-    return Own(off=1)
-
-
-def keeping_nothing() -> nn.Module:
-    return Own(keeps=False)
+a_slip, seeing_later, keeping_nothing = partial(Own, slip=1), partial(Own, off=1), partial(Own, keeps=False)
 
 
 class Remembering(Own):
@@ -279,7 +234,3 @@ def of_another_vocabulary() -> tuple[nn.Module, Tensor]:
 
 def of_longer_texts() -> tuple[nn.Module, Tensor]:
     return Own(), torch.randint(WORDS, (3, 170))
-
-
-def heads_that_do_not_divide() -> nn.Module:
-    return llama(key_heads=3)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -13,20 +12,19 @@ from torch import nn
 
 from fp8bench.features.train.lab.models import build_model, list_elementwise_layers, list_layers, make_config
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.model import Case, DeviceFacts
+from fp8bench.model import Scalar
 from fp8bench.nn.around import cast_to, set_around
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.kept import draw_weights
 from fp8bench.nn.parts import Norm
 from fp8bench.nn.served import list_weight_shapes
+from fp8bench.nn.storage import draw_weights
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import workloads
 from tests.counts import for_each, paired
 from tests.nn.layers import arithmetic_of
-
-FACTS = DeviceFacts("cpu", 0, "cpu", 1 << 30, torch=torch.__version__)
+from tests.workloads.steps import small
 
 
 def rounded_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -46,15 +44,13 @@ def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dt
     theirs.weight.data.copy_(norm.weight)
     norm.arithmetic = arithmetic_of({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
     own, other = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
-    y, wanted = norm(own), theirs(other)
-    assert torch.equal(y, wanted.float())
+    y, expected = norm(own), theirs(other)
+    assert torch.equal(y, expected.float())
     assert not torch.equal(y, F.layer_norm(x, (48,), norm.weight.detach()))
-    y.square().sum().backward()
-    wanted.float().square().sum().backward()
-    assert own.grad is not None and other.grad is not None and theirs.weight.grad is not None
-    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
-    assert torch.equal(own.grad, other.grad.float())
-    assert torch.equal(norm.weight.grad, theirs.weight.grad.float())
+    gradients = torch.autograd.grad(y.square().sum(), (own, norm.weight))
+    references = torch.autograd.grad(expected.float().square().sum(), (other, theirs.weight))
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, reference.float())
 
 
 def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounded() -> None:
@@ -63,15 +59,12 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
     nn.init.normal_(norm.weight, 1.0)
     norm.arithmetic = arithmetic_of("fp8")
     y = norm(x)
-    y.backward(pull)
-    rounded = e4m3(x.detach()).requires_grad_()
-    weight = e4m3(norm.weight.detach()).requires_grad_()
-    wanted = F.rms_norm(rounded, (64,), weight, 1e-5)
-    wanted.backward(pull)
-    assert torch.equal(y, wanted)
-    assert x.grad is not None and rounded.grad is not None and norm.weight.grad is not None and weight.grad is not None
-    assert torch.equal(x.grad, e5m2(rounded.grad))
-    assert torch.equal(norm.weight.grad, e5m2(weight.grad))
+    rounded, weight = (e4m3(tensor.detach()).requires_grad_() for tensor in (x, norm.weight))
+    expected = F.rms_norm(rounded, (64,), weight, 1e-5)
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(y, (x, norm.weight), pull)
+    references = torch.autograd.grad(expected, (rounded, weight), pull)
+    assert all(map(torch.equal, gradients, map(e5m2, references)))
 
 
 @for_each("channels_apart", [False, True])
@@ -131,35 +124,22 @@ def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: st
 
 
 # Suites whose models have more than products, each at its smallest, with their additional kinds.
-SUITES = {
-    "moe": ({"tokens": 12, "width": 32, "hidden": 32, "experts": 4, "top_k": 2, "layers": 2, "load": "uniform",
-             "dispatch": "carrier", "combine": "carrier", "router": "fp32", "pass": "decode"}, ("norm", "residual")),
-    "resnet": ({"batch": 2, "image": 16, "width": 32, "layers": 2, "layout": "contiguous", "pass": "forward"},
-               ("norm", "residual", "logits")),
-    "vit": ({"batch": 2, "image": 16, "patch": 8, "width": 32, "layers": 2, "layout": "channels_last",
-             "pass": "forward"}, ("embed", "norm", "residual", "logits")),
-    "two-input": ({"batch": 2, "image": 16, "patch": 8, "text": 4, "width": 32, "layers": 1,
-                   "layout": "channels_last", "pass": "forward"}, ("embed", "norm", "residual", "logits")),
-    "dit": ({"batch": 2, "image": 4, "width": 32, "layers": 2, "pass": "training", "time": "fp32"},
-            ("embed", "norm", "residual")),
-    "unet": ({"batch": 2, "image": 4, "width": 32, "layers": 2, "pass": "training", "time": "fp32"},
-             ("norm", "residual")),
-    "prefill": ({"size": "nano-llama", "batch": 2, "context": 8, "kv": "own", "weights": "own"},
-                ("embed", "norm", "residual", "logits")),
-    "decode": ({"size": "nano", "batch": 2, "context": 8, "kv": "own", "weights": "own"},
-               ("embed", "norm", "residual", "logits")),
-}  # fmt: skip
-_OF = {"dit": ("diffusion", "denoiser"), "unet": ("diffusion", "denoiser")} | dict.fromkeys(
-    ("resnet", "vit", "two-input"), ("vision", "model")
-)
+ALL_KINDS = ("embed", "norm", "residual", "logits")
+SUITES: dict[str, tuple[str, dict[str, Scalar], tuple[str, ...]]] = {
+    "moe": ("moe", {"layers": 2, "load": "uniform", "pass": "decode"}, ("norm", "residual")),
+    "resnet": ("vision", {"layout": "contiguous", "pass": "forward"}, ("norm", "residual", "logits")),
+    "vit": ("vision", {"model": "vit", "patch": 8, "pass": "forward"}, ALL_KINDS),
+    "two-input": ("vision", {"model": "two-input", "patch": 8, "layers": 1, "pass": "forward"}, ALL_KINDS),
+    "dit": ("diffusion", {"width": 32, "pass": "training"}, ("embed", "norm", "residual")),
+    "unet": ("diffusion", {"denoiser": "unet", "width": 32, "pass": "training"}, ("norm", "residual")),
+    "prefill": ("prefill", {"size": "nano-llama", "context": 8}, ALL_KINDS),
+    "decode": ("decode", {"size": "nano", "context": 8}, ALL_KINDS),
+}
 
 
-def asked(name: str, map_: dict[str, str], mode: str = "fp32") -> Setup:
-    suite, axis = _OF.get(name, (name, ""))
-    params = {**({axis: name} if axis else {}), **SUITES[name][0]}
-    case = Case(suite, tuple(params.items()), mode, "cpu", tuple(map_.items()))
-    taken = {key: arithmetic_of(word) for key, word in map_.items()}
-    return Setup(case, FACTS, 0, arithmetic_of(mode), arithmetic_of("fp32"), taken)
+def mapped(setup: Setup, map_: dict[str, str]) -> Setup:
+    case = replace(setup.case, precision_map=tuple(map_.items()))
+    return replace(setup, case=case, layers={key: arithmetic_of(word) for key, word in map_.items()})
 
 
 def outcome_of(setup: Setup) -> torch.Tensor:
@@ -177,43 +157,33 @@ def outcome_of(setup: Setup) -> torch.Tensor:
 
 @pytest.mark.parametrize(("name", "mode"), paired([*SUITES], ["fp16", "fp8", "mxfp4"]))
 def test_every_part_of_a_suites_model_takes_it(name: str, mode: str) -> None:
-    usual = outcome_of(asked(name, {}))
-    for kind in SUITES[name][1]:
-        result = outcome_of(asked(name, {kind: mode}))
+    suite, changes, kinds = SUITES[name]
+    setup = small(suite, "fp32", **changes)
+    usual = outcome_of(setup)
+    for kind in kinds:
+        result = outcome_of(mapped(setup, {kind: mode}))
         assert result.isfinite().all() and result.shape == usual.shape
         assert not torch.equal(result.float(), usual), kind
-        assert torch.equal(outcome_of(asked(name, {kind: "fp32"})).float(), usual), kind
-
-
-def _recorded(forward: Callable[..., torch.Tensor], seen: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
-    def record(*given: Any, **named: Any) -> torch.Tensor:
-        seen.append(forward(*given, **named))
-        return seen[-1]
-
-    return record
+        assert torch.equal(outcome_of(mapped(setup, {kind: "fp32"})).float(), usual), kind
 
 
 @pytest.mark.parametrize("size", ["nano", "nano-llama"])
 def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) -> None:
     workload = workloads.get("prefill")
-    params = (("size", size), ("batch", 2), ("context", 8), ("kv", "own"), ("weights", "own"))
-    case = Case("prefill", params, "fp32", "cpu")
-    seen: list[torch.Tensor] = []
     for map_ in ({}, {"embed": "fp8", "norm": "fp16", "logits": "fp8"}, {"embed": "fp16", "norm": "fp8"}):
-        taken = {key: arithmetic_of(word) for key, word in map_.items()}
-        setup = Setup(case, FACTS, 0, arithmetic_of("fp32"), arithmetic_of("fp32"), taken)
+        setup = mapped(small("prefill", "fp32", size=size, context=8), map_)
         state = workload.prepare(setup)
         config = state.model.config
         model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
         draw = draw_weights(list_weight_shapes(config), 0, "cpu")
         model.load_state_dict({name: draw(name) for name in list_weight_shapes(config)}, strict=False)
-        set_around(model, setup.around(workload.around(dict(case.params))))
+        set_around(model, setup.around(workload.around(setup.params)))
         with torch.no_grad():
-            wanted = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
-            assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
-    state.model.around = {"residual": arithmetic_of("fp16")}
+            expected = cast_to(model.logits(state.tokens, SilentPhases()), setup.layers.get("logits"))
+            assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), expected), map_
+    streams: list[torch.dtype] = []
+    state = workload.prepare(mapped(setup, {"residual": "fp16"}))
     for block in state.model.blocks:
-        block.residual = arithmetic_of("fp16")
-        block.forward = _recorded(block.forward, seen)
+        block.norm_mlp = lambda x, norm=block.norm_mlp: streams.append(x.dtype) or norm(x)
     state.model.forward(state.tokens, 0, SilentPhases())
-    assert {x.dtype for x in seen} == {torch.float16} and len(seen) == config.layers
+    assert streams == [torch.float16] * config.layers

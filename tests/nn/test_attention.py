@@ -67,18 +67,18 @@ def test_low_scores_are_the_formulas_on_rounded_values(precision: str, prescaled
     result = outcome(EmulatedCore(arithmetic, prescaled, causal), *heads())
     # A product summed in another order may round differently, by one step of one score.
     tolerance = 1e-5 if precision == "fp32" else 1e-2
-    for tensor, wanted in zip(
+    for tensor, expected in zip(
         result, by_hand(by(arithmetic.cast), by(arithmetic.cast_without_scale), prescaled, causal), strict=True
     ):
-        assert float(torch.linalg.vector_norm(tensor - wanted) / torch.linalg.vector_norm(wanted)) < tolerance
+        assert float(torch.linalg.vector_norm(tensor - expected) / torch.linalg.vector_norm(expected)) < tolerance
 
 
 @for_each("causal", [True, False])
 @for_each("prescaled", [True, False])
 def test_rounding_nothing_gives_torchs_own_attention(prescaled: bool, causal: bool) -> None:
     emulated = outcome(EmulatedCore(arithmetic_of("fp32"), prescaled, causal), *heads())
-    for tensor, wanted in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
-        torch.testing.assert_close(tensor, wanted, rtol=1e-4, atol=1e-5)
+    for tensor, expected in zip(emulated, outcome(FusedCore(causal), *heads()), strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-4, atol=1e-5)
 
 
 @for_each(

@@ -36,10 +36,8 @@ def path(tmp_path: Path) -> str:
 
 def test_targets_are_the_tokens_that_follow(path: str) -> None:
     tokens, targets = TokenLoader(path, 4, 16, "cpu", 0, 256).next()
-    assert tokens.shape == targets.shape == (4, 16)
-    assert tokens.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, (tokens + 1) % 256)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert tokens.shape == (4, 16) and tokens.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, (tokens + 1) % 256) and torch.equal(tokens[:, 1:], targets[:, :-1])
     assert tokens.is_contiguous() and targets.is_contiguous()
 
 
@@ -50,7 +48,7 @@ def test_the_same_seed_gives_the_same_batches(path: str) -> None:
         first, second = one.next(), same.next()
         assert not torch.equal(first[0], last[0])
         last = first
-        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+        assert all(map(torch.equal, first, second))
     assert not torch.equal(one.next()[0], other.next()[0])
 
 
@@ -60,26 +58,29 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     for _ in range(3):
         ahead.load_ahead(2)
         places.add(tuple(item.data_ptr() for item in ahead._loaded))
-        wanted = [plain.next() for _ in range(2)]
-        for _ in range(2):
-            assert all(
-                torch.equal(item, same) for batch in wanted for item, same in zip(batch, ahead.next(), strict=True)
-            )
+        expected = [plain.next() for _ in range(2)]
+        for batch in 2 * expected:  # they come round again
+            assert all(map(torch.equal, ahead.next(), batch))
     assert len(places) == 1
+
+
+def written(text: bytes, folder: Path) -> str:
+    file = folder / "text"
+    np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)
+    return str(file)
 
 
 @for_each("vocabulary", [257, 50304, 128256])
 def test_larger_vocabularies_have_an_id_for_two_bytes(tmp_path: Path, vocabulary: int) -> None:
     """An id is a byte times 256 plus the next, modulo the vocabulary; targets are shifted by one."""
     text = b"import torch\xff\xfe"
-    file = tmp_path / "text"
-    np.frombuffer(text, dtype=np.uint8).astype(np.uint16).tofile(file)
-    tokens, targets = TokenLoader(str(file), 1, len(text) - 2, "cpu", 0, vocabulary).next()
+    file = written(text, tmp_path)
+    tokens, targets = TokenLoader(file, 1, len(text) - 2, "cpu", 0, vocabulary).next()
     pairs = [(ours * 256 + theirs) % vocabulary for ours, theirs in pairwise(text)]
     assert tokens.tolist() == [pairs[:-1]] and targets.tolist() == [pairs[1:]]
     assert tokens.dtype == torch.int64 and tokens.is_contiguous()
     with pytest.raises(ValueError, match=f"{len(text)} tokens; a sequence of {len(text) - 1} needs more"):
-        TokenLoader(str(file), 1, len(text) - 1, "cpu", 0, vocabulary)
+        TokenLoader(file, 1, len(text) - 1, "cpu", 0, vocabulary)
 
 
 TEXT = bytes(range(32, 127)) * 40
@@ -87,9 +88,7 @@ TEXT = bytes(range(32, 127)) * 40
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    path = tmp_path / "some.tokens"
-    path.write_bytes(np.frombuffer(TEXT, dtype=np.uint8).astype(np.uint16).tobytes())
-    return str(path)
+    return written(TEXT, tmp_path)
 
 
 def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:

@@ -17,13 +17,13 @@ from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
-from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Role, SilentPhases
+from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import linear, outcome
 
 HOPPER = ("fp8-block", "fp8-block:scale=exact", "fp8-block:weight-gradient=bf16")
 BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic=off", "nvfp4:hadamard=off")
@@ -57,8 +57,8 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
         assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
         assert torch.equal(native.restore(operand, torch.float32), theirs.data)
-        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
-        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+        ours, expected = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), expected.data.float())
 
 
 @for_each("role", list(Role))
@@ -131,12 +131,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._meta_registrations import meta_scaled_mm_v2
 
     def checked(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-        scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast = others
-        shape = meta_scaled_mm_v2(
-            a, b, scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast
-        ).shape
         result = kernel(a, b, *others)
-        assert result.shape == shape
+        assert result.shape == meta_scaled_mm_v2(a, b, *others).shape
         return result
 
     monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
@@ -146,12 +142,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cuda")
 @each_mode
 def test_layers_are_the_emulated_ones(mode: str) -> None:
-    outcomes = []
-    for arithmetic in pair(mode):
-        torch.manual_seed(1)
-        layer, x = Linear(256, 128, arithmetic), sources(256, 256).requires_grad_()
-        y = layer(x, SilentPhases())
-        outcomes.append([y, *torch.autograd.grad(y, (x, layer.weight), sources(256, 128).to(y.dtype))])
+    outcomes = [outcome(linear(one, 256, 128), sources(256, 256), sources(256, 128)) for one in pair(mode)]
     for native, emulated in zip(*outcomes, strict=True):
         assert native.dtype == emulated.dtype and relative_frobenius(native.double(), emulated.double()) < 4e-3
 
@@ -163,8 +154,8 @@ def test_nan_and_infinity_stay_what_emulation_makes_of_them(mode: str) -> None:
         tensor = sources(128, 256)
         tensor[5, 7] = bad
         result = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
-        wanted = emulated.cast(tensor, Role.INPUT).data
+        expected = emulated.cast(tensor, Role.INPUT).data
         if bad != bad:
-            assert torch.equal(result.isnan(), wanted.isnan())
+            assert torch.equal(result.isnan(), expected.isnan())
         else:
-            assert result[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()
+            assert result[5, 7].abs() >= expected[5].abs()[expected[5].isfinite()].max()

@@ -14,6 +14,7 @@ from fp8bench.protocols import Arithmetic, Role, SilentPhases, WatchedArithmetic
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU, H200
+from tests.nn.layers import given
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 
 MODES = ("bf16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4", "fp8:weight-gradient=bf16")
@@ -33,12 +34,8 @@ class Pair(nn.Module):
         return y.float().square().mean()
 
 
-def given(step: int) -> Tensor:
-    return torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
-
-
 def gradients(model: Pair, passes: int = 1) -> list[Tensor]:
-    inputs = [given(step) for step in range(passes)]
+    inputs = [given(32, 64, seed=step).requires_grad_() for step in range(passes)]
     losses = torch.stack([model(x) for x in inputs])
     return [losses.detach(), *torch.autograd.grad(losses.sum(), [*inputs, *model.parameters()])]
 
@@ -58,8 +55,8 @@ def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: Device
     for _ in range(2):
         with cached.cast(SilentPhases()):
             result = gradients(models[0], passes)
-        wanted = gradients(models[1], passes)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, wanted, strict=True))
+        expected = gradients(models[1], passes)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
         with torch.no_grad():
             for model in models:
                 for weight in model.parameters():

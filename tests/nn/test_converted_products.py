@@ -59,19 +59,6 @@ def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return (tensor.float() * scale).to(dtype).double() / scale.double()
 
 
-def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
-    model, x, pull = sequential(nn.Linear(64, 32, bias=False)), torch.randn(48, 64), torch.randn(48, 32)
-    with converted(model, arithmetic_of("fp8")):
-        ours = outcome(model, x, pull)
-
-    a, w = rounded(x.bfloat16(), torch.float8_e4m3fn), rounded(model[0].weight.detach(), torch.float8_e4m3fn)
-    g = rounded(pull.bfloat16(), torch.float8_e5m2)
-    for own, exact in zip(ours, (a @ w.t(), g @ w, g.t() @ a), strict=True):
-        assert relative_frobenius(own, exact) < 2**-8  # only the carrier's rounding
-    unrounded = x.double() @ model[0].weight.detach().double().t()
-    assert relative_frobenius(ours[0], unrounded) > 0.02
-
-
 @for_each(
     "options",
     [
@@ -88,7 +75,6 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
         {"padding": 1, "padding_mode": "circular"},
         {"padding": (2, 1), "padding_mode": "reflect", "stride": 2},
     ],
-    ids=str,
 )
 @for_each("by", ["fp32", "explicit"])
 def test_any_convolution(options: dict[str, Any], by: str) -> None:
@@ -103,11 +89,6 @@ def test_any_convolution(options: dict[str, Any], by: str) -> None:
         assert left.shape == right.shape and left.dtype == torch.float32
         assert relative_frobenius(left, right) < 1e-6
     assert ours[0].stride() == exact[0].stride()
-
-
-def assert_same_bits_nearly(one: list[Tensor], other: list[Tensor]) -> None:
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @for_each("groups", [1, 2])
@@ -145,7 +126,7 @@ def test_experts_in_fp32_are_torchs(way: str) -> None:
     with converted(model) as conversion:
         ours = run()
     assert "stack" in [holder.parameter for holder in conversion.converted_weights]
-    assert_same_bits_nearly(plain, ours)
+    torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-5)
 
 
 @for_each("way", WAYS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -30,20 +32,14 @@ def made(dtype: torch.dtype = torch.float32, training: bool = True, seed: int = 
 
 
 def test_the_numbers_are_the_same_in_every_dtype() -> None:
-    single, half, double = (made(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64))
-    assert (
-        single.output_gradient is not None and half.output_gradient is not None and double.output_gradient is not None
-    )
-    for item, low, high in zip(
-        (*single.inputs, single.output_gradient),
-        (*half.inputs, half.output_gradient),
-        (*double.inputs, double.output_gradient),
-        strict=True,
-    ):
-        assert torch.equal(item.to(torch.bfloat16), low) and torch.equal(item.double(), high)
-    assert not torch.equal(single.inputs[0], single.inputs[1])
-    weights = [next(item.layer.parameters()).detach() for item in (single, half, double)]
-    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0].double(), weights[2])
+    numbers: list[list[Any]] = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        exercise = made(dtype)
+        numbers.append([*exercise.inputs, exercise.output_gradient, *exercise.layer.parameters()])
+    first, second, _, weight = numbers[0]
+    assert not torch.equal(first, second) and numbers[1][3].dtype is weight.dtype
+    for single, half, double in zip(*numbers, strict=True):
+        assert torch.equal(single.to(half.dtype), half) and torch.equal(single.double(), double)
 
 
 def test_errors_are_those_of_output_and_gradients() -> None:

@@ -55,19 +55,15 @@ def test_outputs_and_all_gradients_are_those_of_the_dense_loop(count: int) -> No
     pull = torch.randn(3, 11, 32, dtype=torch.float64)
     y = block(x, SilentPhases())
     assert block.balance is not None
-    ((y * pull).sum() + 3 * block.balance).backward()
+    gradients = torch.autograd.grad((y * pull).sum() + 3 * block.balance, (x, *block.parameters()))
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in block.named_parameters()}
     again = x.detach().clone().requires_grad_()
     wanted, balance = dense(weights, again.view(-1, 32), count)
-    ((wanted.view_as(x) * pull).sum() + 3 * balance).backward()
+    loss = (wanted.view_as(x) * pull).sum() + 3 * balance
+    references = torch.autograd.grad(loss, (again, *weights.values()))
     assert torch.allclose(y, wanted.view_as(x), rtol=1e-12, atol=1e-12)
     assert float(block.balance.detach()) == pytest.approx(float(balance.detach()), rel=1e-12)
-    assert x.grad is not None and again.grad is not None
-    assert torch.allclose(x.grad, again.grad, rtol=1e-10, atol=1e-12)
-    for name, parameter in block.named_parameters():
-        result, expected = parameter.grad, weights[name].grad
-        assert result is not None and expected is not None
-        assert torch.allclose(result, expected, rtol=1e-10, atol=1e-12), name
+    torch.testing.assert_close(gradients, references, rtol=1e-10, atol=1e-12)
 
 
 def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
@@ -100,9 +96,7 @@ def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
         assert grouped.call_count == (2 if arithmetic is plain else 0)
         (y * given(45, 32, seed=5)).sum().backward()
         result.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
-    assert all(
-        torch.equal(tensor, two) and torch.equal(tensor, three) for tensor, two, three in zip(*result, strict=True)
-    )
+    assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*result, strict=True))
 
 
 def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> GPT:
@@ -124,7 +118,7 @@ def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
     assert float(loss.detach()) == float(plain.detach())
     router = model.blocks[0].mlp.router  # type: ignore[union-attr]
     parts = [block.mlp.balance for block in model.blocks]  # type: ignore[union-attr]
-    (wanted,) = torch.autograd.grad(plain + BALANCE_WEIGHT * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
-    assert torch.allclose(router.grad, wanted, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
+    (expected,) = torch.autograd.grad(plain + BALANCE_WEIGHT * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
+    assert torch.allclose(router.grad, expected, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
     each = model(tokens, targets, SilentPhases(), "none")
     assert each.shape == (24,) and float(each.mean().detach()) == pytest.approx(float(plain.detach()), rel=1e-12)

@@ -11,7 +11,7 @@ from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compile_kernel
 from fp8bench.nn.rotations import (
     SIZE,
-    LookingRotationKernel,
+    RotationKernel,
     _make_matrix,
     _view_as_runs,
     rotate,
@@ -40,23 +40,23 @@ def test_the_matrix_is_hadamards_with_signs() -> None:
 
 def test_every_element_is_the_exact_sum_rounded_once() -> None:
     x, signs = outliers(16, 32), matrix(2).sign()
-    wanted = [
+    expected = [
         math.fsum(float(value * sign) for value, sign in zip(x[row, start : start + 16], signs[:, column], strict=True))
         / 4
         for row in range(16)
         for start in (0, 16)
         for column in range(16)
     ]
-    assert rotate(x, 2).flatten().tolist() == torch.tensor(wanted, dtype=torch.float64).to(torch.float32).tolist()
+    assert rotate(x, 2).flatten().tolist() == torch.tensor(expected, dtype=torch.float64).to(torch.float32).tolist()
 
 
 def test_any_tensor() -> None:
     x = gaussian(96, 80)
-    wanted = rotate(x, 1)
-    assert torch.equal(rotate(x.view(4, 24, 80), 1), wanted.view(4, 24, 80))
-    assert torch.equal(rotate(x[5], 1), wanted[5])
-    assert torch.equal(rotate(x.t().contiguous().t(), 1), wanted)
-    assert torch.equal(rotate(x.expand(2, 96, 80), 1)[1], wanted)
+    expected = rotate(x, 1)
+    assert torch.equal(rotate(x.view(4, 24, 80), 1), expected.view(4, 24, 80))
+    assert torch.equal(rotate(x[5], 1), expected[5])
+    assert torch.equal(rotate(x.t().contiguous().t(), 1), expected)
+    assert torch.equal(rotate(x.expand(2, 96, 80), 1)[1], expected)
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(rotate(x.to(dtype), 1), rotate(x.to(dtype).float(), 1))
     large = gaussian(1 << 9, 1 << 8)
@@ -81,14 +81,14 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
-    kernel = LookingRotationKernel(torch.bfloat16, "cpu", turned)
+    kernel = RotationKernel(torch.bfloat16, "cpu", turned)
     compiled_too = compile_kernel(kernel).run
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
         x = outliers(rows, columns).to(torch.bfloat16)
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
-            wanted, memory = rotate(x, 3), x.t().contiguous() if turned else x
-            parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (wanted, x)]
+            expected, memory = rotate(x, 3), x.t().contiguous() if turned else x
+            parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (expected, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
                 peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
@@ -96,7 +96,7 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
                 run(seen[0], _make_matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
                 for result, right in zip(
-                    given, [wanted, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
+                    given, [expected, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
                 ):
                     assert torch.equal(result.isnan(), right.isnan())
                     assert torch.equal(result.nan_to_num(), right.float().nan_to_num())
@@ -120,7 +120,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
     """Under a meta default device (memory derivation) the matrix is still real; later steps use the cached one."""
-    wanted = _make_matrix(12, torch.device("cpu"))
+    expected = _make_matrix(12, torch.device("cpu"))
     _make_matrix.cache_clear()
     with torch.device("meta"):
-        assert torch.equal(_make_matrix(12, torch.device("cpu")), wanted)
+        assert torch.equal(_make_matrix(12, torch.device("cpu")), expected)

@@ -43,7 +43,6 @@ class Output:
 @for_each(
     "batch",
     [X, (X,), [X, torch.ones(4)], {"x": X}, UserDict(x=X, mask=None), Named(X, None), ((X,), {"scale": 1.0})],
-    ids=lambda batch: type(batch).__name__,
 )
 def test_batches_of_all_sorts(batch: Any) -> None:
     model = Two()
@@ -67,7 +66,7 @@ def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: st
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
-@for_each("batch", [(X, 3), [X, 3, 4], {"x": X, "y": 3}, UserDict(x=X, y=3)], ids=lambda batch: type(batch).__name__)
+@for_each("batch", [(X, 3), [X, 3, 4], {"x": X, "y": 3}, UserDict(x=X, y=3)])
 def test_with_a_loss_forward_gets_the_part_of_a_batch_that_it_accepts(batch: Any) -> None:
     model = nn.Linear(4, 4)
     model.forward = lambda x: x @ model.weight.t()  # type: ignore[method-assign]
@@ -94,9 +93,9 @@ def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None)
     ],
 )
 def test_a_loss_is_found(result: Callable[[Tensor], Any], words: str) -> None:
-    found, said = loss(result)
-    assert said.endswith(words) and found.numel() == 1
-    found.backward()
+    actual, said = loss(result)
+    assert said.endswith(words) and actual.numel() == 1
+    actual.backward()
 
 
 def test_a_loss_of_ones_own() -> None:

@@ -27,16 +27,16 @@ def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
 
 
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
-    kept = storages_of(precision, same)
+    stored = storages_of(precision, same)
     second = [tensor.square() for tensor in tensors(3, 1e-3)]
-    return Bucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, kept, steps, fused)
+    return Bucket(tensors(1, 0.02), tensors(4, 1e-3), tensors(2, 1e-3), second, stored, steps, fused)
 
 
 def step(made: Bucket) -> None:
     first, second = made.restore()
     made.update(first, second)
     if made.plain is None:
-        made.keep(first, second)
+        made.store(first, second)
 
 
 def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tuple[Doubles, Doubles, Doubles]:
@@ -57,22 +57,22 @@ def test_fp32_moments_are_adamw_by_hand(fused: bool) -> None:
         step(made)
         for i in range(2):
             w[i], m[i], v[i] = adamw_by_hand(w[i], g[i], m[i], v[i], t)
-    for result, wanted, before in zip(made.parameters, w, start, strict=True):
+    for result, expected, before in zip(made.parameters, w, start, strict=True):
         moved = result.double().numpy() - before
-        assert np.linalg.norm(moved - (wanted - before)) < 1e-4 * np.linalg.norm(wanted - before)
-    for result, wanted in zip((*made.restore()[0], *made.restore()[1]), (*m, *v), strict=True):
-        assert np.linalg.norm(result.double().numpy() - wanted) < 1e-6 * np.linalg.norm(wanted)
+        assert np.linalg.norm(moved - (expected - before)) < 1e-4 * np.linalg.norm(expected - before)
+    for result, expected in zip((*made.restore()[0], *made.restore()[1]), (*m, *v), strict=True):
+        assert np.linalg.norm(result.double().numpy() - expected) < 1e-6 * np.linalg.norm(expected)
 
 
 @for_each(("precision", "low", "high"), [("bf16", 5e-4, 4e-3), ("fp16", 5e-5, 4e-4), ("fp8", 0.01, 0.04)])
 def test_moments_are_rounded_to_their_precision_between_steps(precision: str, low: float, high: float) -> None:
     exact, made = bucket("fp32"), bucket(precision)
-    for wanted, result in zip(exact.restore()[0], made.restore()[0], strict=True):
-        assert low < (result - wanted).norm() / wanted.norm() < high
+    for expected, result in zip(exact.restore()[0], made.restore()[0], strict=True):
+        assert low < (result - expected).norm() / expected.norm() < high
     first, second = made.restore()
-    kept = [item.clone() for item in first]
+    stored = [item.clone() for item in first]
     second = [item.clone() for item in second]
-    twin = Bucket(tensors(1, 0.02), made.gradients, kept, second, storages_of("fp32"), 7, False)
+    twin = Bucket(tensors(1, 0.02), made.gradients, stored, second, storages_of("fp32"), 7, False)
     step(made)
     step(twin)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(made.parameters, twin.parameters, strict=True))
@@ -92,14 +92,14 @@ def test_moments_are_rounded_to_their_precision_between_steps(precision: str, lo
 )
 def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: bool, second: str) -> None:
     x = tensors(6)[0].square() * 1e-9
-    wanted = {
+    expected = {
         "as it is": x,
         "bf16": x.bfloat16().float(),
-        "scaled": make_scaled_storage(FP16).restore(make_scaled_storage(FP16).keep(x)),
+        "scaled": make_scaled_storage(FP16).restore(make_scaled_storage(FP16).store(x)),
         "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)
-    assert torch.equal(storage.restore(storage.keep(x)), wanted)
+    assert torch.equal(storage.restore(storage.store(x)), expected)
     assert storage.casts is first.casts is (precision != "fp32")
 
 

@@ -161,29 +161,29 @@ class Both(Halved):
 
 
 def saved(layer: Linear, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    kept: list[Tensor] = []
+    stored: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        stored.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        return layer(x, SilentPhases()), kept
+        return layer(x, SilentPhases()), stored
 
 
 def test_operands_that_no_gradient_needs_are_neither_turned_nor_kept() -> None:
     layer, x = linear(Both()), given(8, 64)
     assert isinstance(layer.arithmetic, Both)
-    y, kept = saved(layer, x)
+    y, stored = saved(layer, x)
     y.sum().backward()
     assert layer.arithmetic.asked == [("both", Role.INPUT), ("cast", Role.WEIGHT), ("both", Role.GRADIENT)]
-    assert [tuple(tensor.shape) for tensor in kept] == [(64, 8), ()] and layer.weight.grad is not None
+    assert [tuple(tensor.shape) for tensor in stored] == [(64, 8), ()] and layer.weight.grad is not None
     layer.arithmetic.asked.clear()
     layer.weight.requires_grad_(False)
-    y, kept = saved(layer, x.requires_grad_())
+    y, stored = saved(layer, x.requires_grad_())
     y.sum().backward()
     assert layer.arithmetic.asked == [("cast", Role.INPUT), ("both", Role.WEIGHT), ("cast", Role.GRADIENT)]
-    assert [tuple(tensor.shape) for tensor in kept] == [(64, 32), ()]
+    assert [tuple(tensor.shape) for tensor in stored] == [(64, 32), ()]
     layer.arithmetic.asked.clear()
     with torch.no_grad():
         layer(x, SilentPhases())

@@ -17,11 +17,12 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.rotations import rotate
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.products import short_product
-from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
+from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import outcome
 
 
 def of(mode: str, layer: str = "") -> RecipeArithmetic:
@@ -63,7 +64,7 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     assert torch.equal(arithmetic.cast(source, Role.INPUT).data, arithmetic.cast(source, Role.INPUT).data)
 
 
-@for_each("facts", [CPU, H200, B200], ids=lambda facts: facts.name)
+@for_each("facts", [CPU, H200, B200])
 @for_each(
     "mode",
     [
@@ -88,10 +89,10 @@ def test_both_operands_are_those_of_a_cast_and_a_turn(mode: str, facts: DeviceFa
     for step, role in itertools.product(range(2), Role):
         source = gaussian(48, 64, seed=step) * 4.0**step
         operand, turned = one.cast_both(source, role)
-        wanted = other.cast(source, role)
-        assert_same(operand, wanted)
-        wanted = other.turn(wanted, source, role)
-        assert_same(one.turn(operand, source, role) if turned is None else turned, wanted)
+        expected = other.cast(source, role)
+        assert_same(operand, expected)
+        expected = other.turn(expected, source, role)
+        assert_same(one.turn(operand, source, role) if turned is None else turned, expected)
         both.update([] if turned is None else [role])
     per_tensor = set(Role) if mode in ("fp8", "fp8-delayed:history=2") else set()
     assert both >= per_tensor
@@ -103,11 +104,11 @@ def assert_same(one: Operand, other: Operand) -> None:
     assert one.gradient == other.gradient and (one.scale is None) == (other.scale is None)
     for mine, theirs in ((one.data, other.data), (one.scale, other.scale)):
         if mine is not None and theirs is not None:
-            numbers, wanted = (
+            numbers, expected = (
                 item.view(torch.uint8) if item.dtype == torch.float4_e2m1fn_x2 else item.float()
                 for item in (mine, theirs)
             )
-            assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, wanted)
+            assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, expected)
 
 
 @for_each("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
@@ -115,19 +116,18 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     arithmetic = of(mode)
     assert arithmetic.explicit
     torch.manual_seed(0)
-    layer, x, pull = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16().requires_grad_(), gaussian(200, 70)
-    y = layer(x, SilentPhases())
-    found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
-    kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
+    layer, x, g = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16(), gaussian(200, 70).bfloat16()
+    kind, weight = arithmetic.recipe.accumulator, layer.weight.detach()
     bits = 8 if mode.endswith("8") else HOPPER_SUM_BITS
     assert kind is (Accumulator.PROMOTED if "promoted" in mode else Accumulator.SHORT)
-    for result, (a, role_a), (b, role_b) in (
-        (found[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
-        (found[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
-        (found[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
-    ):
-        wanted = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
-        assert torch.equal(result.float(), wanted.bfloat16().float())
+    operands = (
+        (x, Role.INPUT, weight, Role.WEIGHT),
+        (g, Role.GRADIENT, weight.t(), Role.WEIGHT),
+        (g.t(), Role.GRADIENT, x.t(), Role.INPUT),
+    )
+    for result, (a, role_a, b, role_b) in zip(outcome(layer, x, g), operands, strict=True):
+        expected = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
+        assert torch.equal(result.float(), expected.bfloat16().float())
 
 
 def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
@@ -137,9 +137,6 @@ def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:
     assert both[0].cast(large, Role.INPUT).data.max() == pytest.approx(1000.0)
     assert both[0].cast(large, Role.WEIGHT).data.max() == 448.0
     assert both[1].cast(large, Role.INPUT).data.max() == 448.0
-    small = large / 2.0**20
-    assert both[0].cast(small, Role.INPUT).data.max() == 0
-    assert both[0].cast(small, Role.INPUT).data.max() == pytest.approx(1000 / 2.0**20)
 
 
 def test_given_scales_take_the_place_of_those_of_the_recipe() -> None:

@@ -28,7 +28,7 @@ from tests.counts import for_each
 from tests.facts import B200, CPU, H200, MI300X
 from tests.formats.scaling_definitions import gaussian
 from tests.nn.grouped_kernel import GroupedKernel
-from tests.nn.layers import given
+from tests.nn.layers import given, linear, outcome
 
 MODES = (
     "fp8",
@@ -66,8 +66,8 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
         assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
         assert torch.equal(native.restore(operand, torch.float32), theirs.data)
-        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
-        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+        ours, expected = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), expected.data.float())
         assert ours.scale is None or ours.data.is_contiguous()
         assert torch.equal(
             native.cast_without_scale(tensor, role).data.float(), emulated.cast_without_scale(tensor, role).data
@@ -98,8 +98,8 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
     sources = ((gaussian(48, 32), Role.GRADIENT), (gaussian(48, 64), Role.INPUT))
     operands = [arithmetic.turn(arithmetic.cast(item, role), item, role) for item, role in sources]
     with Conversions() as seen:
-        found = arithmetic.product(operands[0], operands[1], dtype)
-    assert found.dtype == dtype and not any(found is call for call in seen.unchanged)
+        actual = arithmetic.product(operands[0], operands[1], dtype)
+    assert actual.dtype == dtype and not any(actual is call for call in seen.unchanged)
 
 
 @NEEDS_PRODUCTS
@@ -107,12 +107,9 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
 def test_layers_are_the_emulated_ones(mode: str) -> None:
     outcomes = []
     for facts in (H200, CPU):
-        torch.manual_seed(1)
-        layer, result = Linear(64, 32, precisions.get(mode).arithmetic(facts).layer("one")), []
+        layer, result = linear(precisions.get(mode).arithmetic(facts).layer("one")), []
         for step in range(2):
-            x = (gaussian(48, 64, seed=step) * 3.0**step).requires_grad_()
-            y = layer(x, SilentPhases())
-            result += [y, *torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype))]
+            result += outcome(layer, gaussian(48, 64, seed=step) * 3.0**step, gaussian(48, 32, seed=9))
         outcomes.append(result)
     for native, emulated in zip(*outcomes, strict=True):
         assert relative_frobenius(native, emulated) < 6e-3
@@ -131,8 +128,7 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
         return torch.empty(a.shape[0], b.shape[1], dtype=torch.bfloat16)
 
     monkeypatch.setattr(torch.ops.aten._scaled_mm_v2, "default", spy)
-    native = precisions.get(mode).arithmetic(H200)
-    layer = Linear(32, 16, native)
+    layer = Linear(32, 16, precisions.get(mode).arithmetic(H200))
     layer(gaussian(48, 32).requires_grad_(), SilentPhases()).sum().backward()
     assert [call["use_fast_accum"] for call in seen] == [True, False, False]
     assert all(call["layout"] and call["scales"] and call["output_dtype"] == torch.bfloat16 for call in seen)
@@ -140,22 +136,13 @@ def test_cuda_is_given_what_it_wants(mode: str, monkeypatch: pytest.MonkeyPatch)
 
 @NEEDS_PRODUCTS
 def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
-    result: dict[str, list[Tensor]] = {}
-    for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise"):
-        for facts in (CPU, H200):
-            result[f"{mode} {facts.kind}"] = gradients(precisions.get(mode).arithmetic(facts))
-    plain = result["bf16 cpu"]
-    for kind in ("cpu", "cuda"):
-        kept, low = result[f"fp8-rowwise:weight-gradient=bf16 {kind}"], result[f"fp8-rowwise {kind}"]
-        assert torch.equal(kept[1], plain[1]) and not torch.equal(low[1], plain[1])
-        assert torch.equal(kept[0], low[0]) and not torch.equal(kept[0], plain[0])
-
-
-def gradients(arithmetic: Arithmetic) -> list[Tensor]:
-    torch.manual_seed(1)
-    layer, x = Linear(64, 32, arithmetic), gaussian(48, 64).to(torch.bfloat16).requires_grad_()
-    y = layer(x, SilentPhases())
-    return list(torch.autograd.grad(y, (x, layer.weight), gaussian(48, 32, seed=9).to(y.dtype)))
+    for facts in (CPU, H200):
+        (_, plain_x, plain_w), (_, mixed_x, mixed_w), (_, low_x, low_w) = (
+            outcome(linear(precisions.get(mode).arithmetic(facts)), gaussian(48, 64).bfloat16(), gaussian(48, 32))
+            for mode in ("bf16", "fp8-rowwise:weight-gradient=bf16", "fp8-rowwise")
+        )
+        assert torch.equal(mixed_w, plain_w) and not torch.equal(low_w, plain_w)
+        assert torch.equal(mixed_x, low_x) and not torch.equal(mixed_x, plain_x)
 
 
 @NEEDS_PRODUCTS

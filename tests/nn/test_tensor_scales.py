@@ -18,10 +18,11 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, make_recipe_view
 from fp8bench.numerics.tensor_error import tensor_error
-from fp8bench.protocols import Role, ScaleBook, SilentPhases
+from fp8bench.protocols import Role, ScaleBook
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.nn.layers import given, linear, outcome
 
 
 class Definition:
@@ -65,8 +66,8 @@ def tensors(count: int) -> list[np.ndarray]:
     return result
 
 
-@for_each("delayed", OPTIONS, ids=str)
-@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@for_each("delayed", OPTIONS)
+@for_each("fmt", [E4M3, E5M2])
 def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):
@@ -163,12 +164,12 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     _, scale = scale_of(StaticScales(1, bound=bound), 7.0)
     values = torch.full((8,), -7.0)
     values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
-    wanted = float(values.abs().max()) if renewed else 7.0
+    expected = float(values.abs().max()) if renewed else 7.0
     for x in (values, of_magnitude(1.0)):
         used = scale.next(placed(x))
-        assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
+        assert float(used.scale) == pytest.approx(448 / expected) and torch.equal(used.inverse, 1 / used.scale)
     standing = scale.read_state()
-    assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
+    assert standing is not None and (standing.amax, standing.renewals) == (expected, int(renewed))
 
 
 def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
@@ -185,38 +186,20 @@ def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
 
 
 def layer_of(book: ScaleBook) -> Linear:
-    torch.manual_seed(0)
-    arithmetic = RecipeArithmetic(HYBRID).scaled_by(book, "one")
-    return Linear(32, 16, arithmetic)
-
-
-def trained(layer: Linear, *inputs: Tensor) -> list[Tensor]:
-    result = []
-    for x in inputs:
-        own = x.clone().requires_grad_()
-        y = layer(own, SilentPhases())
-        y.square().sum().backward()
-        assert own.grad is not None and layer.weight.grad is not None
-        result += [y.detach(), own.grad, layer.weight.grad]
-        layer.weight.grad = None
-    return result
+    return linear(RecipeArithmetic(HYBRID).scaled_by(book, "one"), 32, 16)
 
 
 def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
-    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    torch.manual_seed(0)
-    current = Linear(32, 16, RecipeArithmetic(HYBRID))
-    calibrating = ScaleBook(FIXED)
-    for mine, wanted in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
-        assert torch.equal(mine, wanted)
+    x, pull = given(8, 32, dtype=torch.bfloat16), given(8, 16, seed=3)
+    current, calibrating = linear(RecipeArithmetic(HYBRID), 32, 16), ScaleBook(FIXED)
+    expected = outcome(current, x, pull)
+    assert all(map(torch.equal, outcome(layer_of(calibrating), x, pull), expected))
     result = calibrating.states()
     assert [(tensor.role, tensor.renewals) for tensor in result] == [("input", 0), ("weight", 0), ("gradient", 0)]
     fixed = ScaleBook(FIXED, {(tensor.layer, tensor.role): tensor.amax for tensor in result})
     layer = layer_of(fixed)
-    for mine, wanted in zip(trained(layer, x), trained(current, x), strict=True):
-        assert torch.equal(mine, wanted)
-    larger, current_larger = trained(layer, 8 * x), trained(current, 8 * x)
-    assert not torch.equal(larger[0], current_larger[0])
+    assert all(map(torch.equal, outcome(layer, x, pull), expected))
+    assert not torch.equal(outcome(layer, 8 * x, pull)[0], outcome(current, 8 * x, pull)[0])
     assert fixed.states() == result
 
 

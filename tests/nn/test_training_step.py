@@ -47,7 +47,9 @@ def test_steps_are_torchs_to_the_bit(kind: type[torch.optim.Optimizer]) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert len(heard) == 3 and isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
-        result.append([*layer.parameters(), *(tensor for kept in optimizer.state.values() for tensor in kept.values())])
+        result.append(
+            [*layer.parameters(), *(tensor for stored in optimizer.state.values() for tensor in stored.values())]
+        )
     assert all(
         torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)) for ours, theirs in zip(*result, strict=True)
     )

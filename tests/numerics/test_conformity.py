@@ -42,6 +42,10 @@ def drawn(rows: int, columns: int, seed: int = 0) -> Tensor:
     return values(x, E4M3, Scaling(1, 0))
 
 
+def sums_of(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32, bits: int = 24) -> ConformitySums:
+    return ConformitySums(a.double(), b.double(), dtype, bits)
+
+
 def plain(a: Tensor, b: Tensor) -> Tensor:
     return a @ b.t()
 
@@ -105,24 +109,24 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
 def test_wrong_products_are_diagnosed(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = made(a, b).to(dtype)
-    explained, why = explain_product(result, ConformitySums(a.double(), b.double(), dtype))
+    explained, why = explain_product(result, sums_of(a, b, dtype))
     assert (explained, words in why) == (difference, True), why
 
 
 def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
-    sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
+    sums = sums_of(a, b, torch.bfloat16)
     explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
     assert explained is Difference.ROUNDING and "truncated toward 0" in why
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     result = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
     assert explain_product(result, sums)[0] is Difference.ROUNDING
     c, d = drawn(SIZE, SIZE), drawn(SIZE, SIZE, 1)
-    explained, why = explain_product(c @ d, ConformitySums(c.double(), d.double(), torch.float32))
+    explained, why = explain_product(c @ d, sums_of(c, d))
     assert explained is Difference.LAYOUT and "second operand is read transposed" in why
     large, ones = 1e3 * torch.ones(SIZE, SIZE), 1e3 * torch.ones(SIZE, SIZE)
     ones[0] = 1.0
-    sums = ConformitySums(large.double(), ones.double(), torch.float16)
+    sums = sums_of(large, ones, torch.float16)
     assert explain_product((large @ ones.t()).to(torch.float16), sums)[0] is Difference.OVERFLOW
 
 
@@ -133,19 +137,14 @@ def test_orders_never_alarm(seed: int) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             result = backwards(ours, theirs).to(dtype)
             if result.isfinite().all():
-                assert (
-                    explain_product(result, ConformitySums(ours.double(), theirs.double(), dtype))[0]
-                    is Difference.ORDER
-                )
+                assert explain_product(result, sums_of(ours, theirs, dtype))[0] is Difference.ORDER
 
 
 def test_a_recipe_of_short_sums_takes_them() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     result = short_product(a, b, Accumulator.SHORT)
-    assert (
-        explain_product(result, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
-    )
-    assert estimate_sum_bits(result.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
+    assert explain_product(result, sums_of(a, b, bits=14))[0] is Difference.ORDER
+    assert estimate_sum_bits(result.double(), sums_of(a, b)) == 14
 
 
 def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
@@ -153,7 +152,7 @@ def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
     a[0] = 0
     result = a @ b.t()
     result[0] = 8
-    sums = ConformitySums(a.double(), b.double(), torch.float32)
+    sums = sums_of(a, b)
     assert estimate_sum_bits(result.double(), sums) == 24 and explain_product(result, sums)[0] is Difference.UNEXPLAINED
 
 
@@ -164,9 +163,9 @@ def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
 def cut_cast(x: Tensor) -> Tensor:
     scale = 448.0 / x.abs().max()
     scaled = x * scale
-    kept = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    stored = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
     small = (scaled * 512).trunc() / 512
-    return rounded(torch.where(scaled.abs() < 2.0**-6, small, kept) / scale)
+    return rounded(torch.where(scaled.abs() < 2.0**-6, small, stored) / scale)
 
 
 @for_each(
@@ -190,9 +189,9 @@ def test_wrong_casts_are_diagnosed(made: Callable[[Tensor], Tensor], difference:
 def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
     """torch's cast of 1000 gives NaN, the hardware's 448."""
     x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
-    wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
+    expected = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
     result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
-    assert explain_cast(result, wanted, x, E4M3) == (
+    assert explain_cast(result, expected, x, E4M3) == (
         Difference.OVERFLOW,
         "a value above the format's largest becomes nan, not 448",
     )
@@ -204,20 +203,14 @@ def test_steps_are_counted_across_zero() -> None:
     assert count_steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
 
 
-def test_results_that_should_be_zero_are_not_taken_for_short_sums() -> None:
-    a, b = where_nine(torch.zeros(SIZE, LONG), drawn(SIZE, LONG)), drawn(SIZE, LONG, 1)
-    sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
-    assert explain_product(drawn(SIZE, SIZE, 2).bfloat16(), sums)[0] is Difference.UNEXPLAINED
-
-
 def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     nothing = torch.zeros(SIZE, SIZE)
-    assert explain_product(nothing, ConformitySums(a.double(), b.double(), torch.float32)) == (
+    assert explain_product(nothing, sums_of(a, b)) == (
         Difference.UNEXPLAINED,
         "all results are 0",
     )
-    wrong = ConformitySums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
+    wrong = sums_of(torch.full_like(a, torch.nan), b)
     assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands have NaN or infinity")
     assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
         Difference.UNEXPLAINED,
@@ -320,6 +313,15 @@ class _Summing:
         return short_product(first, second, Accumulator.SHORT, self._bits).to(dtype)
 
 
+def compared_on(device: DeviceFacts, bits: int, forgets: bool, name: str = "fp8") -> _Compared:
+    precision = precisions.get(name)
+    compared = _Compared(
+        precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0
+    )  # type: ignore[arg-type, return-value]
+    compared._device = "cpu"
+    return compared
+
+
 @for_each(
     ("device", "bits", "forgets", "kind"),
     [
@@ -334,23 +336,15 @@ def test_units_that_nobody_knows_may_sum_as_short_as_hoppers(
     device: DeviceFacts, bits: int, forgets: bool, kind: Difference
 ) -> None:
     """So that no speed is withheld on an L4 or B200. Hopper's units are known and must match."""
-    precision = precisions.get("fp8")
-    compared = _Compared(
-        precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0
-    )  # type: ignore[arg-type, return-value]
-    compared._device = "cpu"
-    long_sums = [case.difference for case in compared._compare_product("forward", 128, 128, 1024)]
+    cases = compared_on(device, bits, forgets)._compare_product("forward", 128, 128, 1024)
+    long_sums = [case.difference for case in cases]
     conforms = all(difference is not None and difference.conforms for difference in long_sums)
     assert kind in long_sums and conforms == (kind is Difference.SHORT_SUMS)
 
 
 @for_each("name", ["fp8", "fp8-e5m2"])
 def test_casts_are_also_compared_above_the_range_of_a_format(name: str) -> None:
-    precision, compared_values = precisions.get(name), []
-    compared = _Compared(
-        precision, lambda: _Summing(24, False), lambda: precision.arithmetic(CPU).layer("conform"), H200, 0
-    )  # type: ignore[arg-type, return-value]
-    compared._device = "cpu"
+    compared, compared_values = compared_on(H200, 24, False, name), []
     compared._compare_cast = lambda words, role, x, how: compared_values.append((words, compared._formats[role], x))  # type: ignore[method-assign]
     list(compared.compare_casts())
     above = [x.abs().max() > fmt.largest for words, fmt, x in compared_values if "beyond its range" in words]

@@ -16,8 +16,8 @@ def test_half_of_the_smallest_subnormal_becomes_zero_and_the_largest_stays() -> 
 
 def test_tensors_are_tallied_by_kind_and_role() -> None:
     tensors = [("mlp", "input", [1.0, -3.0]), ("mlp", "weight", [0.5]), ("mlp", "input", [2.0]), ("norm", "input", [])]
-    found = compute_statistics((kind, role, torch.tensor(values)) for kind, role, values in tensors)
-    assert [(one.kind, one.role, one.count, one.amax) for one in found] == [
+    result = compute_statistics((kind, role, torch.tensor(values)) for kind, role, values in tensors)
+    assert [(one.kind, one.role, one.count, one.amax) for one in result] == [
         ("mlp", "input", 3, 3.0),
         ("mlp", "weight", 1, 0.5),
         ("norm", "input", 0, 0.0),

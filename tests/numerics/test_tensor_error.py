@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ SCALINGS = [
 
 
 @for_each("shape", [(20, 200), (129, 33), (1, 7)])
-@for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
+@for_each(("fmt", "scaling"), SCALINGS)
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
     x = gaussian(*shape, seed=3)
     factors = compute_factors(x, fmt, scaling)
@@ -72,20 +72,8 @@ def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
     assert result.saturated == int((x.abs() > x.abs().max() / 2).sum())
 
 
-def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
-    x = gaussian(10, 12, seed=3).abs().double()
-    factors = Factors(torch.ones(3, 3), 4, 4)
-    peaks = torch.zeros(factors.steps.shape, dtype=torch.float64)
-    for top in range(0, 10, 3):
-        for left in range(0, 12, 8):
-            place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))
-            factors.update_block_peaks(peaks, x[place], place)
-    wanted = [float(x[row : row + 4, column : column + 4].max()) for row, column in product((0, 4, 8), repeat=2)]
-    assert peaks.flatten().tolist() == wanted
-
-
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
-EVERY_GRID = for_each("fmt", GRIDS, ids=lambda fmt: fmt.name)
+EVERY_GRID = for_each("fmt", GRIDS)
 Array = NDArray[np.float64]
 
 
@@ -139,7 +127,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
         assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
+@for_each("tile", [1 << 20, 64, 128])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "TILE_ELEMENTS", tile)
@@ -181,20 +169,15 @@ def test_sums_are_in_double_precision() -> None:
     signal, noise = 2.0**26 + (1 << 20) - 1, (1 << 19) * 2.0**-46
     result = tensor_error(x, y)
     assert (result.signal, result.noise) == (signal, noise)
-    assert float(torch.tensor(2.0**26) + 1) == 2.0**26, "fp32 has no room for the ones"
     tiny = torch.full((64,), 1e-30)
-    assert float(tiny.square().sum()) == 0 and tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
+    assert tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
 
 
-def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
+def test_nothing_has_no_figures() -> None:
     for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
         result = tensor_error(torch.empty(shape), torch.empty(shape), E4M3)
         assert result.count == 0 and result.sqnr_db is None and result.rows is None and result.not_finite_percent == 0
         assert result.saturation_percent == 0 == result.underflow_percent
-    with pytest.raises(ValueError, match="shapes differ"):
-        tensor_error(torch.ones(3, 1), torch.ones(3))
-    with pytest.raises(ValueError, match="2 scales"):
-        follow_scale([1.0, 1.0], [1.0], E4M3)
 
 
 def test_a_zero_tensor_has_no_ratios() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import pytest
 import torch
 
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E5M2FNUZ, FP16, TF32, Format
@@ -144,15 +145,12 @@ def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """Scaled products need multiples of 16; blocks of 32 and codes of four bits need 32."""
     for name in CARRIERS:
         precision = precisions.get(name)
-        wanted = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
-        assert precision.multiples == ((32, 16) if name in ("mxfp8", "nvfp4") else wanted)
-    assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
-        (name for name in CARRIERS if name != "fp16"), 1.0
-    )
-    assert precisions.get("fp16").loss_scale == 1024.0
+        expected = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
+        assert precision.multiples == ((32, 16) if name in ("mxfp8", "nvfp4") else expected)
+        assert precision.loss_scale == (1024.0 if name == "fp16" else 1.0)
 
 
-@for_each("facts", [CPU, H200], ids=lambda facts: facts.key)
+@for_each("facts", [CPU, H200])
 @for_each("name", CARRIERS)
 def test_carrier_does_not_depend_on_the_device(name: str, facts: DeviceFacts) -> None:
     precision = precisions.get(name)
@@ -171,26 +169,19 @@ def test_scope_sets_and_restores(name: str, before: str) -> None:
 
 
 def test_tf32_scope_leaves_products_on_a_cpu_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    arithmetic = precisions.get("tf32").arithmetic(CPU)
-    a = arithmetic.cast(torch.randn(96, 300, generator=generator), Role.INPUT)
-    b = arithmetic.cast(torch.randn(64, 300, generator=generator), Role.WEIGHT)
-    with precisions.get("fp32").scope():
-        plain = arithmetic.product(a, b, torch.float32)
-    with precisions.get("tf32").scope():
-        allowed = arithmetic.product(a, b, torch.float32)
-    assert torch.equal(plain, allowed)
+    arithmetic, results = on_cpu("tf32"), []
+    a, b = arithmetic.cast(gaussian(96, 300), Role.INPUT), arithmetic.cast(gaussian(64, 300, seed=1), Role.WEIGHT)
+    for name in ("fp32", "tf32"):
+        with precisions.get(name).scope():
+            results.append(arithmetic.product(a, b, torch.float32))
+    assert torch.equal(*results)
 
 
 @for_each("before", [True, False])
 @for_each("name", ["tf32", "fp32", "fp8"])
-def test_scope_tells_convolutions_too(name: str, before: bool) -> None:
+def test_scope_tells_convolutions_too(name: str, before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise cuDNN's separate switch would let fp32 convolutions run in TF32."""
-    outside = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = before
-    try:
-        with precisions.get(name).scope():
-            assert torch.backends.cudnn.allow_tf32 is (name == "tf32")
-        assert torch.backends.cudnn.allow_tf32 is before
-    finally:
-        torch.backends.cudnn.allow_tf32 = outside
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", before)
+    with precisions.get(name).scope():
+        assert torch.backends.cudnn.allow_tf32 is (name == "tf32")
+    assert torch.backends.cudnn.allow_tf32 is before

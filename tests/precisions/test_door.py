@@ -26,22 +26,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_plan_has_each_mode_once_by_its_own_word(capsys: pytest.CaptureFixture[str]) -> None:
     words = "fp8-delayed:margin=1:history=16,bf16,fp8-delayed:history=16:margin=1,fp4:stochastic=on,nvfp4"
-    assert (
-        main(
-            [
-                "suite",
-                "mlp",
-                "--dtypes",
-                words,
-                "--precision-map",
-                "up=mxfp8:scale=floor,down=fp4:scale=nearest",
-                "--set",
-                "gated=no",
-                "--dry-run",
-            ]
-        )
-        == 0
-    )
+    layers = "up=mxfp8:scale=floor,down=fp4:scale=nearest"
+    options = ("--dtypes", words, "--precision-map", layers, "--set", "gated=no", "--dry-run")
+    assert main(["suite", "mlp", *options]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     layers, delayed = "{up=mxfp8:scale=floor,down=nvfp4}", "fp8-delayed:history=16:margin=1"
     assert f"one group: fp32 (reference), bf16, {delayed}{layers}, nvfp4{layers}" in shown

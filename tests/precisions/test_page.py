@@ -10,6 +10,7 @@ import pytest
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
 from tests.facts import B200, H200, gpu
 
@@ -40,10 +41,13 @@ def words(cell: str) -> list[str]:
 
 
 def options() -> list[list[str]]:
-    rows = []
-    for modes, *cells in table("option"):
-        rows += [[f"`{mode}`", *cells] for mode in words(modes)]
-    return rows
+    """A mode, its option, the option's values and its aliases."""
+    return [[mode, words(name)[0], *cells] for modes, name, *cells in table("option") for mode in words(modes)]
+
+
+def find_option(mode: str, name: str) -> Option:
+    (option,) = (option for option in precisions.get(mode).options if option.name == name)
+    return option
 
 
 def test_formats_by_role_and_where_a_mode_is_native() -> None:
@@ -59,17 +63,10 @@ def test_formats_by_role_and_where_a_mode_is_native() -> None:
 
 
 def test_options_values_defaults_and_aliases() -> None:
-    rows = options()
-    declared = []
-    for name in recipes():
-        declared += [(name, option) for option in precisions.get(name).options]
-    assert sorted((words(row[0])[0], words(row[1])[0]) for row in rows) == sorted(
-        (name, option.name) for name, option in declared
-    )
-    for mode, named, values, also in rows:
-        (option,) = (
-            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
-        )
+    declared = [(mode, option.name) for mode in recipes() for option in precisions.get(mode).options]
+    assert sorted((mode, name) for mode, name, *_ in options()) == sorted(declared)
+    for mode, name, values, also in options():
+        option = find_option(mode, name)
         assert tuple(words(also)) == option.aliases
         if words(values):
             assert words(values)[0] == option.default
@@ -83,14 +80,11 @@ def test_options_values_defaults_and_aliases() -> None:
 
 
 def test_all_values_of_a_choice_are_named() -> None:
-    for mode, named, values, _ in options():
-        (option,) = (
-            precision for precision in precisions.get(words(mode)[0]).options if precision.name == words(named)[0]
-        )
+    for mode, name, values, _ in options():
         if not words(values) or "or a" in values:
             continue
         with pytest.raises(ValueError, match="expected one of") as caught:
-            option.parse("nonsense of its own")
+            find_option(mode, name).parse("nonsense of its own")
         known = str(caught.value).removeprefix("expected one of ").partition(";")[0].split(", ")
         assert sorted(known) == sorted(words(values))
 

@@ -145,7 +145,7 @@ def test_nothing_is_left_behind() -> None:
     x = torch.linspace(-1, 1, 16).view(4, 4)
     model(x).sum().backward()
     assert model.region.weight.grad is not None
-    wanted, model.region.weight.grad = model.region.weight.grad, None
+    expected, model.region.weight.grad = model.region.weight.grad, None
     failing = Model(lambda region, x: region(x) @ torch.ones(5))
     mode = OperatorTimes([failing, model])
     with mode.time_calls() as calls:
@@ -155,7 +155,7 @@ def test_nothing_is_left_behind() -> None:
     assert calls[-1].location.module == ""
     with mode.time_calls():
         model(x).sum().backward()
-    assert torch.equal(model.region.weight.grad, wanted)
+    assert torch.equal(model.region.weight.grad, expected)
     assert before == [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
     assert not _global_optimizer_pre_hooks
 

@@ -45,8 +45,10 @@ def test_operators_have_the_innermost_phase_and_their_direction() -> None:
             y.sum().backward()
 
     tape = tape_in_phases(step)
-    found = [(one.phase, one.operator, one.backward) for one in tape.operators if one.operator in ("mul", "exp", "sum")]
-    assert found == [
+    result = [
+        (one.phase, one.operator, one.backward) for one in tape.operators if one.operator in ("mul", "exp", "sum")
+    ]
+    assert result == [
         ("gemm", "mul", False),
         ("elementwise", "exp", False),
         ("accumulate", "sum", False),

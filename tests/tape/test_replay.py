@@ -117,7 +117,7 @@ def several_at_once(mark: Mark) -> None:
 STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backward, several_at_once)
 
 
-@for_each("step", STEPS, ids=lambda step: step.__name__)
+@for_each("step", STEPS)
 def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     replay = recorded(step)
     state = torch.get_rng_state()

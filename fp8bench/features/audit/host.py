@@ -22,7 +22,7 @@ from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, 
 from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, make_failure
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
-from fp8bench.tape.coverage import PRODUCT_SHAPES
+from fp8bench.tape.formulas import PRODUCT_SHAPES
 from fp8bench.tape.recorder import OperatorTape, called_operator, tensors_in
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import find_declared_signature, named

@@ -163,11 +163,11 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     if treatment is None:
         return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
     fmt, scaling = treatment.fmt, treatment.scaling
-    quantised = quantise(x, fmt, scaling, checked=False)
-    elements = decode(unpack(quantised.codes, fmt, x.shape[-1]), fmt, checked=False)
+    quantised = quantise(x, fmt, scaling)
+    elements = decode(unpack(quantised.codes, fmt, x.shape[-1]), fmt)
     scales = torch.ones(1, 1) if quantised.scales is None else quantised.scales
     if quantised.scales is not None and scaling is not None and scaling.scale is not None:
-        scales = decode(scales, scaling.scale, checked=False)
+        scales = decode(scales, scaling.scale)
     tensor_scale = None if quantised.tensor_scale is None else float(quantised.tensor_scale)
     return Rounded(
         elements,

@@ -43,7 +43,7 @@ from fp8bench.model.measured import Ceiling, Limit
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
     OWN,
-    OWN_SHAPES,
+    USER_SHAPES,
     ServedArm,
     ServedShape,
     check_groups,
@@ -82,7 +82,7 @@ def answer_question(
         facts = device_named(question.device, worker.probe())
         model = trained or shipped_model(question.tokens)
         if question.is_user_model:
-            OWN_SHAPES[question.size] = ServedShape(
+            USER_SHAPES[question.size] = ServedShape(
                 *_ask_worker(worker, "read_shape", question.size, facts, question.seed)
             )
             question, model = complete_question(question), ServedModel(question.size)

@@ -27,10 +27,10 @@ from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.kept import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
-from fp8bench.nn.own_decoder import OwnDecoder, check_user_model, count_positions, make_model
 from fp8bench.nn.served import ServedArm, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.storage import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.user_decoder import UserDecoder, check_user_model, count_positions, make_model
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.precision import float32_products
 from fp8bench.user_code.named import named
@@ -81,7 +81,7 @@ def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> C
 
 
 # Makes the model of an arm for texts of a given size (sequences, positions).
-MakeArmModel = Callable[[ServedArm, tuple[int, int]], Decoder | OwnDecoder]
+MakeArmModel = Callable[[ServedArm, tuple[int, int]], Decoder | UserDecoder]
 
 
 def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
@@ -160,8 +160,8 @@ def _serve_maker(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmMo
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
 
-    def serve(arm: ServedArm, sizes: tuple[int, int]) -> OwnDecoder:
-        return OwnDecoder(name, copy.deepcopy(model), arm, sizes, device)
+    def serve(arm: ServedArm, sizes: tuple[int, int]) -> UserDecoder:
+        return UserDecoder(name, copy.deepcopy(model), arm, sizes, device)
 
     if ids is not None:
         return serve, ids.to(device), ""
@@ -202,7 +202,7 @@ def _make_decoder(
     return Decoder(config, weight, store_layer_weight, arm.kv_format, DTYPES[arm.carrier], sizes)
 
 
-def _predict(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
+def _predict(model: Decoder | UserDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)

@@ -47,8 +47,8 @@ def disable_triton(reason: str) -> None:
 
 
 @contextmanager
-def choose_casts(by_hand: bool) -> Iterator[None]:
-    previous, _TRITON_STATE.chosen = _TRITON_STATE.chosen, by_hand
+def choose_casts(allows_triton: bool) -> Iterator[None]:
+    previous, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
     try:
         yield
     finally:

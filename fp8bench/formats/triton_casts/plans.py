@@ -23,7 +23,7 @@ from fp8bench.formats.code_kernels import (
 )
 from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import E5M2, E8M0, Format
-from fp8bench.formats.recipes import Amax, ScaleRounding
+from fp8bench.formats.recipes import Amax, ScaleRounding, count_blocks
 from fp8bench.formats.tiled_codes import TiledCodesKernel
 
 BLOCK_SIDE = 128
@@ -123,7 +123,7 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
     # There are two launches, because no program can use the scale before all programs have read the tensor.
     find_scale = Plan(
         "find_scale",
-        min(_count_parts(size, _ELEMENTS_PER_PROGRAM), 8 * processors),
+        min(count_blocks(size, _ELEMENTS_PER_PROGRAM), 8 * processors),
         8,
         {"x": Pointer(0), "scale": Pointer(1), "inverse": Pointer(2), "state": Counter(), "size": size},
         {**_make_scale_constants(kernel.fmt, kernel.rounding), "BLOCK": _ELEMENTS_PER_PROGRAM},
@@ -184,7 +184,7 @@ def _plan_cast(
         "DOWN": down,
         "ACROSS": across,
     }
-    tiles = _count_parts(rows, down) * _count_parts(columns, across)
+    tiles = count_blocks(rows, down) * count_blocks(columns, across)
     # If each program ends with an atomic operation on the same address, use few programs.
     programs = min(tiles, 4 * processors) if delayed else tiles
     sizes = {"rows": rows, "columns": columns}
@@ -207,7 +207,7 @@ def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[
 
 
 def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
-    across = _count_parts(columns, BLOCK_SIDE)
+    across = count_blocks(columns, BLOCK_SIDE)
     orientation_flags = {
         "SQUARE": square,
         "STRAIGHT": arguments["codes"] is not None,
@@ -218,7 +218,7 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
     arguments = {"x": Pointer(0), **arguments, "rows": rows, "columns": columns, "across": across}
     warps = _MOST_WARPS if orientation_flags["TURNED"] and not square else 16
     return Plan(
-        "cast_blocks", _count_parts(rows, BLOCK_SIDE) * across, warps, arguments, {**constants, **orientation_flags}
+        "cast_blocks", count_blocks(rows, BLOCK_SIDE) * across, warps, arguments, {**constants, **orientation_flags}
     )
 
 
@@ -298,7 +298,7 @@ def _plan_rows(
         }
         arguments = {**arguments, "peaks": peaks if in_one_pass else None}
         warps = 16 if width > (4096 if in_one_pass else 8192) else 8
-        plans.append(Plan("cast_rows", _count_parts(rows, lines), warps, arguments, constants))
+        plans.append(Plan("cast_rows", count_blocks(rows, lines), warps, arguments, constants))
     if not turned:
         return plans
     down, across = _TILE_SIDES
@@ -306,14 +306,14 @@ def _plan_rows(
     # If the first launch could not find the maxima of columns, a separate pass does.
     if not in_one_pass:
         lines = 4 * down
-        programs = _count_parts(rows, lines) * _count_parts(columns, across)
+        programs = count_blocks(rows, lines) * count_blocks(columns, across)
         plans.append(Plan("find_peaks", programs, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
     arguments = {
         **arguments,
         "turned": _choose_output_pointer(outputs, True, 1),
         "inverse": _choose_output_pointer(outputs, True, 2),
     }
-    programs = _count_parts(rows, down) * _count_parts(columns, across)
+    programs = count_blocks(rows, down) * count_blocks(columns, across)
     plans.append(Plan("cast_columns", programs, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": across}))
     return plans
 
@@ -359,7 +359,7 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     # Transposed codes need more warps than straight codes.
     warps = _MOST_WARPS if True in outputs else 16
     return [
-        Plan("cast_mx", _count_parts(rows, BLOCK_SIDE) * _count_parts(columns, BLOCK_SIDE), warps, arguments, constants)
+        Plan("cast_mx", count_blocks(rows, BLOCK_SIDE) * count_blocks(columns, BLOCK_SIDE), warps, arguments, constants)
     ]
 
 
@@ -373,7 +373,3 @@ def _number_pointers(first_argument: int, *present: bool) -> list[Pointer | None
         Pointer(first_argument + sum(present[:number])) if is_present else None
         for number, is_present in enumerate(present)
     ]
-
-
-def _count_parts(length: int, part: int) -> int:
-    return -(-length // part)

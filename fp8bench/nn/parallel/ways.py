@@ -133,12 +133,17 @@ def find_cut(parameter: str, config: GPTConfig) -> Cut | None:
     return list_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
 
 
+def explain_unequal(count: int, things: str, ranks: int, advice: str = "") -> str:
+    """Returns why things cannot be divided equally among the ranks, or '' if they can. `advice` ends the sentence."""
+    return f"{count} {things} have no equal share for each of {ranks} ranks{advice}" if count % ranks else ""
+
+
 def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
     """Returns why blocks cannot be cut into equal shares, or ''."""
     sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for name, size in sizes.items():
-        if size % ranks:
-            return f"{size} {name} have no equal share for each of {ranks} ranks: choose another size"
+        if reason := explain_unequal(size, name, ranks, ": choose another size"):
+            return reason
     return "tensor parallelism cannot divide experts: choose a size without experts" if config.experts else ""
 
 
@@ -154,12 +159,7 @@ def _divide_by(path: str) -> Callable[[Job], Division]:
 
 
 def refuse_batch(case: ParallelCase) -> str:
-    if case.batch % case.ranks:
-        return (
-            f"{case.batch} sequences have no equal share for each of {case.ranks} ranks: choose a multiple of "
-            f"{case.ranks}"
-        )
-    return ""
+    return explain_unequal(case.batch, "sequences", case.ranks, f": choose a multiple of {case.ranks}")
 
 
 def refuse_rows(case: ParallelCase) -> str:
@@ -192,11 +192,10 @@ def refuse_owners(case: ParallelCase) -> str:
 
 
 def refuse_stages(case: ParallelCase, min_microbatches: int = 1) -> str:
-    layers = case.config.layers
     ranks = case.ranks
     microbatches = int(case.options["microbatches"])
-    if layers % ranks:
-        return f"{layers} layers have no equal share for each of {ranks} ranks: choose another size"
+    if reason := explain_unequal(case.config.layers, "layers", ranks, ": choose another size"):
+        return reason
     if case.batch % microbatches:
         return f"{case.batch} sequences cannot be cut into {microbatches} equal microbatches: choose another batch"
     if microbatches < min_microbatches:
@@ -209,9 +208,7 @@ def refuse_unfilled_stages(case: ParallelCase) -> str:
 
 
 def refuse_experts(case: ParallelCase) -> str:
-    if case.config.experts % case.ranks:
-        return f"{case.config.experts} experts have no equal share for each of {case.ranks} ranks"
-    return refuse_batch(case)
+    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_batch(case)
 
 
 def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
@@ -224,10 +221,7 @@ def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
 
 
 def refuse_token_cut(case: ParallelCase) -> str:
-    tokens = case.config.sequence
-    if tokens % case.ranks:
-        return f"{tokens} tokens have no equal share for each of {case.ranks} ranks"
-    return refuse_cut(case)
+    return explain_unequal(case.config.sequence, "tokens", case.ranks) or refuse_cut(case)
 
 
 def refuse_pairs(case: ParallelCase) -> str:

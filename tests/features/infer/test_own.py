@@ -19,7 +19,7 @@ from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnsw
 from fp8bench.features.infer.view import encode_answer, table_rows
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
+from fp8bench.nn.served import USER_SHAPES, ServedShape, step_bytes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions, workloads
@@ -40,7 +40,7 @@ def user_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
-    monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.read_shape(maker, CPU, 0)))
+    monkeypatch.setitem(USER_SHAPES, maker, ServedShape(*bench.read_shape(maker, CPU, 0)))
     return maker
 
 
@@ -90,7 +90,7 @@ def test_an_arm_with_nan_is_reported_and_samples_nothing() -> None:
 
 def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{MODELS}:masking"
-    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
+    monkeypatch.setitem(USER_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     setup = setup_of("decode", {"size": name, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, "bf16")
     workload = workloads.get("decode")
     state = workload.prepare(setup)
@@ -101,7 +101,7 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_questions_about_a_users_model_are_completed_or_refused(user_model: str, fp8bench: Say, tmp_path: Path) -> None:
-    shape = OWN_SHAPES[user_model]
+    shape = USER_SHAPES[user_model]
     question = ServingQuestion(user_model, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
     assert question.is_user_model and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
     assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)

@@ -1,7 +1,7 @@
 """Known mistakes of inference benchmarks, planted: each is refused, labelled or detected.
 
 Mistakes of a cache (constant values, one position off, another layer's scale, all experts counted) are in
-tests/nn/test_decoder.py and test_own_decoder.py, scales that are recomputed in each step in test_rollout.py, arms of
+tests/nn/test_decoder.py and test_user_decoder.py, scales that are recomputed in each step in test_rollout.py, arms of
 different length in test_infer.py.
 """
 
@@ -20,7 +20,7 @@ from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
 from fp8bench.model.raw import Settings
-from fp8bench.nn.served import OWN_SHAPES, ServedShape
+from fp8bench.nn.served import USER_SHAPES, ServedShape
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
@@ -65,7 +65,7 @@ def test_a_model_that_cheats_is_labelled(
 ) -> None:
     expected = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
-    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
+    monkeypatch.setitem(USER_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
     assert len(found) == 4
     for record in found:

@@ -53,7 +53,7 @@ def delayed_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
     delayed = [Delayed(4, margin=2), Delayed(3, Amax.MOST_RECENT, interval=2), Delayed(1500)]
 
     def cast(x: Tensor) -> Sequence[Tensor]:
-        found: list[Tensor] = []
+        result: list[Tensor] = []
         for how in delayed:
             history, scale = torch.zeros(how.history, device=x.device), torch.ones((), device=x.device)
             casts = torch.zeros((), dtype=torch.int32, device=x.device)
@@ -65,10 +65,10 @@ def delayed_cast(fmt: Format, rounding: ScaleRounding) -> Cast:
                 else:
                     used, inverse = delayed_scale(largest_magnitude(sized), *state, fmt, how)
                     straight, turned = codes_both(sized, fmt, used)
-                found += [used, inverse, straight, *(tensor.clone() for tensor in state)]
+                result += [used, inverse, straight, *(tensor.clone() for tensor in state)]
                 if size > 1:
-                    found.append(turned)
-        return found
+                    result.append(turned)
+        return result
 
     return cast
 

@@ -93,14 +93,14 @@ def call_rows(columns: int, block: int = 0, ways: Sequence[bool] = (False,)) -> 
 
 
 def call_mx(columns: int, ways: Sequence[bool] = (False,)) -> Call:
-    kernels, found = list[Kernel](), list[Tensor]()
+    kernels, result = list[Kernel](), list[Tensor]()
     for turned in ways:
         places = Places(MX, True, turned)
         rows, length = (columns, TOKENS) if turned else (TOKENS, columns)
         kernels.append(TiledCodesKernel(E4M3, places, BF16, "cuda"))
-        found += [places.matrix(empty(TOKENS, columns, dtype=BF16)), places.codes(empty(rows, length, dtype=U8), 1)]
-        found.append(places.scales(empty(rows * length // 32, dtype=U8), rows))
-    return (kernels[0] if len(kernels) == 1 else PairKernel(*kernels)), found
+        result += [places.matrix(empty(TOKENS, columns, dtype=BF16)), places.codes(empty(rows, length, dtype=U8), 1)]
+        result.append(places.scales(empty(rows * length // 32, dtype=U8), rows))
+    return (kernels[0] if len(kernels) == 1 else PairKernel(*kernels)), result
 
 
 BOTH = (False, True)
@@ -162,8 +162,8 @@ def test_a_cast_moves_whole_vectors_in_few_registers_and_saturates(name: str, ca
 def arguments_of_kernels() -> dict[str, set[str]]:
     """Parses the source, because triton may be missing."""
     tree = ast.parse((Path(triton_casts.__file__).parent / "kernels.py").read_text())
-    found = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return {function.name: {argument.arg for argument in function.args.args} for function in found}
+    result = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {function.name: {argument.arg for argument in function.args.args} for function in result}
 
 
 @pytest.mark.parametrize("name", CALLS)

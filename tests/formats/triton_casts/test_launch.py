@@ -106,14 +106,14 @@ def test_a_cast_is_compiled_once_launched_by_triton_and_repeated_with_other_addr
     current_codes(x, E4M3, EXACT, both=True)
     assert compiled_functions() == compiled, "what was compiled ahead is not what the call needs"
     current_codes(other, E4M3, EXACT, both=True)
-    found = current_codes(other, E4M3, EXACT, both=True)
+    result = current_codes(other, E4M3, EXACT, both=True)
     assert [name for name, *_ in LAUNCHES] == ["find_scale", "cast"] * 3
     (_, grid, _, by_triton), (_, again, _, repeated) = LAUNCHES[0], LAUNCHES[4]
     assert grid == again == 2 and len(by_triton) == len(repeated)
     assert by_triton[0] is x or by_triton[0].data_ptr() == x.data_ptr()
-    assert repeated[0] == other.data_ptr() and repeated[2] == found[0].data_ptr()
+    assert repeated[0] == other.data_ptr() and repeated[2] == result[0].data_ptr()
     cast = LAUNCHES[5][3]
-    assert list(cast[:3]) == addresses(other, *found[1:]) and cast[3] == repeated[1]
+    assert list(cast[:3]) == addresses(other, *result[1:]) and cast[3] == repeated[1]
     # Counters and constants equal those of Triton's launch.
     assert repeated[4:] == by_triton[4:] and cast[9:] == LAUNCHES[1][3][9:]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,6 @@ class Board:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=240)
         self._brought: list[Tensor] = [torch.empty(0)] * size
-        self.bytes = 0
 
     def all_of(self, rank: int, x: Tensor) -> list[Tensor]:
         self._brought[rank] = x
@@ -39,11 +38,11 @@ class Board:
 
 @dataclass
 class Place:
-    """A rank's place at a board, with the interface of a process group."""
+    """A rank's place at a board, with the interface of a process group, and the bytes of rows that it has sent."""
 
     board: Board
     number: int
-    sent: dict[str, int] = field(default_factory=dict)
+    sent: int = 0
 
     def rank(self) -> int:
         return self.number
@@ -53,7 +52,7 @@ class Place:
 
 
 class ThreadedGroup(RankGroup):
-    """RankGroup over a board; counts the bytes of each exchange."""
+    """RankGroup over a board; counts the bytes of rows."""
 
     handle: Any
     silent = False
@@ -61,7 +60,7 @@ class ThreadedGroup(RankGroup):
     def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
         others = sum(sent) - sent[self.rank]
-        place.sent["rows"] = place.sent.get("rows", 0) + others * x[:1].nelement() * x.element_size()
+        place.sent += others * x[:1].nelement() * x.element_size()
         with self.phase.communication:
             counts = place.board.all_of(place.number, torch.tensor(sent))
             rows = place.board.all_of(place.number, x.detach().clone())
@@ -70,35 +69,33 @@ class ThreadedGroup(RankGroup):
         return torch.cat(parts)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
-        return torch.stack(self._brought("added", x)).sum(0)
+        return torch.stack(self._brought(x)).sum(0)
 
     def max_over_ranks(self, x: Tensor) -> Tensor:
-        return torch.stack(self._brought("largest", x)).amax(0)
+        return torch.stack(self._brought(x)).amax(0)
 
     def all_of(self, x: Tensor) -> list[Tensor]:
-        return self._brought("all_of", x)
+        return self._brought(x)
 
     def all_parts(self, x: Tensor) -> Tensor:
-        return torch.stack(self._brought("gathered", x))
+        return torch.stack(self._brought(x))
 
     def own_part(self, parts: Tensor) -> Tensor:
-        return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
+        return torch.stack(self._brought(parts)).sum(0)[self.rank]
 
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         for tensor, owner in zip(tensors, owners, strict=True):
-            whole = torch.stack(self._brought("to_owners", tensor)).sum(0)
+            whole = torch.stack(self._brought(tensor)).sum(0)
             if owner == self.rank:
                 tensor.copy_(whole)
 
     def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         for tensor, owner in zip(tensors, owners, strict=True):
-            tensor.copy_(self._brought("from_owners", tensor)[owner])
+            tensor.copy_(self._brought(tensor)[owner])
 
-    def _brought(self, what: str, x: Tensor) -> list[Tensor]:
-        place = self.handle
-        place.sent[what] = place.sent.get(what, 0) + x.numel() * x.element_size()
+    def _brought(self, x: Tensor) -> list[Tensor]:
         with self.phase.communication:
-            return [item.detach() for item in place.board.all_of(place.number, x.detach().clone())]
+            return [item.detach() for item in self.handle.board.all_of(self.handle.number, x.detach().clone())]
 
 
 def on_board(place: Place, program: Program[T]) -> T:
@@ -109,8 +106,6 @@ def on_board(place: Place, program: Program[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
-        name = type(exchange).__name__
-        place.sent[name] = place.sent.get(name, 0) + int(exchange.sent(place.size()))
         payloads = place.board.all_of(place.number, exchange.payload)
         if isinstance(exchange, RowsToRanks):
             to = place.board.all_of(place.number, torch.tensor(exchange.to))

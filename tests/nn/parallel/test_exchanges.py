@@ -30,10 +30,10 @@ def of_all(program: str, values: list[Tensor]) -> list[Tensor]:
 
 def test_a_mean_is_everybodys_whatever_its_length() -> None:
     values = [torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-    result, wanted = of_all("mean_of", values), torch.stack(values).mean(0)
+    result, expected = of_all("mean_of", values), torch.stack(values).mean(0)
     for tensor in result:
         assert torch.equal(tensor, result[0]) and len(tensor) == 100
-        assert (tensor - wanted).norm() < ROUNDING * wanted.norm()
+        assert (tensor - expected).norm() < ROUNDING * expected.norm()
 
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
@@ -62,9 +62,9 @@ def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
 def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
     owned = tensors_of(0)
     programs = [gather_tensors(torch.cat(some), rank, PIECES) for rank, some in enumerate(owned)]
-    wanted = np.concatenate([as_sent(item.numpy(), float(item.abs().max())) for some in owned for item in some])
+    expected = np.concatenate([as_sent(item.numpy(), float(item.abs().max())) for some in owned for item in some])
     for result in simulate(programs):
-        assert np.array_equal(result.double().numpy(), wanted)
+        assert np.array_equal(result.double().numpy(), expected)
 
 
 def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
@@ -74,12 +74,12 @@ def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
         for rank, own in enumerate(brought)
     ]
     for rank, result in enumerate(simulate(programs)):
-        wanted = []
+        expected = []
         for place in range(len(LENGTHS[rank])):
             own = [brought[other][rank][place].numpy() for other in range(RANKS)]
             amax = max(float(np.abs(item).max()) for item in own)
-            wanted.append(sum(as_sent(item, amax) for item in own) / RANKS)
-        assert result.double().numpy() == pytest.approx(np.concatenate(wanted), rel=1e-6)
+            expected.append(sum(as_sent(item, amax) for item in own) / RANKS)
+        assert result.double().numpy() == pytest.approx(np.concatenate(expected), rel=1e-6)
 
 
 def test_a_tensor_that_is_not_finite_spoils_no_other() -> None:

@@ -73,7 +73,7 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
         group = ThreadedGroup(place)  # type: ignore[arg-type]
         made = RankedExperts(blocks[place.number], group, wire)
         result = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
-        result.sent, result.rows = place.sent["rows"], tuple(made.rows)
+        result.sent, result.rows = place.sent, tuple(made.rows)
         return result
 
     return on_ranks(ranks, one)

@@ -60,13 +60,13 @@ def test_each_limit_is_held_and_named() -> None:
     limits = find_limits([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
     assert limits.describe_excess(RankDifference(0.0, 0.0, updates)) == ""
-    one = limits.describe_excess(RankDifference(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
-    assert "of the change of b is 0.6, but rounding explains at most 0.5" in one
-    every = limits.describe_excess(RankDifference(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
-    assert "their gain 1.1 is 0.1, but rounding explains at most 0.08" in every
-    assert "all weights' changes is 0.5," in limits.describe_excess(
-        RankDifference(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)})
-    )
-    assert limits.describe_excess(RankDifference(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
+    small = updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}
+    for wrong, words in (
+        (small, "of the change of b is 0.6, but rounding explains at most 0.5"),
+        ({"a": WeightUpdate(1.0, 100.0, 110.0)}, "their gain 1.1 is 0.1, but rounding explains at most 0.08"),
+        ({"a": WeightUpdate(25.0, 100.0, 100.0)}, "all weights' changes is 0.5,"),
+        ({"a": WeightUpdate(math.nan, 1.0, 1.0)}, "nan"),
+    ):
+        assert words in limits.describe_excess(RankDifference(0.0, 0.0, wrong))
     for known in (find_limits([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
         assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.furthest

@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledAri
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
 from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, list_cuts
-from fp8bench.nn.shared_precisions import RecipePrecision
+from fp8bench.nn.shared_precisions import recipe_of
 from fp8bench.nn.sizes import SIZES, GPTConfig, list_features
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
@@ -123,8 +123,7 @@ def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytes
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
 @pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
-    precision = precisions.get(mode)
-    assert isinstance(precision, RecipePrecision)
+    recipe = recipe_of(precisions.get(mode))
     torch.manual_seed(0)
     steps = [torch.cat([torch.randn(8, 32), 7 * torch.randn(8, 32)]) for _ in range(3)]
     amax = iter(())
@@ -134,10 +133,8 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
         return next(amax)
 
     for role in Role:
-        whole, own = (kind(precision.recipe).layer("a") for _ in range(2))
-        ranks = [
-            tensor_parallel.use_group_scales(kind(precision.recipe).layer("a"), Role, max_over_ranks) for _ in range(2)
-        ]
+        whole, own, *parts = (kind(recipe).layer("a") for _ in range(4))
+        ranks = [tensor_parallel.use_group_scales(part, Role, max_over_ranks) for part in parts]
         alike = []
         for step in steps:
             straight, turned = whole.cast_both(step, role)
@@ -153,12 +150,9 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
 
 
 def test_a_cast_that_is_done_again_asks_nobody() -> None:
-    precision = precisions.get("fp8")
-    assert isinstance(precision, RecipePrecision)
     asked = []
-    arithmetic = tensor_parallel.use_group_scales(
-        RecipeArithmetic(precision.recipe).layer("a"), Role, lambda amax: asked.append(amax) or amax * 2
-    )
+    plain = RecipeArithmetic(recipe_of(precisions.get("fp8")))
+    arithmetic = tensor_parallel.use_group_scales(plain, Role, lambda amax: asked.append(amax) or amax * 2)
     assert isinstance(arithmetic, RecipeArithmetic)
     x = torch.randn(4, 16)
     first, again = (arithmetic.operand(x, Role.INPUT, repeat=again) for again in (False, True))
@@ -169,9 +163,7 @@ def test_a_cast_that_is_done_again_asks_nobody() -> None:
 
 def test_scales_of_rows_and_blocks_are_of_one_ranks_values() -> None:
     for mode in ("fp8-rowwise", "mxfp8", "nvfp4"):
-        precision = precisions.get(mode)
-        assert isinstance(precision, RecipePrecision)
-        arithmetic = RecipeArithmetic(precision.recipe)
+        arithmetic = RecipeArithmetic(recipe_of(precisions.get(mode)))
         assert tensor_parallel.use_group_scales(arithmetic, Role, lambda amax: amax) is arithmetic
 
 

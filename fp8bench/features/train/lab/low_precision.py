@@ -256,7 +256,7 @@ class HalfWeights(Weights):
 
     def round_weights(self, parameters: Tensors) -> None:
         for parameter in parameters:
-            self._masters[parameter] = self._storage.keep(parameter.detach())
+            self._masters[parameter] = self._storage.store(parameter.detach())
             self._restore_weight(parameter)
 
     def stored_tensors(self) -> list[Tensor]:
@@ -287,7 +287,7 @@ class EightBitWeights(HalfWeights):
         layers = set(map(id, self._layers))
         for parameter in parameters:
             if id(parameter) in layers:
-                self._codes[parameter] = self._fp8_storage.keep(parameter.detach())
+                self._codes[parameter] = self._fp8_storage.store(parameter.detach())
 
     def stored_tensors(self) -> list[Tensor]:
         return [*super().stored_tensors(), *chain.from_iterable(self._codes[layer].tensors for layer in self._layers)]
@@ -337,7 +337,7 @@ def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     @torch.no_grad()
     def round_updates(old_weights: Tensors, new_weights: Tensors) -> None:
         for old, new in zip(old_weights, new_weights, strict=True):
-            update = storage.restore(storage.keep((new - old).to(torch.float32)))
+            update = storage.restore(storage.store((new - old).to(torch.float32)))
             new.copy_(old + update.to(old.dtype))
 
     return round_updates

@@ -119,7 +119,7 @@ class Bucket:
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    self._stored[parameter, name] = self._find_storage(name).keep(state.pop(name))
+                    self._stored[parameter, name] = self._find_storage(name).store(state.pop(name))
 
     def _find_storage(self, name: str) -> Storage:
         assert self.storages is not None

@@ -67,7 +67,7 @@ def factors(x: Tensor, fmt: Format, scaling: Scaling) -> Array:
     """The factor of each element, from the stored scales of the tensor."""
     stored = quantise(x.nan_to_num(0.0, 0.0, 0.0), fmt, scaling)
     assert stored.scales is not None
-    steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale, checked=False)
+    steps = stored.scales if scaling.scale is None else decode(stored.scales, scaling.scale)
     if stored.tensor_scale is not None:
         steps = steps * stored.tensor_scale
     rows, columns = scaling.rows or x.shape[0], scaling.columns or x.shape[1]

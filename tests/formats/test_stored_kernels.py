@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fp8bench.files import compact, seal, unseal
-from fp8bench.formats import compiling, fused, kept_kernels, vector_width
+from fp8bench.formats import compiling, fused, stored_kernels, vector_width
 from fp8bench.formats.grids import E4M3
 from suites.trials import run_command
 
@@ -24,10 +24,11 @@ KERNEL = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
 
 READ = """
 import sys, torch
-from fp8bench.formats import fused, kept_kernels
+from fp8bench.formats import fused, stored_kernels, vector_width
 from fp8bench.formats.grids import E4M3
+vector_width.vector_widths = lambda device: ()
 kernel = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.float32, torch.float32, "cpu")
-run, bits = kept_kernels.load_kernel(kernel)
+run, bits = stored_kernels.load_kernel(kernel)
 given = kernel.examples()
 run(*given)
 torch.save(given, sys.argv[1])
@@ -43,9 +44,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_nothing_is_kept_of_a_gpu_or_before_it_is_compiled(cache: Path) -> None:
-    assert kept_kernels.load_kernel(KERNEL) is None
-    assert kept_kernels.load_kernel(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cuda:0")) is None
-    kept_kernels.store_kernel(KERNEL, lambda *arguments: None, 0, [])
+    assert stored_kernels.load_kernel(KERNEL) is None
+    assert stored_kernels.load_kernel(fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cuda:0")) is None
+    stored_kernels.store_kernel(KERNEL, lambda *arguments: None, 0, [])
     assert not list(cache.iterdir())
 
 
@@ -59,12 +60,12 @@ def kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.write_text(
         compact(seal({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7}))
     )
-    monkeypatch.setattr(kept_kernels, "_find_kernel_path", lambda kernel: file)
+    monkeypatch.setattr(stored_kernels, "_find_kernel_path", lambda kernel: file)
     return file
 
 
 def bits() -> int | None:
-    read = kept_kernels.load_kernel(KERNEL)
+    read = stored_kernels.load_kernel(KERNEL)
     return None if read is None else read[1]
 
 
@@ -94,7 +95,7 @@ def test_what_belongs_to_another_user_is_not_run(kept: Path, monkeypatch: pytest
     assert bits() is None
     monkeypatch.undo()
     owner = os.getuid()
-    monkeypatch.setattr(kept_kernels, "_find_kernel_path", lambda kernel: kept)
+    monkeypatch.setattr(stored_kernels, "_find_kernel_path", lambda kernel: kept)
     assert bits() == 7
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
     assert bits() is None
@@ -123,20 +124,16 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     given = KERNEL.examples()
     compiled.run(*given)
     (file,) = (cache / "fp8bench").glob("*.kernel.json")
-    monkeyed = READ.replace(
-        "run, bits",
-        "from fp8bench.formats import vector_width\nvector_width.vector_widths = lambda device: ()\nrun, bits",
-    )
-    run_command((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
+    run_command((sys.executable, "-c", READ, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
-    found = unseal(json.loads(file.read_bytes()))
-    assert kept_kernels.load_kernel(KERNEL) is not None
-    ((name, (library, digest)),) = found["libraries"].items()
+    result = unseal(json.loads(file.read_bytes()))
+    assert stored_kernels.load_kernel(KERNEL) is not None
+    ((name, (library, digest)),) = result["libraries"].items()
     Path(library).chmod(0o757)
-    assert kept_kernels.load_kernel(KERNEL) is None
+    assert stored_kernels.load_kernel(KERNEL) is None
     Path(library).chmod(0o755)
-    for wrong in ({**found, "libraries": {name: [library, "0" * 64]}}, {**found, "call": "def call(self, args: "}):
+    for wrong in ({**result, "libraries": {name: [library, "0" * 64]}}, {**result, "call": "def call(self, args: "}):
         file.write_text(compact(seal(wrong)))
-        assert kept_kernels.load_kernel(KERNEL) is None
+        assert stored_kernels.load_kernel(KERNEL) is None
     file.write_text("{")
-    assert kept_kernels.load_kernel(KERNEL) is None and digest
+    assert stored_kernels.load_kernel(KERNEL) is None and digest

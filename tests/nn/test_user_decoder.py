@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.kept import CastWeight, StoredWeight, draw_weights, store_weight
-from fp8bench.nn.own_decoder import OwnDecoder, check_user_model, make_model
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.served import check_groups, list_weight_shapes, step_bytes
 from fp8bench.nn.sizes import GPTConfig
+from fp8bench.nn.storage import CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.user_decoder import UserDecoder, check_user_model, make_model
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
 from tests.nn import served_models
@@ -24,6 +24,7 @@ from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORD
 from tests.workloads.steps import CPU
 
 CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, modern=True)
+each_model = for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -69,7 +70,7 @@ ARMS = [
 ]
 
 
-def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
+def both_ways(model: Decoder | UserDecoder) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         model.calibrates = True
         whole = model.forward(TOKENS, 0, SilentPhases(), every=True)
@@ -80,51 +81,44 @@ def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-@for_each("arm", ARMS, ids=str)
+@for_each("arm", ARMS)
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
-    mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
-    (wanted, _), (whole, parts) = both_ways(mine), both_ways(theirs)
-    limit = (
-        1e-5 if arm == Arm("fp32") or not arm.kv else 1e-2
-    )  # a value may round the other way, and then the next layer's
-    assert float((whole - wanted).norm() / wanted.norm()) < limit
+    mine, theirs = plainly_served(arm), UserDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
+    (expected, _), (whole, parts) = both_ways(mine), both_ways(theirs)
+    limit = 1e-2 if arm.kv else 1e-5  # a value may round the other way, and then the next layer's
+    assert float((whole - expected).norm() / expected.norm()) < limit
     assert float((parts - whole).norm() / whole.norm()) < limit
     if arm != Arm("fp32"):
         exact = both_ways(plainly_served(Arm("fp32")))[0]
-        assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - wanted).norm() / wanted.norm())
+        assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - expected).norm() / expected.norm())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
+@each_model
 def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     with torch.no_grad():
         out: Any = model(TOKENS)
-    wanted = out if isinstance(out, Tensor) else out["logits"]
-    whole, parts = both_ways(OwnDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
-    assert max(float((item - wanted).abs().max()) for item in (whole, parts)) <= 1e-5 * float(wanted.abs().max())
+    expected = out if isinstance(out, Tensor) else out["logits"]
+    whole, parts = both_ways(UserDecoder("own", model, Arm("fp32"), (2, 12), "cpu"))
+    assert max(float((item - expected).abs().max()) for item in (whole, parts)) <= 1e-5 * float(expected.abs().max())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
+@each_model
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     model = make()
     shape = check_user_model("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
     stored = sum(parameter.numel() for parameter in model.parameters())
-    places = sum(
-        module.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for module in module.parameters()
-    )
+    places = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
     tied = 0 if hasattr(model, "head") or make is served_models.llama else WORDS * WIDTH
     positions = 0 if make is served_models.llama else WIDTH
     counted = step_bytes(shape, Arm("fp32"), 2, 12)
     assert counted.weights == 4 * (stored - places + tied + 2 * WIDTH + positions)
-    decoder = OwnDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
+    decoder = UserDecoder("own", make(), Arm("bf16", "", "int8"), (2, 12), "cpu")
     cached = sum(item.numel() for layer in decoder.cache.layers for item in (layer.keys, layer.values))
     assert counted.kv == 4 * cached and step_bytes(shape, Arm("bf16", "fp8"), 2, 12).kv == cached
     assert 8.0 < 8 * decoder.weight_bytes() / decoder.weight_count() < 16.0
-    assert OwnDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
+    assert UserDecoder("own", make(), Arm("bf16"), (2, 12), "cpu").weight_bytes() == 2 * stored
 
 
 @for_each("weights", ["int8", "int4", "fp8", "mxfp4", "nvfp4"])
@@ -134,7 +128,7 @@ def test_gpt2s_turned_weights_are_multiplied(weights: str) -> None:
     for arm in (Arm("fp32"), Arm("bf16", "", weights)):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            seen.append(both_ways(OwnDecoder("gpt2", served_models.gpt2(), arm, (2, 12), "cpu"))[0].float())
+            seen.append(both_ways(UserDecoder("gpt2", served_models.gpt2(), arm, (2, 12), "cpu"))[0].float())
     exact, low = seen
     assert 1e-3 < float((low - exact).norm() / exact.norm()) < 0.2
 
@@ -142,7 +136,7 @@ def test_gpt2s_turned_weights_are_multiplied(weights: str) -> None:
 def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
     logits = []
     for seed in (0, 0, 1):
-        model = OwnDecoder("own", of_the_same_weights(), Arm("fp32", "fp8"), (2, 16), "cpu")
+        model = UserDecoder("own", of_the_same_weights(), Arm("fp32", "fp8"), (2, 16), "cpu")
         model.fill(15, torch.Generator().manual_seed(seed))
         keys = model.cache.layers[0].keys
         assert torch.equal(keys[:, :, :15], keys[:, :, :15].to(torch.float8_e4m3fn).float())
@@ -155,12 +149,12 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
 REFUSED = {
     "without_a_cache": "takes no past_key_values",
     "keeping_nothing": "puts nothing into the cache",
-    "without_logits": "returns scores. It must return logits",
+    "Unnamed": "returns scores. It must return logits",
     "a_slip": "not return what it stored",
     "seeing_later": "tokens attend to later tokens",
     "mixtral": "stacked experts",
     "mistral": "a sliding window",
-    "with_more_in_the_list": "is in block 2, but the cache has 2 layers",
+    "WithMore": "is in block 2, but the cache has 2 layers",
     "with_nan": "logits have NaN",
     "heads_that_do_not_divide": "running one token with a cache fails",
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.recipes import count_blocks
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.linear import cast_marker
 from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, Shapes, StorageFormat, int4_format
@@ -39,16 +40,23 @@ class BlockEncoder:
         columns = x.shape[-1]
         padded = F.pad(x.to(torch.float32), (0, -columns % self.block))
         (elements,), scales, _ = block_elements([padded.reshape(-1, self.block)], E2M1, self.scaling, self.above)
-        codes = pack(encode(elements.view(padded.shape)[..., :columns].contiguous(), E2M1, checked=False), E2M1)
+        codes = pack(encode(elements.view(padded.shape)[..., :columns].contiguous(), E2M1), E2M1)
         assert self.scaling.scale is not None
-        return codes, encode(scales, self.scaling.scale, checked=False).view(*x.shape[:-1], -1)
+        return codes, encode(scales, self.scaling.scale).view(*x.shape[:-1], -1)
 
     def decode_rows(self, codes: Tensor, scales: Tensor, columns: int) -> Tensor:
         assert self.scaling.scale is not None
-        elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1, checked=False)
-        scale_values = decode(scales.contiguous(), self.scaling.scale, checked=False)
+        elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1)
+        scale_values = decode(scales.contiguous(), self.scaling.scale)
         values = elements * scale_values.repeat_interleave(self.block, -1)[..., :columns]
         return values if self.above is None else values * self.above
+
+
+def _find_row_magnitudes(x: Tensor) -> Tensor:
+    """Returns the largest magnitude of each row. For a row of zeros it is a small number, so that one can divide by
+    it.
+    """
+    return x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
 
 
 def _compute_scale(amax: Tensor) -> Tensor:
@@ -86,9 +94,11 @@ class CachedHeads:
         columns = self.width
         dtype = DTYPES.get(name, torch.float8_e4m3fn)
         if self.blocks is not None:
-            columns = -(-self.width // 2)
+            columns = count_blocks(self.width, 2)
             dtype = torch.uint8
-            self.scales = torch.zeros(*shape[:3], -(-self.width // self.blocks.block), dtype=dtype, device=device)
+            self.scales = torch.zeros(
+                *shape[:3], count_blocks(self.width, self.blocks.block), dtype=dtype, device=device
+            )
         self.codes = torch.zeros(*shape[:3], columns, dtype=dtype, device=device)
         # Row scales start at 1, so that positions without a token decode to zero.
         if self.number_format.shared == "row":
@@ -116,8 +126,7 @@ class CachedHeads:
             scale = self.scale
             if self.number_format.shared == "row":
                 assert self.scales is not None
-                # The bound avoids a division by zero for a row of zeros.
-                scale = E4M3.largest / x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+                scale = E4M3.largest / _find_row_magnitudes(x)
                 self.scales[:, :, positions] = scale.reciprocal()
             scaled_values = x.float() if scale is None else x.float() * scale
             self.codes[:, :, positions] = scaled_values.clamp(-E4M3.largest, E4M3.largest).to(self.codes.dtype)
@@ -206,7 +215,7 @@ class IntegerWeight:
             inputs = x
             # W8A8 and W4A8 round activations to int8 with a scale for each token.
             if self.low_inputs:
-                scale = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
+                scale = _find_row_magnitudes(x) / 127
                 inputs = ((x.float() / scale).round() * scale).to(x.dtype)
         with phase.gemm:
             return F.linear(inputs, weight)
@@ -245,7 +254,7 @@ class FloatWeight:
 
     def _encode(self, matrix: Tensor) -> list[Tensor]:
         if self.number_format.fmt is E4M3:
-            scale = matrix.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / E4M3.largest
+            scale = _find_row_magnitudes(matrix) / E4M3.largest
             codes = (matrix.float() / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             return [codes, scale]
         above = [nvfp4_tensor_scale(largest_magnitude(matrix))] if self.number_format.above else []

@@ -1,6 +1,6 @@
 """Serves any causal model of a user with a static cache.
 
-`OwnDecoder` gives the model the interface of `Decoder`. The model's forward pass takes token ids and
+`UserDecoder` gives the model the interface of `Decoder`. The model's forward pass takes token ids and
 `past_key_values`, as Hugging Face's models do. Hugging Face's models get their own StaticCache. Other models get a
 StaticKeys object and call two of its methods. `past_key_values.update(keys, values, layer)` stores new keys and
 values (batch, heads, new tokens, width), and returns those of all tokens. `past_key_values.get_seq_length()` returns
@@ -26,16 +26,16 @@ from torch.overrides import TorchFunctionMode
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, find_product_weights
-from fp8bench.nn.kept import (
+from fp8bench.nn.model_calls import shorten_error
+from fp8bench.nn.own_model import seed_generators
+from fp8bench.nn.served import ServedArm, ServedShape
+from fp8bench.nn.storage import (
     DTYPES,
     CachedHeads,
     StoredWeight,
     draw_cached_values,
     store_weight,
 )
-from fp8bench.nn.model_calls import shorten_error
-from fp8bench.nn.own_model import seed_generators
-from fp8bench.nn.served import ServedArm, ServedShape
 from fp8bench.protocols import Phases, SilentPhases
 
 _DEFAULT_POSITIONS = 1 << 20
@@ -107,7 +107,7 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     return model, ids
 
 
-class OwnDecoder:
+class UserDecoder:
     """A user's model with a static cache. The two `sizes` are the number of sequences and the number of positions in
     each sequence's cache. Raises UsageError for a model that takes no cache.
     """
@@ -316,7 +316,7 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     """Checks that a model's cache works, and returns the shape of the model. The cache works if a prompt gives the
     same logits token by token and as a whole.
     """
-    decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
+    decoder = UserDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
     # One text without gradients suffices to check the cache.
     tokens = torch.randint(decoder.vocabulary, (1, _CHECKED_TOKENS), generator=generator, device=facts.key)
@@ -350,7 +350,7 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     return ServedShape(decoder.vocabulary, count_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
 
 
-def _list_shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
+def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
     """Lists the shapes of parameters under the names by which their bytes are counted. If the head is tied to the
     embedding, both are listed.
     """
