@@ -263,7 +263,7 @@ LIES: tuple[Kernel, ...] = (
            "data-shortcut", "AI-Hypercomputer/accelerator-agents #50"),
     _remembering("casts outside of what is timed", _FP8, _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
     Kernel("nothing beyond a size", _FP8, lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
-           "too-fast", "ScalingIntelligence/KernelBench #82"),
+           "timed-wrong", "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, _layer("wide"), "not-cast", "Quartet #12"),
     Kernel("gradients in the wrong format", _LINEAR, _layer("e4m3"), "other-precision", "Hyperloom #421"),
     Kernel("half the weight gradient", _LINEAR, _layer("half"), "fnuz", "vllm-project/vllm #45302"),

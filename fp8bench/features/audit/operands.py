@@ -376,6 +376,7 @@ def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
         "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if fills_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
+        "those of each row's first block": scales[:, :1].expand_as(scales),
     }
     for description, moved_scales in layouts.items():
         if moved_scales is not None and not torch.equal(moved_scales, scales):

@@ -88,6 +88,12 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
     assert least == 64 / (2.5 * 1e15)
 
 
+def test_right_results_above_the_speed_of_the_machine_are_too_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "_TIMING_SECONDS", 0.0)
+    monkeypatch.setattr(times, "iterate_shortest_times", lambda *_: [(1e6, "torch's speed")])
+    assert codes_of(result_of(_BY_NAME["emulated fp8"], "cpu", [BY_NAME["speed"]])) == "too-fast"
+
+
 @for_each(("name", "check"), [("a NaN that is lost", "special values"), ("one result for all calls", "memory")])
 def test_a_mistake_that_many_calls_show_is_told_once(name: str, check: str) -> None:
     findings = result_of(_BY_NAME[name], "cpu", [BY_NAME[check]]).findings

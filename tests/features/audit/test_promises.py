@@ -69,6 +69,7 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
         "bf16 under the name of fp8",
         "scales rounded up",
         "blocks along the wrong dimension",
+        "the first block's scale for all",
         "cast to a different format",
         "codes read as another format's",
         "the codes of a byte exchanged",
