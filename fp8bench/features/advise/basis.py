@@ -100,7 +100,8 @@ class ComparedCase:
         """
         assert self.reference is not None
         # Phases with equal counts on both tapes cost the same.
-        tape, reference_tape = self.record.tape, self.reference.tape
+        tape = self.record.tape
+        reference_tape = self.reference.tape
         if tape is not None and reference_tape is not None:
             return frozenset(
                 {UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != reference_tape.of(name))}
@@ -305,7 +306,8 @@ class AdviceRule:
     measure: str
 
     def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
-        reply, case = self.ask(pair, basis), pair.record.case
+        reply = self.ask(pair, basis)
+        case = pair.record.case
         if reply is None:
             return None
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
@@ -326,7 +328,8 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     """Returns the texts that replace {again}, {study}, {train} and {store} in the commands of rules. They depend on
     whether the case is from a suite or from a user's model.
     """
-    case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
+    case = pair.record.case
+    reference = pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
     # Without a user's model, commands name the suite.
@@ -337,7 +340,8 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
             "train": f"fp8bench train {dtypes_option} --seeds 5{store}",
             "store": store,
         }
-    make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
+    make = params["make"]
+    forward = " --forward" * (params.get("pass") == "forward")
     return {
         "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}{store}",
         "study": f"fp8bench sensitivity {make} --dtype {case.precision}{store}",
@@ -370,6 +374,7 @@ def show_gain(gain: Interval) -> str:
 
 def show_share(share: Interval) -> str:
     """Returns a share with its interval, for example '54% [52%, 55%]'."""
-    low, high = units.percent(share.low, 0), units.percent(share.high, 0)
+    low = units.percent(share.low, 0)
+    high = units.percent(share.high, 0)
     share_text = units.percent(share.point, 0)
     return share_text if low == high else f"{share_text} [{low}, {high}]"

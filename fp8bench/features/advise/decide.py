@@ -89,7 +89,10 @@ def _make_advice(
 
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    mode, support, step, native_answer = pair.mode, pair.record.support, answers["step"], [answers["native"]]
+    mode = pair.mode
+    support = pair.record.support
+    step = answers["step"]
+    native_answer = [answers["native"]]
     # 1. The case is emulated or was not timed: its step shows no speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
@@ -155,7 +158,8 @@ def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
     sentence = f"adopt {pair.mode}: the step is {show_gain(pair.speed)} as fast as in {pair.reference.case.mode}"
     sentence = "perhaps " * pair.finding.doubtful + sentence
     sentence += f"; {answers['errors'].figure}"
-    memory, learns = answers["memory"], answers.get("learns")
+    memory = answers["memory"]
+    learns = answers.get("learns")
     if memory.met is Met.NO:
         sentence += f"; it saves no memory ({memory.figure})"
     if learns is not None and learns.met is Met.YES:
@@ -171,7 +175,8 @@ def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Ite
     """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
     layers are low.
     """
-    layers, study = answers.get("layers"), find_study(pair, basis)
+    layers = answers.get("layers")
+    study = find_study(pair, basis)
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return

@@ -100,7 +100,8 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
-        low, high = amdahl(share.low, product_ratio.high), amdahl(share.high, product_ratio.low)
+        low = amdahl(share.low, product_ratio.high)
+        high = amdahl(share.high, product_ratio.low)
         gain_bound = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
         bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
         grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
@@ -125,7 +126,8 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
     if casts is None:
         return "it casts nothing"
-    product_gain, gain_with_casts = product_ratio.inverse, with_casts_ratio.inverse
+    product_gain = product_ratio.inverse
+    gain_with_casts = with_casts_ratio.inverse
     figure = (
         f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
         + _ESTIMATED_NOTE * pair.is_estimated
@@ -172,11 +174,13 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
-    roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
+    roles = dict(pair.record.memory.roles)
+    reference_roles = dict(reference.memory.roles)
     # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
     texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
     for role in MemoryRole if roles and reference_roles else ():
-        size, reference_size = roles.get(role, 0), reference_roles.get(role, 0)
+        size = roles.get(role, 0)
+        reference_size = reference_roles.get(role, 0)
         change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
         if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
             instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
@@ -220,7 +224,8 @@ def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
         return Reply(Met.NO, problem, (Ground(pair.row, problem),))
     if problem or not errors:
         return problem or "no error was measured"
-    figures, size_words = [], set()
+    figures = []
+    size_words = set()
     for error in errors:
         size_word = error_word((error.metric, sample) for sample in error.samples)
         size_words.add(size_word)

@@ -170,10 +170,8 @@ def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     """Returns the columns of a table of answers to one question. They show the most frequent answer, and the first
     case with this answer.
     """
-    shorten, suites_and_devices = (
-        make_name_shortener(advised),
-        {_suite_and_device(answer) for answer in advised.answers},
-    )
+    shorten = make_name_shortener(advised)
+    suites_and_devices = {_suite_and_device(answer) for answer in advised.answers}
 
     def precision(answers: Sequence[RuleAnswer]) -> str:
         answer = answers[0]

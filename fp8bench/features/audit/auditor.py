@@ -107,7 +107,10 @@ class Subject(ABC):
         SUBJECTS[cls.kind] = cls
 
     def __init__(self, host: KernelHost, signature: Signature, facts: DeviceFacts) -> None:
-        self.host, self.signature, self.facts, self.device = host, signature, facts, facts.key
+        self.host = host
+        self.signature = signature
+        self.facts = facts
+        self.device = facts.key
 
     @cached_property
     def promised_casts(self) -> PromisedCasts:
@@ -138,8 +141,10 @@ class ProductSubject(Subject):
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
             return super().make_arguments((a, b.t().contiguous() if is_second_transposed else b))
-        operands, treatment = self._round_operands(*matrices), self.promised_casts.treatments[0]
-        codes, scales = [side.codes for side in operands], [side.scales for side in operands]
+        operands = self._round_operands(*matrices)
+        treatment = self.promised_casts.treatments[0]
+        codes = [side.codes for side in operands]
+        scales = [side.scales for side in operands]
         scale_format = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if scale_format is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
@@ -194,7 +199,8 @@ class LinearSubject(Subject):
             ]
             a, b, sample = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, rng)
             emulated_result = self._emulate((a, of_left), (b, of_right), is_weight_gradient)
-            first, second = round_operand(a, treatments[0]), round_operand(b, treatments[1])
+            first = round_operand(a, treatments[0])
+            second = round_operand(b, treatments[1])
             expected_results[name] = ExpectedProduct(
                 first, second, emulated_result, has_hopper_units(self.facts), sample
             )
@@ -291,9 +297,12 @@ class Auditor:
     False. Checks that compare results with expected ones are then skipped."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
-        self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
+        self.subject = subject
+        self.seed = seed
+        self.ceilings = ceilings or Ceilings()
         self.current: AuditInput | None = None
-        self.tried, self.has_right_numbers = 0, True
+        self.tried = 0
+        self.has_right_numbers = True
         self.changed: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
@@ -349,7 +358,8 @@ class Auditor:
     def judge_results(
         self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True, rng: Random | None = None
     ) -> dict[str, AuditFinding]:
-        expected_results, verdicts = self.subject.expected_results(matrices, rng), {}
+        expected_results = self.subject.expected_results(matrices, rng)
+        verdicts = {}
         for name, result in results.items():
             self.tried += 1
             verdicts[name] = expected_results[name].judge(
@@ -453,7 +463,8 @@ def run_checks(
             or (check.needs_right_numbers and not auditor.has_right_numbers)
         ):
             continue
-        check_findings, auditor.current = list[AuditFinding](), None
+        check_findings = list[AuditFinding]()
+        auditor.current = None
         try:
             for finding in check.run(auditor):
                 check_findings.append(auditor.add_input(auditor.current, finding))

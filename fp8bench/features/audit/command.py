@@ -116,7 +116,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         observer,
     )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    page, full_page = partial(render_page, facts, done, arguments.all), partial(render_page, facts, done)
+    page = partial(render_page, facts, done, arguments.all)
+    full_page = partial(render_page, facts, done)
     return CommandResult(done, page, lambda: document, whole=full_page, code=_EXIT_CODES[done.outcome])
 
 
@@ -259,9 +260,11 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
 
 
 def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Iterator[Text]:
-    outcome, checks = audit.outcome, together((finding.check, finding) for finding in audit.findings)
+    outcome = audit.outcome
+    checks = together((finding.check, finding) for finding in audit.findings)
     reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else ""
-    low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
+    low = sum(layer.low for layer in audit.layers)
+    flops = sum(layer.flops for layer in audit.layers)
     flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
     passed_text = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
     coverage = f"{low} of {len(audit.layers)} layers converted{flops_share}" if audit.layers else passed_text

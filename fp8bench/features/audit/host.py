@@ -157,10 +157,8 @@ def count_operators(call: Callable[[], object]) -> CallWork:
         call()
     counts: Counter[str] = Counter()
     for recorded_call in tape.calls:
-        inputs, outputs = (
-            list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values())))),
-            list(tensors_in(recorded_call.result)),
-        )
+        inputs = list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values()))))
+        outputs = list(tensors_in(recorded_call.result))
         for tensor in outputs:
             if math.prod(tensor.shape) and tensor.storage not in {operand.storage for operand in inputs}:
                 counts["allocations"] += 1
@@ -219,7 +217,9 @@ class KernelHost:
     Raises KernelRaised if the kernel raises."""
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
-        self._function, self._kind, self._device = function, signature.kind, facts.key
+        self._function = function
+        self._kind = signature.kind
+        self._device = facts.key
         self._flush = make_cache_flush(facts) if facts.accelerated else lambda: None
         self._slots: dict[int, list[Tensor]] = {}
         self._latest: dict[str, Tensor] = {}
@@ -286,7 +286,9 @@ class KernelHost:
         and every distinct result. With each result, returns the slot and the number of the first call that gave it.
         """
         different: list[tuple[int, int, PackedResults]] = []
-        distinct, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
+        distinct = set[tuple[int, PackedResults]]()
+        end = _CLOCK() + seconds
+        number = 0
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
@@ -305,7 +307,8 @@ class KernelHost:
         for slot in slots:
             self._flush()
             self._synchronize()
-            start, start_of_process = _CLOCK(), _PROCESS_CLOCK()
+            start = _CLOCK()
+            start_of_process = _PROCESS_CLOCK()
             self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._call_raw(slot).items()})
             self._synchronize()
             seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
@@ -320,7 +323,10 @@ class KernelHost:
 
     def free_memory(self) -> None:
         """Frees all slots and stored results."""
-        self._slots, self._latest, self._kept, self._timed = {}, {}, {}, []
+        self._slots = {}
+        self._latest = {}
+        self._kept = {}
+        self._timed = []
 
     def count_work(self, slot: int) -> CallWork:
         return count_operators(partial(self._call_raw, slot))

@@ -152,7 +152,8 @@ class LayerNumbers:
         name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
-        matching_casts, same_error = dict[str, float](), list[str]()
+        matching_casts = dict[str, float]()
+        same_error = list[str]()
         for guess, promised in guesses.items():
             for cast in product.iterate_cast_results(promised):
                 if (difference := compare_with(cast)).is_negligible:
@@ -185,7 +186,8 @@ class LayerNumbers:
 
     def _random_input(self, x: Tensor | None) -> Tensor:
         """Returns random numbers with the shape and magnitude of an input, limited to about `ROWS` rows."""
-        kind, sides = classify_module(self.module)[0], self.weight.shape
+        kind = classify_module(self.module)[0]
+        sides = self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
             shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D else 1])
@@ -201,7 +203,8 @@ class LayerNumbers:
 
     def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
         with restore_training(self.module), random_parameters(self._find_trainable(), x):
-            product, first_verdict = self._make_product(x), LayerVerdict()
+            product = self._make_product(x)
+            first_verdict = LayerVerdict()
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
                 for gradients in (False, True):
@@ -232,7 +235,8 @@ class LayerNumbers:
 
     def _call_layer(self, x: Tensor) -> Any:
         """Calls the layer with the arguments that the model used, but with x in place of the first tensor."""
-        arguments, options = list(self.arguments), dict(self.options or {})
+        arguments = list(self.arguments)
+        options = dict(self.options or {})
         tensor_indices = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
         tensor_options = [name for name, value in options.items() if isinstance(value, Tensor)]
         if tensor_indices:
@@ -257,10 +261,8 @@ class LayerNumbers:
         # 2. Compute the exact gradients, their typical size from squared terms, and the gradients of the emulated
         # cast.
         float_gradient = gradient.cpu().float()
-        exact, squares = (
-            product.compute_gradients(float_gradient),
-            product.square_operands().compute_gradients(float_gradient.square()),
-        )
+        exact = product.compute_gradients(float_gradient)
+        squares = product.square_operands().compute_gradients(float_gradient.square())
         promised_casts = self.guesses.get(runs)
         emulated_gradients = (
             {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
@@ -280,7 +282,8 @@ class LayerNumbers:
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
             # Formats with few bits may exceed the limit for eight bits.
             error_limit = _FEW_BITS_GRADIENT_ERROR if has_few_bits else _GRADIENT_ERROR
-            exact_gradient, size = exact[name], squares[name].sqrt()
+            exact_gradient = exact[name]
+            size = squares[name].sqrt()
             emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
             if reason := _describe_wrong_gradient(
                 layer_gradient.cpu().float().reshape(exact_gradient.shape),
@@ -315,7 +318,8 @@ def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> boo
     """Returns whether a result has an error like that of the emulated cast, although it differs from it: an error of
     the same size, spread evenly over rows and columns, with the same mean gain.
     """
-    exact, size = product.exact_result, product.typical_size
+    exact = product.exact_result
+    size = product.typical_size
     result_misses, cast_misses = (measure_differences(each_result - exact, size) for each_result in (result, cast))
     low, high = (bound * cast_misses.level for bound in _ERROR_BAND)
     gain = abs(fit_gain(result, exact) - fit_gain(cast, exact))
@@ -334,10 +338,8 @@ def _describe_wrong_gradient(
     """
     exact_rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
     differences = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0).reshape(exact_rows.shape)
-    relative_differences, gain = (
-        measure_differences(differences, size.reshape(exact_rows.shape)),
-        fit_gain(gradient, exact),
-    )
+    relative_differences = measure_differences(differences, size.reshape(exact_rows.shape))
+    gain = fit_gain(gradient, exact)
     noise_level = measure_differences(
         (gradient - gain * exact).reshape(exact_rows.shape), size.reshape(exact_rows.shape)
     ).level
@@ -404,7 +406,8 @@ def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     value.
     """
     float_tensor = tensor.detach().float()
-    size, largest = float(float_tensor.square().mean().sqrt()), float(float_tensor.abs().max())
+    size = float(float_tensor.square().mean().sqrt())
+    largest = float(float_tensor.abs().max())
     random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
         size or 1.0
     )
@@ -422,7 +425,8 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
             for tensor in tensors.values():
                 tensor.copy_(draw_random_like(tensor, tensor.shape))
             if len(originals) == 2:
-                bias, weight = tensors["bias"], tensors["weight"].float()
+                bias = tensors["bias"]
+                weight = tensors["weight"].float()
                 result_size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
                 bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_size)
         yield

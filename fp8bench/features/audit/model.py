@@ -64,12 +64,14 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = get_weight(module), holders.get(module)
+        weight = get_weight(module)
+        holder = holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
         is_low = is_matrix and has_low_precision_class(module)
         weight = weight if is_low or holder is None else holder.weight
         if weight is not None and (is_low or holder is not None):
-            package, kind = type(module).__module__.partition(".")[0], type(weight)
+            package = type(module).__module__.partition(".")[0]
+            kind = type(weight)
             description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
             row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(also))
@@ -78,7 +80,8 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
 
 
 def has_low_precision_class(module: nn.Module) -> bool:
-    kind, weight = type(module), type(get_weight(module))
+    kind = type(module)
+    weight = type(get_weight(module))
     has_low_name = any(
         cls.__module__.partition(".")[0] in _PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
         for cls in (kind, weight)
@@ -99,7 +102,8 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     )
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
-        sides, name = layer.row.weight, layer.row.name
+        sides = layer.row.weight
+        name = layer.row.name
         if layer.row.low:
             return "", ""
         # The reasons are tried from the most certain one to the fallback.
@@ -163,8 +167,11 @@ class ModelCheck:
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
         precision_names = dict.fromkeys((*filter(None, (precision,)), *USUAL_PRECISIONS))
         self.guesses = {name: find_promised_casts(name, facts) for name in precision_names}
-        self.model, self.layers, self.precision = model, layers, precision
-        self._chosen, self._is_checking = _choose_layers(layers), False
+        self.model = model
+        self.layers = layers
+        self.precision = precision
+        self._chosen = _choose_layers(layers)
+        self._is_checking = False
         self._precision_by_class: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
@@ -211,7 +218,8 @@ class ModelCheck:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
         if x is None or self._is_checking:
             return
-        outputs, inputs = layer.row.weight[0], layer.row.weight[-1]
+        outputs = layer.row.weight[0]
+        inputs = layer.row.weight[-1]
         if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], outputs):
             layer.row = replace(
                 layer.row, flops=layer.row.flops + 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
@@ -287,8 +295,10 @@ def restore_model(model: nn.Module) -> Iterator[None]:
 
 
 def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
-    started, layers = time.perf_counter(), find_layers(model)
-    check, failed = ModelCheck(model, layers, facts, signature.precision), list[AuditFinding]()
+    started = time.perf_counter()
+    layers = find_layers(model)
+    check = ModelCheck(model, layers, facts, signature.precision)
+    failed = list[AuditFinding]()
     with restore_model(model):
         try:
             if batch is not None:
@@ -296,7 +306,8 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         except UsageError as error:
             failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.finish()
-    explain, rows = make_exclusion_explainer(model, layers), []
+    explain = make_exclusion_explainer(model, layers)
+    rows = []
     for layer in layers:
         rule, reason = explain(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
@@ -307,7 +318,8 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
     findings: list[AuditFinding] = []
     for name, found in checks.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
-    looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
+    looked_at = sum(bool(row.runs) for row in rows)
+    seconds = time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 

@@ -45,7 +45,8 @@ def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every tile of 128 x 128. Such numbers reveal scales in a
     wrong order.
     """
-    down, across = -(-rows // 128), -(-columns // 128)
+    down = -(-rows // 128)
+    across = -(-columns // 128)
     magnitudes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
     x = _draw_normal(rows, columns, random)
     for place, sizes_of_row in enumerate(magnitudes.repeat_interleave(128, 1)[:, :columns]):
@@ -162,7 +163,8 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     """
     if treatment is None:
         return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
-    fmt, scaling = treatment.fmt, treatment.scaling
+    fmt = treatment.fmt
+    scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling, checked=False)
     elements = decode(unpack(quantised.codes, fmt, x.shape[-1]), fmt, checked=False)
     scales = torch.ones(1, 1) if quantised.scales is None else quantised.scales
@@ -202,7 +204,8 @@ _SCALE_ERROR = 2.0**-20
 def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest value to which a correct cast may round each number. Scales may differ in
     their last bits, and ties may round either way."""
-    source, treatment = operand.given, operand.treatment
+    source = operand.given
+    treatment = operand.treatment
     low = high = operand.values
     if source is None or treatment is None:
         return low, high
@@ -212,7 +215,8 @@ def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     ):
         for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR):
             candidate = values(float_source / element_scales * off, treatment.fmt) * element_scales
-            low, high = torch.minimum(low, candidate), torch.maximum(high, candidate)
+            low = torch.minimum(low, candidate)
+            high = torch.maximum(high, candidate)
     return low, high
 
 
@@ -225,7 +229,8 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
     scales."""
     down, across = scales.shape
     rows, columns = like.shape
-    high, wide = _find_block_side(rows, down), _find_block_side(columns, across)
+    high = _find_block_side(rows, down)
+    wide = _find_block_side(columns, across)
     return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
 
 
@@ -369,7 +374,9 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
 def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
     if operand.treatment is None or operand.treatment.scaling is None:
         return
-    scales, elements, fmt = operand.scales, operand.elements, operand.treatment.fmt
+    scales = operand.scales
+    elements = operand.elements
+    fmt = operand.treatment.fmt
     fills_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     layouts = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,

@@ -112,7 +112,8 @@ class ExpectedProduct:
     sample: ResultSample | None = None
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
-        sample, shape = self.sample, (len(self.a.elements), len(self.b.elements))
+        sample = self.sample
+        shape = (len(self.a.elements), len(self.b.elements))
         if wrong := find_unusable(result, shape if sample is None else sample.shape, finite=False):
             return wrong
         if sample is not None:
@@ -124,7 +125,8 @@ class ExpectedProduct:
             return self._judge_overflow(result, sums, likely_result)
         if wrong := find_unusable(result, shape):
             return wrong
-        error, expected = self._measure_error(result), self._measure_error(likely_result)
+        error = self._measure_error(result)
+        expected = self._measure_error(likely_result)
         if self.emulated is None or (error is None and expected is None):
             return replace(self._compare_sums(result, sums, search_mistakes), error=error, expected=expected)
         error_finding = judge_error(error, expected, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
@@ -207,7 +209,8 @@ class ExpectedProduct:
     def _matches_hopper_units(self, result: Tensor, sums: ConformitySums) -> bool:
         """Returns whether the result equals what Hopper's FP8 units give. It must agree bit by bit in as many rows as
         can be simulated, and approximately in all rows."""
-        a, b = self.a, self.b
+        a = self.a
+        b = self.b
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
             return False
         row_step = -(-result.numel() * a.elements.shape[1] // _SIMULATED_TERMS)
@@ -217,7 +220,8 @@ class ExpectedProduct:
         ):
             return False
         scales_of_a, scales_of_b = (side.element_scales.expand_as(side.elements) for side in (a, b))
-        codes, scales = (a.elements[simulated_rows], b.elements), (scales_of_a[simulated_rows], scales_of_b)
+        codes = (a.elements[simulated_rows], b.elements)
+        scales = (scales_of_a[simulated_rows], scales_of_b)
         return any(matches_hopper_units(result[simulated_rows], codes, scales, promoted) for promoted in (True, False))
 
     @property
@@ -258,7 +262,8 @@ class ExpectedProduct:
     def _describe_gain(self, float64_result: Tensor, sums: ConformitySums, value_ranges: Sequence[Matrices]) -> str:
         """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the mean is right, or if
         ties explain the difference."""
-        a, b = self.a.values.double(), self.b.values.double()
+        a = self.a.values.double()
+        b = self.b.values.double()
         effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
         if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
@@ -279,7 +284,8 @@ class ExpectedProduct:
         standard_error = math.sqrt(
             max(float((differences - regressors @ coefficients).square().mean() * inverse[0, 0]), 0.0)
         )
-        gain, variance_inflation = float(coefficients[0]), float(inverse[0, 0] * gram[0, 0])
+        gain = float(coefficients[0])
+        variance_inflation = float(inverse[0, 0] * gram[0, 0])
         is_certain = (
             len(differences) >= _MIN_RESULTS
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
@@ -300,7 +306,8 @@ class ExpectedProduct:
     def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """Returns the code and description of the first mistake that explains every element. If there is none,
         describes the kind of difference, or a mistake that is much nearer than the expected result."""
-        distance, nearest_guess = float((float64_result - sums.exact).square().sum()), (math.inf, "", "")
+        distance = float((float64_result - sums.exact).square().sum())
+        nearest_guess = (math.inf, "", "")
         for code, description, a, b in self._iterate_guesses():
             guessed_sums = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
             if guessed_sums.exact.isfinite().all():
@@ -320,8 +327,10 @@ class ExpectedProduct:
         return _CODE_BY_DIFFERENCE.get(difference, ""), reason
 
     def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-        a, b = self.a.values, self.b.values
-        first, second = list(iterate_mistakes(self.a)), list(iterate_mistakes(self.b))
+        a = self.a.values
+        b = self.b.values
+        first = list(iterate_mistakes(self.a))
+        second = list(iterate_mistakes(self.b))
         # A precision may have several casts. Pair the first ones of both operands.
         second_operand_by_mistake = {(code, description): values for code, description, values in reversed(second)}
         for code, description, values in first:
@@ -348,7 +357,8 @@ class ExpectedAttention:
             return wrong
         if sample is not None:
             result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
-        exact, promised = self._compute_exact(), self._compute_attention()
+        exact = self._compute_exact()
+        promised = self._compute_attention()
         error = relative_frobenius(result, exact)
         variants = (
             promised,
@@ -357,7 +367,8 @@ class ExpectedAttention:
         )
         expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
         is_lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
-        low, high = _EQUAL_RATIO * min(expected_errors) * is_lossy, max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
+        low = _EQUAL_RATIO * min(expected_errors) * is_lossy
+        high = max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         measure_distance = partial(_mean_square_distance, result)
@@ -482,7 +493,8 @@ def judge_error(error: float | None, expected: float | None, reason: str = "", s
     explanation = reason or "no known mistake explains it"
     if error is None or expected is None:
         return make_failure("unexplained", explanation, error, expected)
-    low, high = ERROR_BAND[0] / slack, ERROR_BAND[1] * slack
+    low = ERROR_BAND[0] / slack
+    high = ERROR_BAND[1] * slack
     if error > expected * high:
         return make_failure(
             "too-bad", f"{explanation}; its error is {error:.3g}, expected {expected:.3g}", error, expected

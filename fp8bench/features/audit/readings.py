@@ -88,7 +88,8 @@ def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, places: S
     """
     rows = _describe_lines("row", places[0], outliers.any(1))
     columns = _describe_lines("column", places[1], outliers.any(0))
-    wrong, right = result[outliers], exact[outliers]
+    wrong = result[outliers]
+    right = exact[outliers]
     factor = (wrong @ right) / (right @ right)
     has_factor = (wrong - factor * right).norm() < _FACTOR_REST * wrong.norm()
     factor_text = f", where results are {factor:.3g} times the expected ones" if has_factor else ""

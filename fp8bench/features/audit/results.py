@@ -74,7 +74,8 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
     """Scales or permutes the operands, and checks that the result changes accordingly. A failure must show on two
     inputs, because one may be wrong by chance.
     """
-    subject, audit_input = auditor.subject, auditor.first_input
+    subject = auditor.subject
+    audit_input = auditor.first_input
     if subject.kind is AuditKind.PRODUCT:
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
@@ -103,7 +104,8 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
     """Finds results that are remembered or overwritten. For this it calls the kernel repeatedly, and changes memory
     between the calls.
     """
-    auditor.current, host = auditor.first_input, auditor.subject.host
+    auditor.current = auditor.first_input
+    host = auditor.subject.host
     auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
     first_results = host.reread_results()
     host.keep_results()
@@ -196,7 +198,8 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel on small matrices, very many times. Results may differ from call to call, but each of them
     must be right.
     """
-    subject, host = auditor.subject, auditor.subject.host
+    subject = auditor.subject
+    host = auditor.subject.host
     shape = auditor.round_up_shape(subject.small_shape)
     matrices_by_slot = {}
     try:
@@ -227,7 +230,8 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
     """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to the matching
     forward call.
     """
-    subject, auditor.current = auditor.subject, auditor.first_input
+    subject = auditor.subject
+    auditor.current = auditor.first_input
     two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_data(auditor, _UNIFORM_DATA)]
     for order in ((0, 1), (1, 0)):
         for slot, matrices in enumerate(two_inputs):
@@ -254,7 +258,8 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with sizes of real models and of decoding, and with random sizes. Only a sample of each result
     is judged.
     """
-    subject, rng = auditor.subject, Random(auditor.seed)
+    subject = auditor.subject
+    rng = Random(auditor.seed)
     shapes = [*subject.real_shapes, *(_draw_shape(subject, rng) for _ in range(_RANDOM_SIZES))]
     data = _TILE_DATA if _TILE_DATA in subject.data_kinds else NORMAL_DATA
     inputs = []
@@ -290,7 +295,9 @@ def _check_special_values(auditor: Auditor) -> Iterator[AuditFinding]:
 
 def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
-    subject, matrices, refused = auditor.subject, auditor.draw_matrices(auditor.first_input), list[AuditFinding]()
+    subject = auditor.subject
+    matrices = auditor.draw_matrices(auditor.first_input)
+    refused = list[AuditFinding]()
 
     def call_with(change: str, changed: Matrices) -> ResultsByName:
         auditor.current = AuditInput("", auditor.first_input.shape, change)
@@ -342,7 +349,8 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
 
 def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
-    kind, tensors = subject.kind, list(results.values())
+    kind = subject.kind
+    tensors = list(results.values())
     result = tensors[operand == 2 and kind is AuditKind.LINEAR]
     result = result.reshape(-1, result.shape[-1])
     if kind is AuditKind.ATTENTION and operand:
@@ -364,7 +372,8 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with values far from one, with tall and long matrices, and with some rows of zeros."""
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
-        auditor.current, results = audit_input, auditor.compute_results(matrices)
+        auditor.current = audit_input
+        results = auditor.compute_results(matrices)
         rng = Random(auditor.seed) if audit_input.shape == tall_shape else None
         if failure := auditor.find_failure(matrices, results, rng):
             yield failure
@@ -372,7 +381,8 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
-    subject, first_input = auditor.subject, auditor.first_input
+    subject = auditor.subject
+    first_input = auditor.first_input
     matrices = auditor.draw_matrices(first_input)
     # Only operands with scales, and not in fp16, can have values far from one. In attention only the values are scaled,
     # because scaling queries and keys changes the softmax.
@@ -385,7 +395,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
                 _replace_operand(matrices, operand, matrices[operand] * 2.0**power),
             )
     tall_input = first_input._replace(shape=auditor.round_up_shape(subject.tall_shape))
-    sparse_matrices, tall_matrices = auditor.draw_matrices(first_input), auditor.draw_matrices(tall_input)
+    sparse_matrices = auditor.draw_matrices(first_input)
+    tall_matrices = auditor.draw_matrices(tall_input)
     for sparse_matrix, tall_matrix in zip(sparse_matrices, tall_matrices, strict=True):
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[1] = 0
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[2, :BLOCK_SIDE] = 0
@@ -404,7 +415,8 @@ def _check_inputs(
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
     """Judges the kernel on each input, until one fails or the time is up. The kernel may refuse inputs."""
-    refused, end = [], time.monotonic() + seconds
+    refused = []
+    end = time.monotonic() + seconds
     # Record the current input in the auditor, so that exceptions are reported with it.
     for index, audit_input in enumerate(inputs):
         auditor.current = audit_input
@@ -432,7 +444,8 @@ def _check_inputs(
 
 def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
-    subject, odd = auditor.subject, AuditInput(NORMAL_DATA, auditor.round_up_shape(auditor.subject.odd_shapes[1]))
+    subject = auditor.subject
+    odd = AuditInput(NORMAL_DATA, auditor.round_up_shape(auditor.subject.odd_shapes[1]))
     inputs_with_matrices = [(start, auditor.draw_matrices(start)) for start in (auditor.first_input, odd)]
 
     def judge_input(audit_input: AuditInput) -> list[AuditFinding]:

@@ -93,7 +93,8 @@ def iterate_shortest_times(
     for its FLOPs. A limit follows from torch's speed now, or from the best measured copy (in any cache) or product
     (in this precision or a wider one) of this device, if that is faster.
     """
-    rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
+    rank = precisions.get(precision).rank
+    rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
     comparisons = (
         (moved_bytes, "copy", partial(_measure_copy, moved_bytes, device), [(Limit.CACHED, "")]),
@@ -163,7 +164,8 @@ def _time_calls(
     """Times calls on each kind of data in turn. Every call has new numbers, and mostly new addresses. Afterwards,
     judges the results of some calls for each kind of data, chosen at random.
     """
-    host, rng = auditor.subject.host, Random(auditor.seed)
+    host = auditor.subject.host
+    rng = Random(auditor.seed)
     # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
     host.free_memory()
     base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
@@ -283,7 +285,8 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
         larger_calls = _time_calls(auditor, larger_shape)
         if larger_calls.wrong is not None:
             return larger_calls.wrong
-        seconds, larger_seconds = _measure_seconds(auditor, shape), larger_calls.seconds[NORMAL_DATA]
+        seconds = _measure_seconds(auditor, shape)
+        larger_seconds = larger_calls.seconds[NORMAL_DATA]
         if larger_seconds >= _TIME_FACTOR * seconds:
             return None
         reason = f"{units.seconds(larger_seconds)}, compared with {units.seconds(seconds)}"
@@ -291,10 +294,8 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
 
 
 def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
-    subject, arguments = (
-        auditor.subject,
-        auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape))),
-    )
+    subject = auditor.subject
+    arguments = auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape)))
     read_and_written = (*arguments, *auditor.call_kernel(arguments).values())
     moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
     # Attention has a batch of two and two products.

@@ -46,7 +46,8 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
                 "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
             )
         return [*_remark_on_randomness(setup, target, run_callable(target, inputs))]
-    expected, results = run_callable(against, inputs), run_callable(target, inputs)
+    expected = run_callable(against, inputs)
+    results = run_callable(target, inputs)
     _check_same_work(target, results, against, expected)
     _refuse_caching(target, inputs, results, against, expected)
     return [
@@ -87,10 +88,8 @@ def _refuse_caching(
         with ExitStack() as changed_memory:
             for seed, tensor in enumerate(tensor_by_address.values()):
                 changed_memory.enter_context(replace_numbers(tensor, seed))
-            in_place_results, copies = (
-                run_callable(target, inputs),
-                inputs.transform(lambda tensor: tensor.detach().clone()),
-            )
+            in_place_results = run_callable(target, inputs)
+            copies = inputs.transform(lambda tensor: tensor.detach().clone())
             copy_results, repeated_results, expected_copy_results = (
                 run_callable(name, copies) for name in (target, target, against)
             )

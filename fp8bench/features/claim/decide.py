@@ -87,7 +87,9 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     if claim.published:
         return _compare_published(claim, run, reading)
     bound_sides = {claim.find_side(reading.low), claim.find_side(reading.high)}
-    answer, why, remedy = Answer.CANNOT_TELL, "", ""
+    answer = Answer.CANNOT_TELL
+    why = ""
+    remedy = ""
     if len(bound_sides) > 1:
         why = "the sentence is true for some values of the interval and false for others"
         remedy = f"`fp8bench {claim.run}` {_WITH_MORE_ROUNDS}"

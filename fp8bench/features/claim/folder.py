@@ -104,7 +104,8 @@ def check_folder(
         try:
             standing, why = _check_answer(stored, claims, source)
         except Fp8benchError as error:
-            standing, why = Standing.FAILS, str(error)
+            standing = Standing.FAILS
+            why = str(error)
         checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
     return checked_answers
 
@@ -151,7 +152,8 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     # 3. The same answer must follow from these rows and runs.
     recomputed = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
-        current, previous = getattr(recomputed, name), getattr(stored, name)
+        current = getattr(recomputed, name)
+        previous = getattr(stored, name)
         if current != previous:
             return Standing.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
     return Standing.HOLDS, "computed again with the same result, bit for bit"
@@ -162,7 +164,8 @@ def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
     if current_row is None:
         return f"its row is missing in {_CLAIMS}"
     for part in fields(Claim):
-        before, now = encode(getattr(answered_row, part.name)), encode(getattr(current_row, part.name))
+        before = encode(getattr(answered_row, part.name))
+        now = encode(getattr(current_row, part.name))
         if before != now:
             return f"{part.name} is {now} in {_CLAIMS}, but was {before} when answered"
     return ""

@@ -43,7 +43,8 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
     """Returns the sum of a figure over several cases. The ends of the intervals are summed in the same way. For a
     ratio, returns the ratio of the two sums.
     """
-    readings, weights = [], []
+    readings = []
+    weights = []
     for record in records:
         reading = _read_case(claim, run, record)
         if reading.why or reading.value is None or reading.low is None or reading.high is None:
@@ -135,7 +136,8 @@ def _read_ratio(
     claim: Claim, metric: Metric, record: Record, finding: Finding | None, run: Run, relative_error: float, value: float
 ) -> Reading:
     """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one."""
-    name, reference = claim.metric, _find_reference(record, run)
+    name = claim.metric
+    reference = _find_reference(record, run)
     is_cost = not metric.spec.of_workload and name not in _DEVICE_FIGURES
     if reference is not None and reference.support.is_emulated and is_cost:
         return Reading(None, run=run.id, why=_EMULATED_TEXT.format(f"the reference {reference.case.mode}", name))
@@ -239,7 +241,9 @@ def _read_training(claim: Claim, run: KeptTraining) -> Reading:
 
 def _read_gap(name: str, figures: Mapping[str, float | None], training: str) -> Reading:
     """Returns a loss gap with its 99% interval. A training with too few seeds has no interval."""
-    value, low, high = figures[name], figures[f"{name}_deciding_low"], figures[f"{name}_deciding_high"]
+    value = figures[name]
+    low = figures[f"{name}_deciding_low"]
+    high = figures[f"{name}_deciding_high"]
     if low is None or high is None:
         return Reading(value, run=training, why="too few seeds for an interval: raise --seeds")
     return Reading(value, low, high, training)

@@ -133,7 +133,8 @@ class RunSource:
 
     def _measure(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
         """Measures a run, or resumes an unfinished one. Raises KeyboardInterrupt if the user interrupted it."""
-        store, command = self.store, command_line()
+        store = self.store
+        command = command_line()
         run: StoredRun
         if isinstance(request, Request):
             with self.observer.measuring() as observer:

@@ -89,7 +89,8 @@ class Claim:
             return -math.inf, self.bound[0]
         if self.relation in (">", ">="):
             return self.bound[0], math.inf
-        low, high = self.bound[0], self.bound[-1]
+        low = self.bound[0]
+        high = self.bound[-1]
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
     def find_side(self, value: float) -> int:

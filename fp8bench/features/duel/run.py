@@ -81,7 +81,8 @@ class SessionArms:
     seed: int
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
-        order, start_seconds = random.Random(self.seed), time.monotonic()
+        order = random.Random(self.seed)
+        start_seconds = time.monotonic()
         self._prepare(order, tell)
         tell("measuring")
         stop_reason = self._run(Orders(order), rule, start_seconds if rule.whole else time.monotonic())
@@ -126,7 +127,8 @@ class SessionArms:
             arm.discard = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
-        rounds, end_reason = 0, ""
+        rounds = 0
+        end_reason = ""
         while not end_reason:
             for position, entry in enumerate(orders.next_round(self.entries)):
                 with raise_as_arm_failure(entry.arm):
@@ -154,7 +156,8 @@ class CaseProgress:
 
     @property
     def result(self) -> CaseResult:
-        record_a, record_b = self.before.make_record(True, self.left_out), self.after.make_record(False, self.left_out)
+        record_a = self.before.make_record(True, self.left_out)
+        record_b = self.after.make_record(False, self.left_out)
         return CaseResult(record_a, record_b, tuple(self.sessions))
 
 
@@ -218,7 +221,8 @@ class CaseRunner:
                 case.processes -= 1
                 continue
             if failure is not None:
-                entry, is_out_of_memory = session_arms.find_entry(failure.arm), ran_out_of_memory(failure.cause)
+                entry = session_arms.find_entry(failure.arm)
+                is_out_of_memory = ran_out_of_memory(failure.cause)
                 if not is_out_of_memory:
                     entry.worker.restart()
                 outcome = case.before if entry.side == BEFORE else case.after
@@ -289,7 +293,8 @@ def run_duel(
             quantisers = Quantisers(resolved.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(side_start, workers, quantisers))))
         # 3. Ask each side which cases its code has.
-        identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
+        identity = corpus.identity if corpus else None
+        names = [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
@@ -362,7 +367,9 @@ class SessionProgress(SilentObserver):
     """Reports how many sessions of all cases are finished."""
 
     def __init__(self, tell: Tell, total: int) -> None:
-        self._tell, self._total, self.done = tell, total, 0
+        self._tell = tell
+        self._total = total
+        self.done = 0
 
     def doing(self, words: str) -> None:
         self._tell(self.done, self._total, "sessions of cases", words)
@@ -374,7 +381,8 @@ class SessionProgress(SilentObserver):
 def _measure_all_sessions(
     pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: SessionProgress, start: float
 ) -> None:
-    request, sessions = duel.request, duel.sessions
+    request = duel.request
+    sessions = duel.sessions
     runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
     for number in range(sessions):
         progress.doing("starting workers")
@@ -385,7 +393,8 @@ def _measure_all_sessions(
         later_starts = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
         for position, case in enumerate(cases):
             progress.done = number * len(cases) + position
-            is_active, remaining = case.is_active, (sessions - number) * len(cases) - position
+            is_active = case.is_active
+            remaining = (sessions - number) * len(cases) - position
             if is_active:
                 runner.measure(
                     case,
@@ -417,7 +426,8 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
     """Returns a side with its environment: the facts that the side's worker reported, and those of this process for
     everything else.
     """
-    worker, start = side.workers[0], side.start
+    worker = side.workers[0]
+    start = side.start
     # This process computes the digests of imports from the files of this working tree. The digests are not valid for
     # a side with other files.
     imports = request.imports if start.imports == request.imports else ()

@@ -120,8 +120,10 @@ def judge_sessions(
     # 2. Find how often the sides are as far apart if the names of the sides are assigned at random.
     assignments = _NameAssignments(logs, is_after, sizes)
     rounds = min(rounds for _, _, rounds in session_logs)
-    logs_a, logs_b = logs[~is_after], logs[is_after]
-    ratio, typical = assignments.interval(level), _NameAssignments(of_all_calls, is_after, sizes).interval(level)
+    logs_a = logs[~is_after]
+    logs_b = logs[is_after]
+    ratio = assignments.interval(level)
+    typical = _NameAssignments(of_all_calls, is_after, sizes).interval(level)
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
     is_resolved = assignments.finest <= 1 - level
     verdict = (
@@ -171,7 +173,8 @@ def _list_rounds(session: Session) -> list[int]:
 
 
 def _compute_logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
-    timings, rounds = [*session.before, *session.after], _list_rounds(session)
+    timings = [*session.before, *session.after]
+    rounds = _list_rounds(session)
     mean_seconds = [float(verdicts.mean_seconds(timing, rounds).mean()) for timing in timings]
     return np.log(np.array([_list_best_seconds(timings, rounds, whole_steps), mean_seconds], dtype=np.float64))
 
@@ -260,7 +263,9 @@ class _NameAssignments:
         for this level. Its bounds are the smallest and the largest shift that chance explains. Between them may be
         shifts that chance does not explain, so bisection approaches the bounds from outside.
         """
-        shift, low, high = self.shift, -math.inf, math.inf
+        shift = self.shift
+        low = -math.inf
+        high = math.inf
         if self.finest <= 1 - level:
             reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
             low, high = (self._find_bound(shift, outside, 1 - level) for outside in (-reach, reach))
@@ -367,7 +372,8 @@ def _compare_times(result: CaseResult) -> Comparison:
     if times is None:
         return replace(comparison, why=_explain_missing(result))
     comparison = replace(comparison, before=times.before, after=times.after, labels=_choose_labels(result, times))
-    level_a, level_b = result.before.support.level, result.after.support.level
+    level_a = result.before.support.level
+    level_b = result.after.support.level
     if level_a is not level_b:
         return replace(
             comparison, why=f"{level_a} on side {BEFORE} and {level_b} on side {AFTER}, so the sides do different work"

@@ -154,13 +154,12 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         observer.note(note)
     verdict = judge_source(source, rules, arguments.rerun, observer)
     # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
-    code, text = verdict.exit_code, ""
+    code = verdict.exit_code
+    text = ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review_duel(verdict, source.duel)
-        code, text = (
-            CODE_AND_TEXT_BY_STATUS[reviewed.status][0],
-            render_comment(reviewed, verdict, source.duel, command_line()),
-        )
+        code = CODE_AND_TEXT_BY_STATUS[reviewed.status][0]
+        text = render_comment(reviewed, verdict, source.duel, command_line())
         observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
     files = {
         "--junit": (arguments.junit, render_junit(verdict)),

@@ -58,7 +58,8 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} was measured.", code=EXIT_FAILED)
-    head, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
+    head = find_commit("HEAD", Path())
+    commit = newest.environment.get("commit")
     if head is not None and isinstance(commit, str) and commit != head and find_commit(commit, Path()) is not None:
         return GateSource(
             title,
@@ -193,7 +194,8 @@ def _select_newest_series(history: History, newest: Run) -> list[Line]:
     """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
     returns all series of the machine. Counts are left out, because any change of a count is detected.
     """
-    identity, commit = parse_identity(newest.environment.facts), newest.environment.get("commit")
+    identity = parse_identity(newest.environment.facts)
+    commit = newest.environment.get("commit")
     is_same_machine: dict[tuple[object, str], bool] = {}
     lines = []
     for line in history.lines:
@@ -283,7 +285,8 @@ def _duel_or_remeasure(
 
 
 def _compare_with_step(change: Change, run: Run) -> Comparison | None:
-    trend, step = change.trend, change.comparison
+    trend = change.trend
+    step = change.comparison
     # 1. Collect the new run's values of the same series.
     series_version = trend.series.name, trend.cell, change.version
     points = [

@@ -486,7 +486,8 @@ class GateVerdict:
     @property
     def counts(self) -> str:
         count_and_label = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
-        parts, total = [f"{count} {label}" for count, label in count_and_label if count], len(self.judged)
+        parts = [f"{count} {label}" for count, label in count_and_label if count]
+        total = len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 

@@ -140,7 +140,8 @@ def _settle_suspects(
     budget of seconds is used up. Returns all figures.
     """
     measure_again = source.confirm if rerun else None
-    start, last_look_seconds = time.monotonic(), 0.0
+    start = time.monotonic()
+    last_look_seconds = 0.0
     # Each further duel adds its sessions, so that intervals become narrower until all suspects are decided.
     for number in range(MAX_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
@@ -432,7 +433,8 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         if refusal:
             return SecondLook({}, refused=refusal)
         # A name like HEAD may mean a different commit now, so use the commit itself.
-        commit, is_fp8bench = duel.before.commit or None, duel.before.title.startswith(OWN)
+        commit = duel.before.commit or None
+        is_fp8bench = duel.before.title.startswith(OWN)
         against, against_self = (None, commit) if is_fp8bench else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)

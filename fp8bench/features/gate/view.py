@@ -197,13 +197,15 @@ def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigur
         Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
-    rows, hidden_count = table(name, "", cols, judged[:MAX_ROWS]), len(judged) - MAX_ROWS
+    rows = table(name, "", cols, judged[:MAX_ROWS])
+    hidden_count = len(judged) - MAX_ROWS
     return Part(name, title, (rows, Text(f"and {hidden_count} more")) if hidden_count > 0 else (rows,))
 
 
 def summarize_limits(limits: Sequence[DetectionLimit]) -> str:
     """Returns the worst detection limit, for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
-    worst, count = limits[0], len(limits)
+    worst = limits[0]
+    count = len(limits)
     worst_name = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
     return f"{worst.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
 

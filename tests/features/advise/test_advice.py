@@ -83,7 +83,8 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
     records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
     found = advise(records)
-    amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
+    amdahl = answer(found, "amdahl")
+    casts = answer(found, "casts")
     assert (amdahl.met, amdahl.figure) == (
         Met.YES,
         "60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,

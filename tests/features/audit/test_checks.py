@@ -52,7 +52,8 @@ _FP8 = signed("product", "fp8")
 
 
 def test_operators_of_a_call_are_recorded() -> None:
-    a, b = torch.randn(8, 16), torch.randn(4, 16)
+    a = torch.randn(8, 16)
+    b = torch.randn(4, 16)
     assert count_operators(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
     work = count_operators(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
     assert (work.casts, work.copies, work.products, work.allocations) == (2, 1, 1, 4)

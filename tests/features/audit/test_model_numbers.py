@@ -60,8 +60,11 @@ class Fp8Linear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, how: Callable[[Fp8Linear, Tensor], Tensor] | None = None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight, self.bias, self.how = layer.weight, layer.bias, how
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self.how = how
         self.first = layer.weight.detach().clone(), None if layer.bias is None else layer.bias.detach().clone()
 
     def product(self, x: Tensor, **factors: float | None) -> Tensor:
@@ -210,7 +213,8 @@ def test_layers_that_no_batch_reaches_are_checked_too() -> None:
     class Routed(nn.Module):
         def __init__(self, how: Any) -> None:
             super().__init__()
-            self.used, self.unused = network(0, None)[0], network(1, how)[0]  # type: ignore[index]
+            self.used = network(0, None)[0]  # type: ignore[index]
+            self.unused = network(1, how)[0]
 
         def forward(self, x: Tensor) -> Any:
             return self.used(x)
@@ -318,7 +322,8 @@ def test_torchaos_conversion_is_not_accused_at_ten_seeds() -> None:
 
 def test_convolutions_are_checked() -> None:
     torch.manual_seed(0)
-    model, images = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 1)), torch.randn(2, 16, 8, 8)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 16, 1))
+    images = torch.randn(2, 16, 8, 8)
     undo = own("fp8")(model)
     for batch in (images, images[0]):
         assert audit_model(model, batch, "fp8").outcome is AuditOutcome.PASS

@@ -90,7 +90,8 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
 )
 def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     kernel = _BY_NAME[name]
-    kind, code = kernel.signature.kind, kernel.code
+    kind = kernel.signature.kind
+    code = kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
     kernel_subject = SUBJECTS[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
     for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):

@@ -56,14 +56,17 @@ def padded(a: Tensor, b: Tensor) -> Tensor:
 
 
 def any_order(a: Tensor, b: Tensor) -> Tensor:
-    left, right, total = rounded(a, FP8), rounded(b, FP8), torch.zeros(len(a), len(b))
+    left = rounded(a, FP8)
+    right = rounded(b, FP8)
+    total = torch.zeros(len(a), len(b))
     for start in (32 * torch.randperm(-(-a.shape[1] // 32))).tolist():
         total += left[:, start : start + 32] @ right[:, start : start + 32].t()
     return total.to(BF16)
 
 
 def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
-    rows, columns = a.any(1), b.any(1)
+    rows = a.any(1)
+    columns = b.any(1)
     result = torch.zeros(len(a), len(b), dtype=BF16)
     if rows.any() and columns.any():
         result[rows.nonzero(), columns.nonzero().t()] = product(a[rows], b[columns])
@@ -71,7 +74,8 @@ def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_zero_columns(a: Tensor, b: Tensor) -> Tensor:
-    left, right = rounded(a, FP8), rounded(b, FP8)
+    left = rounded(a, FP8)
+    right = rounded(b, FP8)
     used = left.any(0) & right.any(0)
     return (left[:, used] @ right[:, used].t()).to(BF16) if used.any() else torch.zeros(len(a), len(b), dtype=BF16)
 
@@ -171,7 +175,8 @@ def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
 
 
 def why(precision: str, function: Product) -> str:
-    auditor, given = auditor_of(precision, function), AuditInput("normal", Shape(64, 96, 256))
+    auditor = auditor_of(precision, function)
+    given = AuditInput("normal", Shape(64, 96, 256))
     (pair,) = auditor.find_problems(given).items()
     return auditor.make_finding(given, *pair).why
 

@@ -116,7 +116,8 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
         return float((result.double() - wanted).norm() / wanted.norm())
 
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
-    own, theirs = run_callable(f"{file}:low", inputs)[0], run_callable("torch:matmul", inputs)[0]
+    own = run_callable(f"{file}:low", inputs)[0]
+    theirs = run_callable("torch:matmul", inputs)[0]
     errors = Callables().error(setup_of(f"{file}:low"))
     assert errors == {
         "output_error": pytest.approx(apart(own, exact), rel=1e-9),
@@ -139,7 +140,8 @@ def test_a_reference_that_rounds_inside_is_no_float64(file: str) -> None:
 
 
 def test_differences_of_odd_results() -> None:
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     one = [torch.tensor([1.0, nan, inf])]
     assert measure_difference(one, [torch.tensor([1.0, nan, inf])]) == 0
     assert measure_difference([torch.tensor([1.5, nan, inf])], one) == 0.5

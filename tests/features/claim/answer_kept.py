@@ -54,7 +54,8 @@ def unpublished(file: ClaimsFile) -> list[Claim]:
 
 def table_of(answers: Sequence[StoredAnswer]) -> str:
     """Returns the table of docs/claims.md, and the addresses of its sources."""
-    text, sources = HEADING, {}
+    text = HEADING
+    sources = {}
     for answer in answers:
         claim = answer.row
         figure = "-" if answer.value is None else format_figure(answer.value, claim.unit)

@@ -306,7 +306,8 @@ def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch
         monkeypatch.setattr("fp8bench.features.claim.readings.findings", lambda _: {**judged, **changed_finding})
         return read_figure(claim, gemm)
 
-    calm, noisy = read(spread=0.0, hard=()), read(spread=0.5, hard=())
+    calm = read(spread=0.0, hard=())
+    noisy = read(spread=0.5, hard=())
     assert calm.value and (calm.low, calm.high) == (0.99 * calm.value, 1.01 * calm.value)
     assert (noisy.low, noisy.high) == (0.5 * calm.value, 1.5 * calm.value)
     assert "could not be timed reliably (throttled)" in read(hard=(Label.THROTTLED,)).why
@@ -454,7 +455,8 @@ def test_every_row_of_the_catalogue_can_be_decided() -> None:
 
 def test_rows_for_gpus_plan_one_native_case_there() -> None:
     """Rows for GPUs that no machine here has are at least planned, with the baseline of their sentence."""
-    file, facts = load_catalogue(), {"H200": H200, "A100": A100, "B200": B200}
+    file = load_catalogue()
+    facts = {"H200": H200, "A100": A100, "B200": B200}
     questions = parse_run_texts(file)
     rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
     assert len(rows) >= 12
@@ -478,7 +480,8 @@ def read_facts(case: Case) -> dict[str, str]:
 @pytest.fixture
 def evidence(tmp_path: Path) -> Path:
     """A folder of four answers from committed runs."""
-    file, kept = load_catalogue(), {}
+    file = load_catalogue()
+    kept = {}
     for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
         kept[name] = load_stored_run(run_of(EVIDENCE, name))
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
@@ -544,7 +547,8 @@ def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
 
 
 def test_swapped_runs_are_named(evidence: Path) -> None:
-    first, second = run_of(evidence, "nvfp4-finer"), run_of(evidence, "e4m3-error")
+    first = run_of(evidence, "nvfp4-finer")
+    second = run_of(evidence, "e4m3-error")
     kept = first.read_bytes()
     first.write_bytes(second.read_bytes())
     second.write_bytes(kept)

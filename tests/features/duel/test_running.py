@@ -224,7 +224,8 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write, written = DuelWriter._append_numbered_lines, [0]
+    write = DuelWriter._append_numbered_lines
+    written = [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
         written[0] += 1

@@ -115,7 +115,8 @@ def test_a_duel_runs_only_for_the_current_code(
     monkeypatch.chdir(tmp_path)
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
-    here, store = git(Path(), "rev-parse", "HEAD"), Path(".fp8bench")
+    here = git(Path(), "rev-parse", "HEAD")
+    store = Path(".fp8bench")
     old = keep(store, run_at(0, facts={"commit": here}))
     new = keep(store, run_at(1, records=tuple(records(1.5)), facts={"commit": here, **facts}))
     asked: list[str] = []

@@ -172,7 +172,8 @@ class Job:
     """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub uses."""
 
     def __init__(self, path: Path) -> None:
-        self.repository, self.temp = PacedFolder(path), path.parent / "temp"
+        self.repository = PacedFolder(path)
+        self.temp = path.parent / "temp"
         (path / "fp8bench.yaml").write_text(CONFIG)
         programs = self.temp / "bin"
         programs.mkdir(parents=True)
@@ -257,7 +258,8 @@ def test_the_action_sets_a_check_with_its_verdict(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
     (tmp_path / "checkout").mkdir(exist_ok=True)
-    job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
+    job = Job(tmp_path / "checkout")
+    words = {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
     (job.temp / "comment.md").write_text("# fp8bench: a word\n")
     job.program("gh", f'printf "%s\\n" "$@" > {job.temp}/calls; exit {int(not may_write)}')
     (job.temp / "output").write_text("")

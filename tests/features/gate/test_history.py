@@ -32,7 +32,8 @@ STEPPED = [*FLAT[:7], *(1.5 * time for time in FLAT[7:])]
 
 def bf16_at(milliseconds: float) -> tuple[Record, ...]:
     """A run's bf16 at this time, with a constant fp32."""
-    usual, own = records(), records(milliseconds)
+    usual = records()
+    own = records(milliseconds)
     return tuple(record if record.is_reference else slow for record, slow in zip(usual, own, strict=True))
 
 

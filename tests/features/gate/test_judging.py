@@ -412,7 +412,8 @@ def test_the_least_step_is_the_code_s_own() -> None:
 
 
 def test_the_summary_names_the_worst_figure() -> None:
-    blind, young = history(0.05, 30), history(0.05, 3)
+    blind = history(0.05, 30)
+    young = history(0.05, 3)
     assert summarize_limits((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summarize_limits(
         (blind, young)
     )
@@ -456,7 +457,8 @@ def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOut
 
 
 def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> None:
-    suspect, unsettled = figure(1.36, noise=DUEL), figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
+    suspect = figure(1.36, noise=DUEL)
+    unsettled = figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
         left = iter(answers)
