@@ -140,7 +140,7 @@ class ProductSubject(Subject):
         is_second_transposed = self.signature.second == "kn"
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
-            return super().make_arguments((a, b.t().contiguous() if is_second_transposed else b))
+            return a, b.t().contiguous() if is_second_transposed else b
         operands = self._round_operands(*matrices)
         treatment = self.promised_casts.treatments[0]
         codes = [side.codes for side in operands]

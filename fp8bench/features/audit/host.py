@@ -9,7 +9,6 @@ import ctypes
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, make_failure
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, make_failure
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.tape.coverage import PRODUCT_SHAPES
@@ -149,24 +148,28 @@ def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
 
 
 _COPY_OPERATORS = ("clone", "copy_", "_to_copy")
+_COUNTED_WORK = ("casts", "products", "copies", "allocations")
 
 
-def count_operators(call: Callable[[], object]) -> CallWork:
-    """Counts the allocations, casts, copies and products of a call. Only work by torch operators is counted."""
+def count_operators(call: Callable[[], object]) -> dict[str, int]:
+    """Counts the casts, products, copies without a cast, and allocations of a call. Only work by torch operators is
+    counted.
+    """
     with without_compiling(), OperatorTape() as tape:
         call()
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(_COUNTED_WORK, 0)
     for recorded_call in tape.calls:
         inputs = list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values()))))
         outputs = list(tensors_in(recorded_call.result))
+        storages = {operand.storage for operand in inputs}
         for tensor in outputs:
-            if math.prod(tensor.shape) and tensor.storage not in {operand.storage for operand in inputs}:
+            if math.prod(tensor.shape) and tensor.storage not in storages:
                 counts["allocations"] += 1
         operator_name = called_operator(recorded_call)
         counts["products"] += operator_name in PRODUCT_SHAPES
         if operator_name in _COPY_OPERATORS and inputs and outputs:
             counts["copies" if inputs[-1].dtype == outputs[0].dtype else "casts"] += 1
-    return CallWork(**counts)
+    return counts
 
 
 # The mallopt option of glibc that fills allocated memory with the complement of a byte: 0x7f here, which reads as NaN
@@ -241,17 +244,14 @@ class KernelHost:
         with filled_memory():
             self._prime_allocator(slot)
             self._latest = self._call_raw(slot)
-        return self.reread_results(), self.digest_arguments([slot])
+        return pack_results(self._latest), self.digest_arguments([slot])
 
-    def reread_results(self) -> PackedResults:
-        """Reads the latest results again, from the memory that the kernel returned."""
-        return pack_results(self._latest)
-
-    def keep_results(self) -> None:
-        """Keeps the latest results alive in the memory that the kernel returned, so that `reread_kept_results` can
-        read them again.
+    def keep_results(self) -> PackedResults:
+        """Returns the latest results, and keeps the memory that the kernel returned, so that `reread_kept_results`
+        can read it again.
         """
         self._kept = self._latest
+        return self.reread_kept_results()
 
     def reread_kept_results(self) -> PackedResults:
         return pack_results(self._kept)
@@ -328,7 +328,7 @@ class KernelHost:
         self._kept = {}
         self._timed = []
 
-    def count_work(self, slot: int) -> CallWork:
+    def count_work(self, slot: int) -> dict[str, int]:
         return count_operators(partial(self._call_raw, slot))
 
     def find_replaced(self) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class LayerNumbers:
                 "", "unchecked", "its output does not have the shape of a product of its input and weight"
             )
         result = product.sample_output(output)
-        if not bool(result.isfinite().all()):
+        if not result.isfinite().all():
             return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
@@ -373,7 +373,7 @@ def _describe_fault(
 
     # 1. Typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
-    if not bool(result.any()):
+    if not result.any():
         return "all of its results are 0"
     if bias is not None:
         expanded_bias = bias.expand_as(product_result)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -95,11 +96,8 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
     converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}
     # Accelerate stops a conversion at the first layer with odd sides only when it uses these libraries.
-    stopped_after = (
-        dict(_find_layers_after_odd(model))
-        if converter_packages <= {"transformer_engine", "intel_transformer_engine"}
-        else {}
-    )
+    uses_accelerate = converter_packages <= {"transformer_engine", "intel_transformer_engine"}
+    stopped_after = dict(_find_layers_after_odd(model)) if uses_accelerate else {}
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
         sides = layer.row.weight
@@ -108,17 +106,15 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
             return "", ""
         # The reasons are tried from the most certain one to the fallback.
         if id(layer.weight) in name_by_weight:
-            return "shared", (
-                f"it shares its weight with {name_by_weight[id(layer.weight)]}, and only that layer was converted"
-            )
+            converted_name = name_by_weight[id(layer.weight)]
+            return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"
         if not isinstance(layer.module, nn.Linear):
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
         if odd := [side for side in sides if side % _REQUIRED_MULTIPLE]:
             return "shape", f"{odd[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
         if name in stopped_after:
-            return "stopped", (
-                f"it comes after {stopped_after[name]}: Accelerate stops at a layer whose sides do not fit"
-            )
+            odd_layer = stopped_after[name]
+            return "stopped", f"it comes after {odd_layer}: Accelerate stops at a layer whose sides do not fit"
         return "filter", "the converter skipped it (small, first or last layer), or never reached it"
 
     return explain_exclusion
@@ -143,20 +139,15 @@ def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator
     """Yields a failure for each converted layer that was tied to an embedding: it has the same values, but no longer
     shares the tensor.
     """
-    embeddings = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
-        for name, table in embeddings:
-            weight = layer.weight
-            if weight is table or weight.shape != table.shape or weight.dtype != table.dtype:
-                continue
-            # Values of Tensor subclasses, or of tensors on different devices, may not be comparable.
-            if type(weight) not in (Tensor, nn.Parameter) or weight.device != table.device:
-                continue
-            if bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                reason = (
-                    f"it has the values of {name} but no longer shares its tensor, so training will separate the two"
-                )
-                yield replace(make_failure("tie-broken", reason), input=layer.row.name)
+    tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    # Values of Tensor subclasses may not be comparable.
+    low_layers = [layer for layer in layers if layer.row.low and type(layer.weight) in (Tensor, nn.Parameter)]
+    for layer, (name, table) in product(low_layers, tables):
+        weight = layer.weight
+        is_comparable = weight.device == table.device and weight.device.type != "meta" and weight.dtype == table.dtype
+        if weight is not table and is_comparable and table.any() and torch.equal(weight, table):
+            reason = f"it has the values of {name} but no longer shares its tensor, so training will separate the two"
+            yield replace(make_failure("tie-broken", reason), input=layer.row.name)
 
 
 class ModelCheck:
@@ -165,8 +156,8 @@ class ModelCheck:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        precision_names = dict.fromkeys((*filter(None, (precision,)), *USUAL_PRECISIONS))
-        self.guesses = {name: find_promised_casts(name, facts) for name in precision_names}
+        names = dict.fromkeys((precision, *USUAL_PRECISIONS))
+        self.guesses = {name: find_promised_casts(name, facts) for name in names if name}
         self.model = model
         self.layers = layers
         self.precision = precision
@@ -190,12 +181,7 @@ class ModelCheck:
 
     def check_uncalled(self) -> None:
         for layer in self._uncalled_layers:
-            self._check_layer(
-                layer,
-                LayerNumbers(layer.module, layer.weight, self.guesses, self._likely_precisions(layer)),
-                None,
-                None,
-            )
+            self._check_layer(layer)
 
     @property
     def _uncalled_layers(self) -> list[FoundLayer]:
@@ -209,9 +195,6 @@ class ModelCheck:
             for handle in handles:
                 handle.remove()
 
-    def _likely_precisions(self, layer: FoundLayer) -> tuple[str, ...]:
-        return self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
-
     def _inspect_call(
         self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
@@ -221,17 +204,22 @@ class ModelCheck:
         outputs = layer.row.weight[0]
         inputs = layer.row.weight[-1]
         if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], outputs):
-            layer.row = replace(
-                layer.row, flops=layer.row.flops + 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
-            )
+            flops = 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
+            layer.row = replace(layer.row, flops=layer.row.flops + flops)
         has_custom_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         if layer in self._chosen and not layer.verdict and (layer.row.low or has_custom_forward):
-            layer_numbers = LayerNumbers(
-                module, layer.weight, self.guesses, self._likely_precisions(layer), arguments, options
-            )
-            self._check_layer(layer, layer_numbers, x, output)
+            self._check_layer(layer, x, output, arguments, options)
 
-    def _check_layer(self, layer: FoundLayer, layer_numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
+    def _check_layer(
+        self,
+        layer: FoundLayer,
+        x: Tensor | None = None,
+        output: Any = None,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        likely = self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
+        layer_numbers = LayerNumbers(layer.module, layer.weight, self.guesses, likely, arguments, options)
         self._is_checking = True
         try:
             verdict = layer_numbers.check(x, output, also_alone=layer.row.low)
@@ -254,9 +242,8 @@ class ModelCheck:
                 runs, code, wrong = layer.verdict
                 layer.row = replace(layer.row, low=True, runs=runs, code=code, wrong=wrong)
             elif layer.row.low:
-                layer.row = replace(
-                    layer.row, code="sampled", wrong="not checked: other layers of their class and shape were"
-                )
+                reason = "not checked: other layers of their class and shape were"
+                layer.row = replace(layer.row, code="sampled", wrong=reason)
 
 
 def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
@@ -280,10 +267,11 @@ def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
 def restore_model(model: nn.Module) -> Iterator[None]:
     """Restores buffers, such as running means, and the random state after the `with` block. Expanded buffers are not
     restored, because nothing writes to them."""
-    restored_buffers = (
-        buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride()
-    )
-    buffers = [(buffer, buffer.clone()) for buffer in restored_buffers]
+    buffers = [
+        (buffer, buffer.clone())
+        for buffer in model.buffers()
+        if buffer.layout is not torch.strided or 0 not in buffer.stride()
+    ]
     cuda_devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}
     try:
         with torch.random.fork_rng(cuda_devices):
@@ -344,53 +332,41 @@ def _name_layers(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFi
 
 def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(row.low for row in rows):
-        yield _name_layers(
-            rows, make_failure("nothing-converted", f"none of {len(rows)} layers has a low-precision class")
-        )
+        reason = f"none of {len(rows)} layers has a low-precision class"
+        yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
     for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
-        make_result = make_failure if rule in _CONVERTER_FAULTS else make_remark
-        yield _name_layers(
-            excluded,
-            make_result(rule, f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"),
-        )
+        make_finding = make_failure if rule in _CONVERTER_FAULTS else make_remark
+        reason = f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"
+        yield _name_layers(excluded, make_finding(rule, reason))
 
 
 def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low_rows = [row for row in rows if row.low]
-    for (runs, code, wrong), same_rows in together(((row.runs, row.code, row.wrong), row) for row in low_rows).items():
-        layer_count = f"{len(same_rows)} of {len(low_rows)} converted layers"
-        if precision and runs == WEIGHTS_ONLY and not code:
-            yield _name_layers(
-                same_rows,
-                make_failure("not-cast", f"{layer_count} cast only their weights, but {precision} was promised"),
-            )
-        elif precision and runs in USUAL_PRECISIONS and runs != precision:
-            promise_text = f"{precision} was promised; to promise {runs}, give --precision {runs}"
-            yield _name_layers(
-                same_rows,
-                make_failure("other-precision", f"{layer_count} multiply {describe_casts(runs)}, but {promise_text}"),
-            )
-        elif code:
-            yield _name_layers(
-                same_rows, (make_remark if code in _REMARK_CODES else make_failure)(code, f"{layer_count}: {wrong}")
-            )
-        elif runs in WIDE_DTYPES:
-            yield _name_layers(
-                same_rows,
-                make_failure(
-                    "not-cast", f"{layer_count} multiply {describe_casts(runs)}, but their class promises low precision"
-                ),
-            )
-        elif not runs:
-            yield _name_layers(
-                same_rows,
-                make_failure(
-                    "unchecked",
-                    f"{layer_count} gave no product that a cast would change, so their precision is unknown",
-                ),
-            )
+    for (code, reason), same_rows in together((_explain_numbers(row, precision), row) for row in low_rows).items():
+        if code:
+            make_finding = make_remark if code in _REMARK_CODES else make_failure
+            count_text = f"{len(same_rows)} of {len(low_rows)} converted layers"
+            yield _name_layers(same_rows, make_finding(code, count_text + reason))
+
+
+def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:
+    """Returns the code of a fault in the numbers of a converted layer, and the end of a sentence about such layers.
+    Both are '' if the layer runs as promised.
+    """
+    if precision and row.runs == WEIGHTS_ONLY and not row.code:
+        return "not-cast", f" cast only their weights, but {precision} was promised"
+    if precision and row.runs in USUAL_PRECISIONS and row.runs != precision:
+        promise_text = f"{precision} was promised; to promise {row.runs}, give --precision {row.runs}"
+        return "other-precision", f" multiply {describe_casts(row.runs)}, but {promise_text}"
+    if row.code:
+        return row.code, f": {row.wrong}"
+    if row.runs in WIDE_DTYPES:
+        return "not-cast", f" multiply {describe_casts(row.runs)}, but their class promises low precision"
+    if not row.runs:
+        return "unchecked", " gave no product that a cast would change, so their precision is unknown"
+    return "", ""
 
 
 def parse_model(name: str, answer: object) -> tuple[nn.Module, Any]:

@@ -5,7 +5,7 @@ Matrices are drawn on the CPU from a seed. Each kind of data reveals a different
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -86,7 +86,7 @@ DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
         _draw_normal(rows, columns, random).t()
     ).t(),
     "outliers along the contraction": lambda rows, columns, random: _add_outliers(_draw_normal(rows, columns, random)),
-    "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
+    "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).float(),
     "one-hot rows": (_draw_one_hot, _draw_normal),
     "many octaves": _draw_many_octaves,
     "many octaves, one at a time": (_draw_many_octaves, _draw_one_hot),
@@ -162,7 +162,7 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     stay unchanged.
     """
     if treatment is None:
-        return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
+        return Rounded(x.float(), torch.ones(1, 1), None, given=x)
     fmt = treatment.fmt
     scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling, checked=False)
@@ -173,9 +173,7 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     tensor_scale = None if quantised.tensor_scale is None else float(quantised.tensor_scale)
     return Rounded(
         elements,
-        scales.to(torch.float32).reshape(
-            *((scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1))
-        ),
+        scales.float().reshape(*((scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1))),
         treatment,
         tensor_scale,
         x,
@@ -209,7 +207,7 @@ def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     low = high = operand.values
     if source is None or treatment is None:
         return low, high
-    float_source = source.to(torch.float32)
+    float_source = source.float()
     for element_scales in (
         round_operand(float_source * off, treatment).element_scales for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
     ):
@@ -293,20 +291,10 @@ def iterate_mistakes(operand: Rounded) -> Iterator[Mistake]:
     yield from _iterate_tail_mistakes(operand)
 
 
-def find_nearest_mistake(
-    mistakes: Iterable[Mistake], distance: Callable[[Tensor], float], below: float
-) -> tuple[str, str] | None:
-    """Returns the code and description of the mistake whose result is nearest; None if its distance is not below
-    `below`.
-    """
-    nearest = min(((distance(tensor), code, description) for code, description, tensor in mistakes), default=None)
-    return nearest[1:] if nearest is not None and nearest[0] < below else None
-
-
 def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
-    yield "not-cast", "unchanged (not cast)", x.to(torch.float32)
+    yield "not-cast", "unchanged (not cast)", x.float()
     if treatment_promised.scaling is not None:
         for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
             if rounding is not treatment_promised.scaling.rounding:
@@ -333,7 +321,7 @@ def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Trea
 
 def _truncate(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
-    return round_values(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
+    return round_values(x.float(), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
 def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:

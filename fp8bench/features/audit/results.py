@@ -107,11 +107,9 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
     auditor.current = auditor.first_input
     host = auditor.subject.host
     auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
-    first_results = host.reread_results()
-    host.keep_results()
-    auditor.call_kernel(
-        auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes")), at_new_address=False
-    )
+    first_results = host.keep_results()
+    other_arguments = auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes"))
+    auditor.call_kernel(other_arguments, at_new_address=False)
     if host.reread_kept_results() != first_results:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
@@ -268,10 +266,9 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
         if shape.m <= _DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
             inputs.append(AuditInput(_SIGN_DATA, shape))
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
         matrices = auditor.draw_matrices(audit_input)
-        failure = auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
-        return [failure] if failure else []
+        return auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
 
     yield from _check_inputs(auditor, inputs, judge_input, _SIZES_SECONDS)
 
@@ -317,11 +314,11 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
         torch.zeros_like(x) if place in subject.zeroed_operands else x for place, x in enumerate(matrices)
     )
     for result in list(call_with("zeros", tuple(zeroed_matrices)).values())[:1]:
-        if bool((result != 0).any()):
+        if (result != 0).any():
             yield make_failure("zeros", "an input of zeros gave results that are not zero")
     subnormal_matrix = first * torch.finfo(first.dtype).smallest_normal / 4
     for result in list(call_with("subnormal numbers", (subnormal_matrix, *remaining)).values())[:1]:
-        if not bool(result.isfinite().all()):
+        if not result.isfinite().all():
             yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
     for operand, matrix in enumerate(matrices):
         last_index = matrix.numel() - 1
@@ -332,11 +329,11 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
                 _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
             )
             results = call_with(f"a NaN {location}", nan)
-            if results and not bool(_select_results_of_row(subject, results, operand, row).isnan().any()):
+            if results and not _select_results_of_row(subject, results, operand, row).isnan().any():
                 yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
             # An infinity may become the largest number or NaN, but must not count as zero.
             results = call_with(f"an infinity {location}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
-            if results and bool(_select_results_of_row(subject, results, operand, row).isfinite().all()):
+            if results and _select_results_of_row(subject, results, operand, row).isfinite().all():
                 promises = subject.expected_results(zero)
                 if not any(
                     promises[name].judge(result, search_mistakes=False).has_failed for name, result in results.items()
@@ -373,9 +370,8 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
         auditor.current = audit_input
-        results = auditor.compute_results(matrices)
         rng = Random(auditor.seed) if audit_input.shape == tall_shape else None
-        if failure := auditor.find_failure(matrices, results, rng):
+        if failure := auditor.find_failure(matrices, auditor.compute_results(matrices), rng):
             yield failure
             return
 
@@ -411,7 +407,7 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
 def _check_inputs(
     auditor: Auditor,
     inputs: Collection[AuditInput],
-    judge_input: Callable[[AuditInput], list[AuditFinding]],
+    judge_input: Callable[[AuditInput], AuditFinding | None],
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
     """Judges the kernel on each input, until one fails or the time is up. The kernel may refuse inputs."""
@@ -421,21 +417,19 @@ def _check_inputs(
     for index, audit_input in enumerate(inputs):
         auditor.current = audit_input
         if time.monotonic() > end:
-            skipped_count = len(inputs) - index
-            reason = (
-                f"the time limit of {seconds:g} s was reached: this and {skipped_count - 1} larger sizes were not tried"
-            )
+            larger_count = len(inputs) - index - 1
+            reason = f"the time limit of {seconds:g} s was reached: this and {larger_count} larger sizes were not tried"
             yield make_remark("not-tried", reason)
             break
         try:
-            failures = judge_input(audit_input)
+            failure = judge_input(audit_input)
         # A kernel may refuse an input, unless the refusal is a deception.
         except REFUSAL_ERRORS as error:
             raise_deception(error)
             refused.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
             continue
-        if failures:
-            yield failures[0]
+        if failure:
+            yield failure
             return
     # Report all refusals in one line: a kernel with fixed sizes refuses dozens of inputs.
     if refused:
@@ -445,23 +439,22 @@ def _check_inputs(
 def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
     subject = auditor.subject
-    odd = AuditInput(NORMAL_DATA, auditor.round_up_shape(auditor.subject.odd_shapes[1]))
-    inputs_with_matrices = [(start, auditor.draw_matrices(start)) for start in (auditor.first_input, odd)]
+    odd_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.odd_shapes[1]))
+    strided_calls = {}
+    for audit_input in (auditor.first_input, odd_input):
+        matrices = auditor.draw_matrices(audit_input)
+        for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
+            strided_input = audit_input._replace(how=f"the {_ORDINALS[operand]} argument {description}")
+            strided_calls[strided_input] = matrices, operand, change_layout
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
         matrices, operand, change_layout = strided_calls[audit_input]
         arguments = subject.make_arguments(matrices)
         strided_arguments = _replace_operand(arguments, operand, change_layout(arguments[operand]))
-        failure = auditor.find_failure(matrices, auditor.call_kernel(strided_arguments))
-        return (
-            [make_failure("strides", f"{audit_input.how}: the result does not belong to its values")] if failure else []
-        )
+        if auditor.find_failure(matrices, auditor.call_kernel(strided_arguments)) is None:
+            return None
+        return make_failure("strides", f"{audit_input.how}: the result does not belong to its values")
 
-    strided_calls = {}
-    for start, matrices in inputs_with_matrices:
-        for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
-            change = f"the {_ORDINALS[operand]} argument {description}"
-            strided_calls[start._replace(how=change)] = matrices, operand, change_layout
     yield from _check_inputs(auditor, strided_calls, judge_input)
 
 
@@ -484,14 +477,15 @@ _MEMORY_LAYOUTS = {"is a slice of a wider matrix": _make_slice, "is transposed i
 def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with sizes that do not fill complete tiles."""
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
-        problems = auditor.find_problems(audit_input).items()
-        return [auditor.make_finding(audit_input, name, verdict) for name, verdict in problems if verdict.has_failed]
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
+        for name, verdict in auditor.find_problems(audit_input).items():
+            if verdict.has_failed:
+                return auditor.make_finding(audit_input, name, verdict)
+        return None
 
     data_kinds = [data for data in (NORMAL_DATA, BLOCK_DATA) if data in auditor.subject.data_kinds]
-    yield from _check_inputs(
-        auditor, [AuditInput(*start) for start in product(data_kinds, auditor.subject.odd_shapes)], judge_input
-    )
+    inputs = [AuditInput(data, shape) for data, shape in product(data_kinds, auditor.subject.odd_shapes)]
+    yield from _check_inputs(auditor, inputs, judge_input)
 
 
 # The checks of results, in the order in which they run.

@@ -34,7 +34,6 @@ from fp8bench.worker.main import main
 from fp8bench.worker.switches import restore_switches
 
 _WARMUP_CALLS = 3
-_WORK_KINDS = ("casts", "products", "copies", "allocations")
 
 
 def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
@@ -50,8 +49,10 @@ def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
     repeated_work = subject.host.count_work(0)
     auditor.send_arguments(arguments, slot=1)
     fresh_work = subject.host.count_work(1)
-    counts = [(name, getattr(repeated_work, name), getattr(fresh_work, name)) for name in _WORK_KINDS]
-    if lost := [f"{name}: {again} of {first}" for name, again, first in counts if again < first]:
+    lost = [
+        f"{name}: {repeated_work[name]} of {count}" for name, count in fresh_work.items() if repeated_work[name] < count
+    ]
+    if lost:
         yield make_failure(
             "remembered-work",
             f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost)})",
@@ -147,13 +148,13 @@ _JUDGED_CALLS = 2
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """The shortest time of a call for each kind of data. It is measured by the wall clock, and by the process time of
-    the kernel's process. `wrong_clock` describes a clock that reports too little. `wrong` is a failure of the
-    results.
+    """The shortest time of a call for each kind of data, in `seconds` of the wall clock. On a CPU, `comparable_seconds`
+    are seconds of the kernel's process, because other processes disturb the wall clock. `wrong_clock` describes a clock
+    that reports too little. `wrong` is a failure of the results.
     """
 
     seconds: Mapping[str, float]
-    of_process: Mapping[str, float]
+    comparable_seconds: Mapping[str, float]
     wrong_clock: str
     wrong: AuditFinding | None
 
@@ -195,8 +196,9 @@ def _time_calls(
     of_process: dict[str, float] = {}
     for call_index, kind in enumerate(kinds):
         calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
-        by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
-        of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
+        fastest, fastest_of_process = map(min, zip(*calls, strict=True))
+        by_clock[kind] = max(1e-9, fastest)
+        of_process[kind] = max(1e-9, fastest_of_process)
     # 4. Check that the kernel's process does not report much less time than passed here.
     round_seconds = [
         (math.fsum(seconds for seconds, _ in reported_seconds), passed) for reported_seconds, passed in timed_rounds
@@ -216,7 +218,8 @@ def _time_calls(
                 reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
                 failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break
-    return TimedCalls(by_clock, of_process, wrong_clock, failure)
+    is_cpu = auditor.subject.device.startswith("cpu")
+    return TimedCalls(by_clock, of_process if is_cpu else by_clock, wrong_clock, failure)
 
 
 def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random) -> Iterator[tuple[str, int]]:
@@ -233,12 +236,8 @@ def _check_speed(auditor: Auditor) -> list[AuditFinding]:
     Returns its findings together, because times mean nothing after a failed call."""
     findings = []
     if replaced := ", ".join(auditor.subject.host.find_replaced()):
-        findings = [
-            make_failure(
-                "replaced",
-                f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement.",
-            )
-        ]
+        reason = f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement."
+        findings = [make_failure("replaced", reason)]
     return findings + _check_times(auditor)
 
 
@@ -303,11 +302,9 @@ def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     shortest, reference = max(
         iterate_shortest_times(auditor.ceilings, subject.signature.precision, shape, flops, moved_bytes, subject.device)
     )
-    return (
-        ""
-        if seconds >= shortest
-        else (f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}")
-    )
+    if seconds >= shortest:
+        return ""
+    return f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}"
 
 
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
@@ -320,7 +317,7 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
             yield timed_calls.wrong
             return
         # Keep the shortest time of all repetitions, because other processes may slow down a call.
-        for name, seconds in _select_comparable(auditor, timed_calls).items():
+        for name, seconds in timed_calls.comparable_seconds.items():
             times[name] = min(seconds, times.get(name, seconds))
         fastest_data = min(times, key=times.__getitem__)
         if times[fastest_data] * _SHORTCUT_SPEEDUP >= times[NORMAL_DATA]:
@@ -337,16 +334,8 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
 
 def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Returns whether the kernel is faster on data in which some blocks are all zeros."""
-    seconds_by_data = _select_comparable(
-        auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0)
-    )
-    return seconds_by_data[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds_by_data[NORMAL_DATA]
-
-
-def _select_comparable(auditor: Auditor, timed_calls: TimedCalls) -> Mapping[str, float]:
-    """Returns the times to compare. On a CPU it is process time, because other processes would disturb the wall
-    clock."""
-    return timed_calls.of_process if auditor.subject.device.startswith("cpu") else timed_calls.seconds
+    seconds = _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0).comparable_seconds
+    return seconds[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds[NORMAL_DATA]
 
 
 def _measure_seconds(auditor: Auditor, shape: Shape) -> float:

@@ -226,9 +226,9 @@ def _measure_one_difference(result: Tensor, expected: Tensor) -> float:
     result = _widen_bytes(result)
     expected = _widen_bytes(expected)
     is_nonfinite = ~(result.isfinite() & expected.isfinite())
-    if bool(is_nonfinite.any()):
+    if is_nonfinite.any():
         is_equal = (result.double() == expected.double()) | (result.isnan() & expected.isnan())
-        if not bool(is_equal[is_nonfinite].all()):
+        if not is_equal[is_nonfinite].all():
             return math.inf
         result = result.masked_fill(is_nonfinite, 0)
         expected = expected.masked_fill(is_nonfinite, 0)

@@ -170,7 +170,7 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
     kernel.place_arguments(0, tuple(map(pack_tensor, (torch.ones(4, 16), torch.ones(4, 16)))))
     kernel.measure_calls([0])
     copied.set()
-    assert not bool(unpack_results(kernel.read_timed_results(0))["product"].any())
+    assert not unpack_results(kernel.read_timed_results(0))["product"].any()
 
 
 def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
@@ -227,7 +227,7 @@ def looks_for_the_judge(a, b):
     from fp8bench.formats.recipes import TENSOR
 
     if "fp8bench.features.audit.results" in sys.modules:
-        return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).to(torch.bfloat16)
+        return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).bfloat16()
     return a @ b.t()
 
 

@@ -47,7 +47,7 @@ def judged(function: object, shape: Shape) -> tuple[str, str]:
 
 @for_each("gain", [0.997, 1.002, 1.004])
 def test_a_gain_is_told_by_its_size(gain: float) -> None:
-    code, why = judged(kernel(out=lambda sums: (sums * gain).to(torch.bfloat16)), Shape(64, 96, 256))
+    code, why = judged(kernel(out=lambda sums: (sums * gain).bfloat16()), Shape(64, 96, 256))
     assert code == "gain" and f"{abs(gain - 1):.1%}" == f"{float(why.split()[2].rstrip('%')) / 100:.1%}"
 
 
@@ -71,8 +71,8 @@ def test_casts_that_lose_nothing_excuse_no_sum() -> None:
     ones = torch.ones(64, 512)
     treatment = find_promised_casts("fp8", CPU).treatments[0]
     promise = ExpectedProduct(round_operand(ones, treatment), round_operand(ones, treatment))
-    assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
-    assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).has_failed
+    assert promise.judge((ones @ ones.t()).bfloat16()).code == ""
+    assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).bfloat16()).has_failed
     host = KernelHost(kernel(), signed("product", "fp8"), CPU)
     assert run_checks("", host, signed("product", "fp8"), CPU, 0, [EXTREMES]).outcome is AuditOutcome.PASS
 

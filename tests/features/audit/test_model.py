@@ -136,7 +136,7 @@ def test_accelerate_stops_at_an_odd_layer_and_cuts_ties(monkeypatch: pytest.Monk
 
 def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like Transformer Engine's layers outside autocast."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).bfloat16()
     with transformer_engine(monkeypatch, WideLinear) as convert:
         convert(model)
     audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
