@@ -24,15 +24,13 @@ from fp8bench.features.gate.judging import FigureKey, SecondLook, case_and_metri
 from fp8bench.features.gate.power import SeriesState
 from fp8bench.features.gate.stored_runs import (
     GateSource,
-    SessionPool,
-    duel_with_commit,
+    Remeasurer,
     find_unmeasured_cases,
     make_failed_comparison,
-    remeasure_cases,
 )
 from fp8bench.jobs.history import check_store_exists, find_all_changes, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import REMEASURED_ORIGIN
 from fp8bench.report.panels import together
@@ -85,12 +83,11 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         )
     # 3. Measure each suspected step a second time, to confirm it.
     changes = _select_judged_changes(found_steps, newest, history)
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _remeasure_suspects(
-            [changes[case_and_metric(suspect)] for suspect in suspects], current_runs, store, observer, pool
-        )
+        suspected_changes = [changes[case_and_metric(suspect)] for suspect in suspects]
+        return _remeasure_suspects(suspected_changes, current_runs, remeasurer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     # 4. Mention acknowledged steps, and series that are too short to search for steps. The gate does not fail for
@@ -225,34 +222,31 @@ def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
     return {_make_case_key(line.trend) for line in lines if line.comparable}
 
 
-def _remeasure_suspects(
-    suspects: Sequence[Change], current_runs: Sequence[Run], store: Path, observer: JobObserver, pool: SessionPool
-) -> SecondLook:
+def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run], remeasurer: Remeasurer) -> SecondLook:
     """Measures each suspected change again. The request is that of the newest run that contains the case."""
     looks: list[SecondLook] = []
     remaining_suspects = list(suspects)
     for run in current_runs:
-        cases = {
+        case_by_cell = {
             (record.case.workload, find_cell(record.case, run)): record.case.id for record in reversed(run.records)
         }
-        matching = [
-            (suspect, cases[_get_workload_and_cell(suspect)])
-            for suspect in remaining_suspects
-            if _get_workload_and_cell(suspect) in cases
-        ]
-        remaining_suspects = [suspect for suspect in remaining_suspects if _get_workload_and_cell(suspect) not in cases]
-        looks += _duel_or_remeasure(matching, run, store, observer, pool)
+        matching = []
+        missing = []
+        for suspect in remaining_suspects:
+            case = case_by_cell.get((suspect.trend.series.workload, suspect.trend.cell))
+            if case is None:
+                missing.append(suspect)
+            else:
+                matching.append((suspect, case))
+        looks += _duel_or_remeasure(matching, run, remeasurer)
+        remaining_suspects = missing
     if remaining_suspects:
         looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
     return join_looks(looks)
 
 
-def _get_workload_and_cell(suspect: Change) -> tuple[str, Cell | None]:
-    return suspect.trend.series.workload, suspect.trend.cell
-
-
 def _duel_or_remeasure(
-    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: SessionPool
+    suspects: Sequence[tuple[Change, str]], run: Run, remeasurer: Remeasurer
 ) -> Iterator[SecondLook]:
     """Measures each suspected change in a duel with the last commit before the change. If no duel is possible,
     measures the case again. `suspects` are pairs of a change and the id of its case in the run.
@@ -262,26 +256,31 @@ def _duel_or_remeasure(
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, group in by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
-        second_look = duel_with_commit(since, run.request, store, renamed_suspects, observer, pool)
+        second_look = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
         if second_look is None or second_look.refused:
             not_duelled += group
             continue
-        figures = {
-            case_and_metric(change.comparison): second_look.comparisons.get((case, change.comparison.metric))
-            for change, case in group
-        }
-        comparisons_by_key = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
-        yield replace(second_look, comparisons=comparisons_by_key)
+        figures = {}
+        for change, case in group:
+            step = change.comparison
+            figure = second_look.comparisons.get((case, step.metric))
+            if figure is not None:
+                figures[case_and_metric(step)] = replace(figure, case=step.case)
+        yield replace(second_look, comparisons=figures)
     # 2. If a commit cannot be built any more, measure its suspects again here, and compare the values with their
     # history.
     if not not_duelled:
         return
-    rerun, refused = remeasure_cases(run, {case for _, case in not_duelled}, store, observer)
+    rerun, refused = remeasurer.measure_cases(run, {case for _, case in not_duelled})
     if rerun is None:
         yield SecondLook({}, refused=refused)
         return
-    values = {case_and_metric(change.comparison): _compare_with_step(change, rerun) for change, _ in not_duelled}
-    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {rerun.id}")
+    figures = {}
+    for change, _ in not_duelled:
+        figure = _compare_with_step(change, rerun)
+        if figure is not None:
+            figures[case_and_metric(change.comparison)] = figure
+    yield SecondLook(figures, f"measured again in run {rerun.id}")
 
 
 def _compare_with_step(change: Change, run: Run) -> Comparison | None:

@@ -11,7 +11,7 @@ import pytest
 from junitparser import JUnitXml
 
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.features.gate import history as source
+from fp8bench.features.gate.history import compare_history
 from fp8bench.features.gate.judging import (
     GateOutcome,
     JudgedFigure,
@@ -20,6 +20,7 @@ from fp8bench.features.gate.judging import (
     case_and_metric,
     judge_first_look,
 )
+from fp8bench.features.gate.stored_runs import Remeasurer
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
 from tests.counts import for_each
@@ -73,7 +74,7 @@ FindSteps = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 def looked_again(store: Path) -> FindSteps:
     """All figures of the history after both looks, and the initial suspects."""
-    found = source.compare_history(store, TERMINAL)
+    found = compare_history(store, TERMINAL)
     figures = judge_first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
     assert suspects and found.confirm is not None
@@ -87,11 +88,11 @@ def test_a_second_look_must_lie_near_the_new_level(
     bf16_history(tmp_path, *STEPPED)
     asked: list[set[str]] = []
 
-    def measured(run: Run, cases: set[str], _: Path, __: object) -> tuple[Run, str]:
+    def measured(_: object, run: Run, cases: set[str]) -> tuple[Run, str]:
         asked.append(cases)
         return run_at(99, records=bf16_at(times)), ""
 
-    monkeypatch.setattr(source, "remeasure_cases", measured)
+    monkeypatch.setattr(Remeasurer, "measure_cases", measured)
     settled, suspects = looked_again(tmp_path)
     assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
     assert len(asked) == 1 and all(case.startswith("gemm[") and case.endswith("/bf16") for case in asked[0])
@@ -108,7 +109,7 @@ def test_an_error_that_became_nan_fails(store: Path, fp8bench: Say, monkeypatch:
     assert out.split("\n")[-3].split()[-3:] == ["nan", "-", "-"]
     for again, outcome in ((math.nan, GateOutcome.REGRESSION), (0.02, GateOutcome.CLEARED)):
         answer = run_at(99, records=with_error(again)), ""
-        monkeypatch.setattr(source, "remeasure_cases", lambda *_, answer=answer: answer)
+        monkeypatch.setattr(Remeasurer, "measure_cases", lambda *_, answer=answer: answer)
         settled, suspects = looked_again(store)
         assert {figure.outcome for figure in settled if figure.comparison in suspects} == {outcome}
 
@@ -128,11 +129,11 @@ def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkey
     others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
     asked: list[str] = []
 
-    def measured(run: Run, *_: object) -> tuple[Run, str]:
+    def measured(_: object, run: Run, __: object) -> tuple[Run, str]:
         asked.append(run.id)
         return run_at(99, records=bf16_at(1.5)), ""
 
-    monkeypatch.setattr(source, "remeasure_cases", measured)
+    monkeypatch.setattr(Remeasurer, "measure_cases", measured)
     for number, time in enumerate(STEPPED):
         path = keep(store, run_at(number, records=bf16_at(time)))
         keep(store, run_at(number, number + 1.5, records=others))
@@ -152,7 +153,7 @@ def test_a_duel_with_the_commit_before_the_step(
     bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
-    def duel_with_commit(commit: str, _: object, __: Path, suspects: Sequence[Comparison], *___: object) -> SecondLook:
+    def duel_with_commit(_: object, commit: str, __: object, suspects: Sequence[Comparison]) -> SecondLook:
         asked.append((commit, [suspect.case for suspect in suspects]))
         where = Direction.WORSE if times > 1 else Direction.SAME
         ratio = Interval(times, times * 0.99, times * 1.01, 0.99)
@@ -164,7 +165,7 @@ def test_a_duel_with_the_commit_before_the_step(
         }
         return SecondLook(found, "in duel abc")
 
-    monkeypatch.setattr(source, "duel_with_commit", duel_with_commit)
+    monkeypatch.setattr(Remeasurer, "duel_with_commit", duel_with_commit)
     settled, suspects = looked_again(tmp_path)
     figure = next(figure for figure in settled if figure.comparison.metric == "relative_time")
     assert figure.outcome is outcome and "in duel abc" in figure.why

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from fp8bench.features.gate.judging import (
     select_discoveries,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, SessionPool, add_earlier_sessions, judge_source
+from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, Remeasurer, judge_source
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import summarize_limits
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
@@ -480,14 +481,10 @@ def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> N
 
 
 def test_sessions_of_second_duels_add_up() -> None:
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(Path(), SILENT)
     measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
-    assert [len(add_earlier_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [
-        1,
-        2,
-        1,
-        3,
-    ]
+    counts = [len(remeasurer.add_earlier_sessions(measured, commit).sessions) for commit in "aaba"]
+    assert counts == [1, 2, 1, 3]
 
 
 # Spread of processes within a side, and the slow-down of one case.
