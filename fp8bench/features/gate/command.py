@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import compare_history
-    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_source, load_duel
+    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_comparisons, load_duel
     from fp8bench.features.gate.view import (
         CODE_AND_TEXT_BY_STATUS,
         render_comment,
@@ -152,7 +152,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     # 3. Judge the figures. Suspected figures are measured again before the gate fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
-    verdict = judge_source(source, rules, arguments.rerun, observer)
+    verdict = judge_comparisons(source, rules, arguments.rerun, observer)
     # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
     code = verdict.exit_code
     text = ""

@@ -107,7 +107,7 @@ def find_unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[C
         yield make_failed_comparison(name, suite, evidence, f"run {run.id} was interrupted before it was measured")
 
 
-def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
+def judge_comparisons(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
     """Returns the gate's verdict on all comparisons of `source`. Figures that seem worse are suspects. With `rerun`
     they are measured again, which confirms them or rules them out. A time counts as undecided if the gate would not
     have noticed a slow-down of it.

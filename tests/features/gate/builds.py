@@ -31,7 +31,7 @@ from fp8bench.features.gate.judging import (
     judge_first_look,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import GateSource, Remeasurer, judge_source
+from fp8bench.features.gate.stored_runs import GateSource, Remeasurer, judge_comparisons
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
@@ -86,7 +86,7 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
         again = _comparisons(before, [setting.run(draw, planted)], after)
         return SecondLook({case_and_metric(case): case for case in again}, "again")
 
-    return judge_source(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
+    return judge_comparisons(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
@@ -108,7 +108,9 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
         again = replace(again, results=tuple(remeasurer.add_earlier_sessions(one, "a") for one in again.results))
         return SecondLook({case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
 
-    return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Remeasurement.DUEL), (), True, SILENT)
+    return judge_comparisons(
+        GateSource("duel", comparisons(duel()), confirm, second=Remeasurement.DUEL), (), True, SILENT
+    )
 
 
 def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:

@@ -20,7 +20,7 @@ from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
-from fp8bench.features.gate.stored_runs import GateSource, judge_source, make_failed_comparison
+from fp8bench.features.gate.stored_runs import GateSource, judge_comparisons, make_failed_comparison
 from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, Review, ReviewStatus, render_comment, review_duel
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
@@ -63,7 +63,7 @@ def case(
 def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
     duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
     source = GateSource("duel", comparisons(duel), None, notes, duel=duel)
-    return judge_source(source, (), False, TERMINAL), duel
+    return judge_comparisons(source, (), False, TERMINAL), duel
 
 
 REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
@@ -122,7 +122,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     lost = GateSource(
         "duel", (make_failed_comparison("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),)
     )
-    for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
+    for unfinished in (judge_comparisons(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
         assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
     assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
         CODE_AND_TEXT_BY_STATUS

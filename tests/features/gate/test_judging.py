@@ -30,7 +30,7 @@ from fp8bench.features.gate.judging import (
     select_discoveries,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, Remeasurer, judge_source
+from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, Remeasurer, judge_comparisons
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import summarize_limits
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
@@ -205,7 +205,7 @@ def test_what_would_confirm_is_named() -> None:
 @for_each(("launches", "is_noted"), [(5.0, True), (6.0, False)])
 def test_a_suspect_that_does_the_same_work_says_so(launches: float, is_noted: bool) -> None:
     counted = exact(1.0, metric="launches", unit="count", before=5.0, after=launches)
-    judged = judge_source(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
+    judged = judge_comparisons(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
     assert judged[0].outcome is GateOutcome.SUSPECTED
     assert ("its operators and bytes are the same in both" in judged[0].why) is is_noted
 
@@ -388,14 +388,17 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLim
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     source = GateSource("a history", newest=(SeriesState(FLAT, level),))
-    verdict = judge_source(source, (), True, SILENT)
+    verdict = judge_comparisons(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
     # Figures other than times are only listed, and a rule with a higher threshold lets it pass.
     memory = replace(source, newest=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
-    assert judge_source(memory, (), True, SILENT).exit_code == 0 and judge_source(memory, (), True, SILENT).sights
-    assert judge_source(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
+    assert (
+        judge_comparisons(memory, (), True, SILENT).exit_code == 0
+        and judge_comparisons(memory, (), True, SILENT).sights
+    )
+    assert judge_comparisons(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
@@ -450,7 +453,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
     source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Remeasurement.DUEL)
-    verdict = judge_source(replace(source, lost=frozenset({change.case})), (), True, SILENT)
+    verdict = judge_comparisons(replace(source, lost=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
@@ -465,7 +468,7 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
         left = iter(answers)
         confirm = lambda _: SecondLook({case_and_metric(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
         source = GateSource("b against a", (suspect,), confirm, second=Remeasurement.DUEL, budget=budget)
-        code = judge_source(source, (), True, SILENT).exit_code
+        code = judge_comparisons(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
     assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
