@@ -16,11 +16,10 @@ from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.claim.decide import answer_claim
 from fp8bench.features.claim.rows import ClaimsFile, load_claims
-from fp8bench.features.claim.runs import CannotMeasure, RunRequest, StoredRun, iterate_measured_claims, without_device
-from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, Standing
+from fp8bench.features.claim.runs import RunRequest, StoredRun, get_run_id, iterate_measured_claims, without_device
+from fp8bench.features.claim.values import Answer, CannotDecide, CheckedAnswer, Claim, ClaimAnswer, Standing
 from fp8bench.features.train.kind import load_training
 from fp8bench.files import Damaged, keeping, parse_json, read_file, seal, unseal, write_whole
-from fp8bench.model import Run
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.runs.run_file import load_run
 
@@ -46,14 +45,14 @@ def write_folder(
         (folder / _RUNS).mkdir(parents=True, exist_ok=True)
         digests = {}
         for run in runs_by_claim.values():
-            path = folder / _RUNS / f"{_get_id(run)}.jsonl"
+            path = folder / _RUNS / f"{get_run_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
-            digests[_get_id(run)] = _compute_digest(path)
+            digests[get_run_id(run)] = _compute_digest(path)
         content = {
             "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
             "answers": [_encode_answer(answer, claims) for answer in answers],
-            "runs_by_claim": {claim: _get_id(run) for claim, run in runs_by_claim.items()},
+            "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
             "digests": digests,
         }
         write_whole(folder / _CLAIMS, claims.text)
@@ -188,7 +187,7 @@ class _StoredRuns:
         """Returns the stored run of a measured claim. Raises StoreError if the run was measured by a different
         command."""
         if claim.id not in self.runs_by_claim:
-            raise CannotMeasure("the folder has no run of this claim", "")
+            raise CannotDecide("the folder has no run of this claim")
         run_id = self.runs_by_claim[claim.id]
         if run_id not in self._loaded:
             self._loaded[run_id] = load_stored_run(self.find_path(run_id))
@@ -223,8 +222,8 @@ def _find_troubles(run_id: str, path: Path) -> Iterator[str]:
     except StoreError as error:
         yield f"it cannot be read ({error})"
         return
-    if _get_id(run) != run_id:
-        yield f"it holds the run {_get_id(run)}, so runs were exchanged"
+    if get_run_id(run) != run_id:
+        yield f"it holds the run {get_run_id(run)}, so runs were exchanged"
     yield from run.troubles
 
 
@@ -235,10 +234,6 @@ def load_stored_run(path: Path) -> StoredRun:
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
     return load_training(path) if b'"training":' in first_line else load_run(path)
-
-
-def _get_id(run: StoredRun) -> str:
-    return run.id if isinstance(run, Run) else run.training.id
 
 
 def _compute_digest(path: Path) -> str:

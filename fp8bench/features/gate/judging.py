@@ -412,7 +412,9 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
         reason = limit.unknown or change.why
         nights = limit.nights
         if not reason and nights is not None and nights < SENSITIVE_AFTER_NIGHTS:
-            reason = f"history too young: {nights} nights at this level, of about {SENSITIVE_AFTER_NIGHTS} that it takes"
+            reason = (
+                f"history too young: {nights} nights at this level, of about {SENSITIVE_AFTER_NIGHTS} that it takes"
+            )
         sensitivity = f"the smallest slow-down that would have been found is {limit.smallest_text}"
         if math.isinf(limit.smallest):
             sensitivity = "no slow-down would have been found"

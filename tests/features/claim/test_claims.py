@@ -26,11 +26,11 @@ from fp8bench.features.claim.folder import check_folder, load_stored_run, write_
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
 from fp8bench.features.claim.runs import RunSource, find_stored_run, fits_device, is_reusable
-from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Reading, Standing
+from fp8bench.features.claim.values import Answer, CannotDecide, Claim, ClaimAnswer, ClaimKind, Reading, Standing
 from fp8bench.features.claim.view import render_answers
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.files import seal, unseal
-from fp8bench.model import Case, Environment, Label, Level, Request, Run
+from fp8bench.model import Case, Environment, Label, Level, Request, Run, Status
 from fp8bench.plan.make import make_plan
 from fp8bench.report.page.markdown import render
 from fp8bench.store.runs.run_file import load_run
@@ -310,7 +310,25 @@ def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch
     noisy = read(spread=0.5, hard=())
     assert calm.value and (calm.low, calm.high) == (0.99 * calm.value, 1.01 * calm.value)
     assert (noisy.low, noisy.high) == (0.5 * calm.value, 1.5 * calm.value)
-    assert "could not be timed reliably (throttled)" in read(hard=(Label.THROTTLED,)).why
+    with pytest.raises(CannotDecide, match=r"could not be timed reliably \(throttled\)"):
+        read(hard=(Label.THROTTLED,))
+
+
+def test_a_remedy_is_named_where_a_command_helps(gemm: Run) -> None:
+    claim = replace(claim_of(), figure="time", case=(("mode", "bf16"), ("n", "64")), device=("cpu",))
+    failed = tuple(
+        replace(record, status=Status.FAILED, reason="no emulated product") if record.case.mode == "bf16" else record
+        for record in gemm.records
+    )
+    for run, question, remedy in (
+        (gemm, replace(claim, figure="speedup"), "`fp8bench suite gemm`: remove --quick from `run` in the row"),
+        (gemm, replace(claim, case=(("mode", "fp8"), ("n", "64"))), "`fp8bench suite gemm --quick` on a device that"),
+        (replace(gemm, records=failed), claim, ""),
+        (gemm, replace(claim, figure="time ratio", sentence="BF16 is faster than FP16"), ""),
+    ):
+        answered = answer_from_run(question, run)
+        assert answered.answer is Answer.CANNOT_TELL and answered.remedy.startswith(remedy)
+        assert bool(answered.remedy) is bool(remedy)
 
 
 def test_a_case_has_to_be_one(gemm: Run) -> None:
