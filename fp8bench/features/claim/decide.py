@@ -46,7 +46,7 @@ def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
     value = computed.value
     answer = Answer.REFUTED if claim.find_side(value) else Answer.CONFIRMED
     return ClaimAnswer(
-        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.sources))
+        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.citations))
     )
 
 
@@ -69,7 +69,7 @@ def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
     limit_text = "the peak rate of the device" if is_rate else "the shortest possible time on the device"
     value = describe(limit.value, claim.unit)
     return ClaimAnswer(
-        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *limit.sources))
+        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *limit.citations))
     )
 
 
