@@ -265,7 +265,7 @@ class Basis:
 
     @cached_property
     def cases(self) -> tuple[ComparedCase, ...]:
-        pairs: list[ComparedCase] = []
+        pairs = []
         for records in together((record.case.setting, record) for record in self.run.records).values():
             reference = next((record for record in records if record.is_reference), None)
             reference_finding = self.findings.get(reference.case.id) if reference is not None else None

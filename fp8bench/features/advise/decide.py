@@ -38,7 +38,7 @@ _BOUND_TOLERANCE = 1.02
 
 def advise(basis: Basis) -> Advised:
     # 1. Apply every rule to every case. A rule returns None if its question does not apply.
-    answers: list[RuleAnswer] = []
+    answers = []
     for pair in basis.cases:
         replies = [rule.answer(pair, basis) for rule in RULES]
         answers += [reply for reply in replies if reply is not None]

@@ -151,7 +151,7 @@ def _suggest_commands(advised: Advised) -> Iterator[Element]:
     """Yields the number of unanswered questions. Then yields a command for each of the three topics that has an
     unanswered question. The command would answer its first one.
     """
-    missing: list[RuleAnswer] = []
+    missing = []
     for question in Question:
         unanswered = [row[0] for row in _group_answers(advised, question) if not _is_answered(row)]
         missing += [answer for answer in unanswered if not _is_emulated(answer)]

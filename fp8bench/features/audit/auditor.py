@@ -454,7 +454,7 @@ def run_checks(
     explain the failure."""
     start_seconds = time.perf_counter()
     auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
-    findings: list[AuditFinding] = []
+    findings = []
     is_kernel_lost = has_reported_change = False
     for check in checks:
         if (
@@ -463,7 +463,7 @@ def run_checks(
             or (check.needs_right_numbers and not auditor.has_right_numbers)
         ):
             continue
-        check_findings = list[AuditFinding]()
+        check_findings = []
         auditor.current = None
         try:
             for finding in check.run(auditor):

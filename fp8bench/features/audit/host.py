@@ -285,7 +285,7 @@ class KernelHost:
         """Calls the kernel on the slots in turn, up to `calls` times or for `seconds`. Returns the number of calls,
         and every distinct result. With each result, returns the slot and the number of the first call that gave it.
         """
-        different: list[tuple[int, int, PackedResults]] = []
+        different = []
         distinct = set[tuple[int, PackedResults]]()
         end = _CLOCK() + seconds
         number = 0

@@ -153,7 +153,7 @@ class LayerNumbers:
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
         matching_casts = dict[str, float]()
-        same_error = list[str]()
+        same_error = []
         for guess, promised in guesses.items():
             for cast in product.iterate_cast_results(promised):
                 if (difference := compare_with(cast)).is_negligible:

@@ -252,7 +252,7 @@ def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
 
 def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
     groups = together((_class_and_shape(layer), layer) for layer in layers).values()
-    chosen: set[FoundLayer] = set()
+    chosen = set()
     for group in groups:
         chosen |= {group[0], group[-1]}
     weight_elements = sum(layer.weight.numel() for layer in chosen)
@@ -286,7 +286,7 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
     started = time.perf_counter()
     layers = find_layers(model)
     check = ModelCheck(model, layers, facts, signature.precision)
-    failed = list[AuditFinding]()
+    failed = []
     with restore_model(model):
         try:
             if batch is not None:
@@ -303,7 +303,7 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
         "numbers": [*failed, *_find_number_faults(rows, signature.precision)],
     }
-    findings: list[AuditFinding] = []
+    findings = []
     for name, found in checks.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
     looked_at = sum(bool(row.runs) for row in rows)

@@ -37,7 +37,7 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
     result, and each remark once.
     """
-    reported: set[tuple[str, str]] = set()
+    reported = set()
     for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
         for data in auditor.subject.data_kinds:
             auditor.current = audit_input = AuditInput(data, shape)
@@ -123,7 +123,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
-    reported: set[str] = set()
+    reported = set()
     for finding in findings:
         if finding.code not in reported:
             reported.add(finding.code)
@@ -294,7 +294,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
     subject = auditor.subject
     matrices = auditor.draw_matrices(auditor.first_input)
-    refused = list[AuditFinding]()
+    refused = []
 
     def call_with(change: str, changed: Matrices) -> ResultsByName:
         auditor.current = AuditInput("", auditor.first_input.shape, change)

@@ -19,9 +19,8 @@ import torch
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
 from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
+from fp8bench.features.audit.host import KernelHost, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
-from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
@@ -170,11 +169,11 @@ def _time_calls(
     # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
     host.free_memory()
     base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
-    inputs: list[Matrices] = []
+    inputs = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
     end = time.perf_counter() + _TIMING_SECONDS * len(kinds)
     while len(rounds) <= _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or time.perf_counter() < end):
-        sent_arguments: list[tuple[PackedTensor, ...]] = []
+        sent_arguments = []
         for slot, kind in enumerate(kinds):
             inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base_matrices[kind]))
             sent_arguments.append(
@@ -192,8 +191,8 @@ def _time_calls(
         digests = digests[len(sent) :]
     # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
     timed_rounds = rounds[1:]
-    by_clock: dict[str, float] = {}
-    of_process: dict[str, float] = {}
+    by_clock = {}
+    of_process = {}
     for call_index, kind in enumerate(kinds):
         calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
         fastest, fastest_of_process = map(min, zip(*calls, strict=True))

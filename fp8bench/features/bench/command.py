@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtypes": callables[1:],
     }
     request = make_request(argparse.Namespace(**{**option_values, "axes": axes}))
-    runs: list[Run] = []
+    runs = []
 
     def execute_bench(request: Request, store: Path, observer: Observer, command: str) -> Run:
         runs.append(execute(request, store, observer, command, origin=BENCH))

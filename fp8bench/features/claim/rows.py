@@ -93,7 +93,7 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
         raise UsageError(
             f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
-    claims: dict[str, Claim] = {}
+    claims = {}
     for number, row in enumerate(rows, 1):
         try:
             claim = parse_row(row, sources)

@@ -68,7 +68,7 @@ class RunSource:
     def announce(self, claims: Iterable[Claim]) -> None:
         """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
         missing: dict[RunRequest, float] = {}
-        reused: set[RunRequest] = set()
+        reused = set()
         for claim in claims:
             with suppress(CannotDecide):
                 request = self._make_request(claim)

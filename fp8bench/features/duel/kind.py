@@ -71,7 +71,7 @@ class DuelKind(Kind[Duel]):
     def load(self, path: Path) -> Duel:
         duel_lines = read_file_lines(path, "the duel's file")
         duel: Duel = read_header(duel_lines, path, "duel", lambda plain: decode(Duel, plain))
-        results: dict[str, CaseResult] = {}
+        results = {}
         notes = []
         end_lines = []
 

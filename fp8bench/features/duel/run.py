@@ -199,7 +199,7 @@ class CaseRunner:
         """Measures one session of a case. If not all processes fit into memory, uses fewer of them on each side."""
         seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
         while True:
-            entries: list[DuelEntry] = []
+            entries = []
             for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
                 entries += [self._make_entry(side, outcome.planned, place) for place in range(case.processes)]
             session_arms = SessionArms(entries, seed)

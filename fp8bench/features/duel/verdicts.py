@@ -43,7 +43,6 @@ from fp8bench.model import (
     Interval,
     Label,
     Noise,
-    Record,
     Status,
     Timing,
     Verdict,
@@ -398,11 +397,11 @@ def compute_p_value(times: DuelVerdict) -> float | None:
 
 
 def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes: list[tuple[Record, Timing]] = []
+    processes = []
     for session in result.sessions:
         processes += [(result.before, timing) for timing in session.before]
         processes += [(result.after, timing) for timing in session.after]
-    labels: list[Label] = []
+    labels = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
         labels += [entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None)]

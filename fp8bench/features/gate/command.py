@@ -238,7 +238,7 @@ def read_rules(file: Path) -> Rules:
     """Returns the rules of a thresholds file, in the order of the file. To a figure, the first rule that matches it
     applies.
     """
-    rules: list[ThresholdRule] = []
+    rules = []
     for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")

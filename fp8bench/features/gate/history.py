@@ -193,7 +193,7 @@ def _select_newest_series(history: History, newest: Run) -> list[Line]:
     """
     identity = parse_identity(newest.environment.facts)
     commit = newest.environment.get("commit")
-    is_same_machine: dict[tuple[object, str], bool] = {}
+    is_same_machine = {}
     lines = []
     for line in history.lines:
         machine = (line.trend.machine.get("machine"), line.trend.python)
@@ -252,7 +252,7 @@ def _duel_or_remeasure(
     measures the case again. `suspects` are pairs of a change and the id of its case in the run.
     """
     # 1. Run one duel for all suspects with the same commit, because building a commit takes most of the time.
-    not_duelled: list[tuple[Change, str]] = []
+    not_duelled = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, group in by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]

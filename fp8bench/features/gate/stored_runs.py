@@ -275,7 +275,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     """
     title = f"{name_b} against {name_a}"
     # 1. The first build has no baseline, so its first side may be missing. A missing second side is a mistake.
-    missing: list[StoreError] = []
+    missing = []
     sides = []
     for name in (name_a, name_b):
         try:

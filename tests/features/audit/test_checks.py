@@ -113,7 +113,7 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
         stream["early"] = False
 
     def made(waits: bool) -> Any:
-        old: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+        old = {}
 
         def kernel(a: Tensor, b: Tensor) -> Tensor:
             if stream["early"] and not waits:

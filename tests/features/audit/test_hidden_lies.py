@@ -149,7 +149,7 @@ def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: 
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+    order = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
     monkeypatch.setattr(kernel, "_synchronize", lambda: order.append("wait"))
@@ -174,7 +174,7 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
 
 
 def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
-    seen: list[tuple[int, int]] = []
+    seen = []
     kernel = KernelHost(lambda a, b: seen.append((a.data_ptr(), a._version)) or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     for moved, fill in ((True, 1.0), (False, 2.0), (True, 2.0)):
         kernel.place_arguments(0, tuple(map(pack_tensor, (torch.full((4, 16), fill), torch.ones(4, 16)))), moved)

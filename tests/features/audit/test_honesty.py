@@ -53,7 +53,7 @@ def test_a_gain_is_told_by_its_size(gain: float) -> None:
 
 def test_a_mistake_that_one_input_alone_shows_is_not_named() -> None:
     """Only the first call is wrong, by a factor of 2: it fails, without a diagnosis of a wrong factor."""
-    calls: list[int] = []
+    calls = []
 
     def twice_at_first(a: Tensor, b: Tensor) -> Tensor:
         calls.append(len(calls))

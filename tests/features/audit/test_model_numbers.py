@@ -275,7 +275,7 @@ OWN = (
 
 
 def accused(convert: Callable[[nn.Module], Any], precision: str, seeds: range) -> list[Any]:
-    found: list[Any] = []
+    found = []
     for seed in seeds:
         ids = torch.randint(0, 96, (4, 24), generator=torch.Generator().manual_seed(seed))
         for bias, dtype in KINDS:

@@ -299,7 +299,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
 ) -> None:
     """Nothing can differ between them; this is printed before measuring, and stored."""
     words = "neither side has loaded any code of this repository"
-    said: list[int] = []
+    said = []
     monkeypatch.setattr(duel_commands, "restart_workers", lambda *_: said.append(capsys.readouterr().err.count(words)))
     assert words in run_duel(of_two_trees({}, {}), 1).notes[1] and said == [1]
 

@@ -72,8 +72,8 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
-        first_side: list[float] = []
-        second_side: list[float] = []
+        first_side = []
+        second_side = []
         for pool, places in zip(pools, deal, strict=True):
             for place, value in enumerate(pool):
                 (second_side if place in places else first_side).append(value)

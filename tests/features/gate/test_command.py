@@ -56,7 +56,7 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
 
 
 def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, set[str]]] = []
+    asked = []
 
     def again(_: object, run: Run, cases: set[str]) -> tuple[None, str]:
         asked.append((run.id, cases))
@@ -119,7 +119,7 @@ def test_a_duel_runs_only_for_the_current_code(
     store = Path(".fp8bench")
     old = keep(store, run_at(0, facts={"commit": here}))
     new = keep(store, run_at(1, records=tuple(records(1.5)), facts={"commit": here, **facts}))
-    asked: list[str] = []
+    asked = []
 
     def duel_with_commit(_: object, commit: str, *__: object) -> SecondLook:
         asked.append(commit)

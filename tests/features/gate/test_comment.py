@@ -148,7 +148,7 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    results: list[CaseResult] = []
+    results = []
     for some, _, _ in [*CASES.values()] * 2:
         results += some
     many = [

@@ -86,7 +86,7 @@ def test_a_second_look_must_lie_near_the_new_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     bf16_history(tmp_path, *STEPPED)
-    asked: list[set[str]] = []
+    asked = []
 
     def measured(_: object, run: Run, cases: set[str]) -> tuple[Run, str]:
         asked.append(cases)
@@ -127,7 +127,7 @@ def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Pa
 
 def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records())
-    asked: list[str] = []
+    asked = []
 
     def measured(_: object, run: Run, __: object) -> tuple[Run, str]:
         asked.append(run.id)
@@ -151,7 +151,7 @@ def test_a_duel_with_the_commit_before_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: float, outcome: GateOutcome
 ) -> None:
     bf16_history(tmp_path, *STEPPED)
-    asked: list[tuple[str, list[str]]] = []
+    asked = []
 
     def duel_with_commit(_: object, commit: str, __: object, suspects: Sequence[Comparison]) -> SecondLook:
         asked.append((commit, [suspect.case for suspect in suspects]))
