@@ -463,7 +463,7 @@ def run_checks(
             or (check.needs_right_numbers and not auditor.has_right_numbers)
         ):
             continue
-        check_findings = []
+        check_findings = list[AuditFinding]()
         auditor.current = None
         try:
             for finding in check.run(auditor):

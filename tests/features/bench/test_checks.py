@@ -172,12 +172,14 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
             check_targets(targets, against)
     with pytest.raises(UsageError, match=r"the inputs of torch:abs are unknown. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
-    with pytest.raises(UsageError, match="or omit both"):
-        choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")
-    with pytest.raises(UsageError, match="or omit both"):
-        choose_axes(("torch:relu", mine), (), "bf16", None, "hot")
-    with pytest.raises(UsageError, match="this file does not exist"):
-        choose_axes(("torch:relu", mine), (), None, "absent.pt", "hot")
+    for shapes, dtype, source, sentence in (
+        (("8x8",), None, "mine.py:inputs", "Give one of the two"),
+        ((), "bf16", None, "Add --shape, or omit --dtype"),
+        ((), None, "absent.pt", "this file does not exist"),
+        ((), None, "batch.npz", "neither file.py:function nor a file of tensors"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            choose_axes(("torch:relu", mine), shapes, dtype, source, "hot")
 
 
 def test_shapes_of_arguments_are_parsed() -> None:
