@@ -101,7 +101,7 @@ class Subject(ABC):
         "64x264x8192,257x513x769,1000x129x1000,768x1280x640,32x4096x4096"
     )
     data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA)
-    zeroed_operands: ClassVar[tuple[int, ...]] = (0,)
+    zeroed_operand: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         SUBJECTS[cls.kind] = cls
@@ -227,7 +227,7 @@ class AttentionSubject(Subject):
     shapes = _parse_shapes("64x4x64,128x2x32,96x3x128")
     odd_shapes = _parse_shapes("1x2x64,33x3x64,65x2x32,130x1x128")
     timed_shape = Shape(128, 1, 64)
-    zeroed_operands = (2,)
+    zeroed_operand = 2
     tall_shape = Shape(520, 1, 64)
     small_shape = Shape(16, 2, 32)
     real_shapes = _parse_shapes(

@@ -101,9 +101,7 @@ _SECOND_SLOT = 1
 
 
 def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Finds results that are remembered or overwritten. For this it calls the kernel repeatedly, and changes memory
-    between the calls.
-    """
+    """Calls the kernel repeatedly, with changes of memory between calls. Finds remembered or overwritten results."""
     auditor.current = auditor.first_input
     host = auditor.subject.host
     auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
@@ -113,10 +111,9 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
     if host.reread_kept_results() != first_results:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
-        repeated_calls = _iterate_repeated_calls(auditor)
         yield from _first_of_each_code(
             make_failure(code, reason)
-            for code, reason, matrices, results in repeated_calls
+            for code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
         )
         yield from _check_small_calls(auditor)
@@ -197,7 +194,7 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
     must be right.
     """
     subject = auditor.subject
-    host = auditor.subject.host
+    host = subject.host
     shape = auditor.round_up_shape(subject.small_shape)
     matrices_by_slot = {}
     try:
@@ -225,9 +222,7 @@ def _sum_differences(first: ResultsByName, results: ResultsByName) -> float:
 
 
 def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to the matching
-    forward call.
-    """
+    """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to their input."""
     subject = auditor.subject
     auditor.current = auditor.first_input
     two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_data(auditor, _UNIFORM_DATA)]
@@ -309,17 +304,14 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
         auditor.tried += len(results)
         return results
 
-    first, *remaining = matrices
-    zeroed_matrices = (
-        torch.zeros_like(x) if place in subject.zeroed_operands else x for place, x in enumerate(matrices)
-    )
-    for result in list(call_with("zeros", tuple(zeroed_matrices)).values())[:1]:
-        if (result != 0).any():
-            yield make_failure("zeros", "an input of zeros gave results that are not zero")
-    subnormal_matrix = first * torch.finfo(first.dtype).smallest_normal / 4
-    for result in list(call_with("subnormal numbers", (subnormal_matrix, *remaining)).values())[:1]:
-        if not result.isfinite().all():
-            yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
+    zeroed = subject.zeroed_operand
+    results = call_with("zeros", _replace_operand(matrices, zeroed, torch.zeros_like(matrices[zeroed])))
+    if results and _get_first(results).any():
+        yield make_failure("zeros", "an input of zeros gave results that are not zero")
+    subnormal_matrix = matrices[0] * torch.finfo(matrices[0].dtype).smallest_normal / 4
+    results = call_with("subnormal numbers", _replace_operand(matrices, 0, subnormal_matrix))
+    if results and not _get_first(results).isfinite().all():
+        yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
     for operand, matrix in enumerate(matrices):
         last_index = matrix.numel() - 1
         for index in (0, (last_index - matrix.shape[-1]) // 2, last_index):
@@ -331,26 +323,31 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
             results = call_with(f"a NaN {location}", nan)
             if results and not _select_results_of_row(subject, results, operand, row).isnan().any():
                 yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
+            if subject.kind is AuditKind.ATTENTION:
+                continue
             # An infinity may become the largest number or NaN, but must not count as zero.
-            results = call_with(f"an infinity {location}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
+            results = call_with(f"an infinity {location}", infinity)
             if results and _select_results_of_row(subject, results, operand, row).isfinite().all():
-                promises = subject.expected_results(zero)
-                if not any(
-                    promises[name].judge(result, search_mistakes=False).has_failed for name, result in results.items()
-                ):
-                    yield make_failure(
-                        "infinity-lost", f"an infinity {location}: results are those of a zero in its place"
-                    )
+                expected = subject.expected_results(zero)
+                verdicts = [expected[name].judge(result, search_mistakes=False) for name, result in results.items()]
+                if not any(verdict.has_failed for verdict in verdicts):
+                    reason = f"an infinity {location}: results are those of a zero in its place"
+                    yield make_failure("infinity-lost", reason)
     yield from refused
+
+
+def _get_first(results: ResultsByName) -> Tensor:
+    """Returns the only result, or the forward result of a linear layer."""
+    return next(iter(results.values()))
 
 
 def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
-    kind = subject.kind
-    tensors = list(results.values())
-    result = tensors[operand == 2 and kind is AuditKind.LINEAR]
+    result = _get_first(results)
+    if subject.kind is AuditKind.LINEAR and operand == 2:  # the gradient
+        result = results["input gradient"]
     result = result.reshape(-1, result.shape[-1])
-    if kind is AuditKind.ATTENTION and operand:
+    if subject.kind is AuditKind.ATTENTION and operand:
         return result
     return result[:, row] if operand == 1 else result[row]
 

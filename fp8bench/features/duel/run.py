@@ -197,18 +197,16 @@ class CaseRunner:
 
     def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
         """Measures one session of a case. If not all processes fit into memory, uses fewer of them on each side."""
-        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
+        planned_case = case.before.planned.case
+        seed = random.Random(f"{self.seed}:{number}:{planned_case.id}").getrandbits(32)
         while True:
             entries = []
             for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
                 entries += [self._make_entry(side, outcome.planned, place) for place in range(case.processes)]
             session_arms = SessionArms(entries, seed)
             failure: ArmFailed | None = None
-            session: Session | None = None
             try:
-                session = session_arms.measure(
-                    rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0)
-                )
+                session = session_arms.measure(rule, lambda doing: self.observer.working(planned_case, doing, 0.0))
             except ArmFailed as raised:
                 failure = raised
             except CompilingFailed as raised:
@@ -217,22 +215,21 @@ class CaseRunner:
             finally:
                 release_failure = session_arms.release()
             failure = failure or release_failure
-            if failure is not None and ran_out_of_memory(failure.cause) and case.processes > 1:
+            if failure is None:
+                case.sessions.append(session)
+                return
+            is_out_of_memory = ran_out_of_memory(failure.cause)
+            if is_out_of_memory and case.processes > 1:
                 case.processes -= 1
                 continue
-            if failure is not None:
-                entry = session_arms.find_entry(failure.arm)
-                is_out_of_memory = ran_out_of_memory(failure.cause)
-                if not is_out_of_memory:
-                    entry.worker.restart()
-                outcome = case.before if entry.side == BEFORE else case.after
-                outcome.fail(
-                    "out of memory next to the other side" if is_out_of_memory else str(failure.cause), failure.cause
-                )
-                if not is_out_of_memory:
-                    self._try_other_side(entry.side, case, seed)
-            elif session is not None:
-                case.sessions.append(session)
+            entry = session_arms.find_entry(failure.arm)
+            outcome = case.before if entry.side == BEFORE else case.after
+            if is_out_of_memory:
+                outcome.fail("out of memory next to the other side", failure.cause)
+            else:
+                entry.worker.restart()
+                outcome.fail(str(failure.cause), failure.cause)
+                self._try_other_side(entry.side, case, seed)
             return
 
     def _try_other_side(self, failed_side: str, case: CaseProgress, seed: int) -> None:
@@ -396,11 +393,8 @@ def _measure_all_sessions(
             is_active = case.is_active
             remaining = (sessions - number) * len(cases) - position
             if is_active:
-                runner.measure(
-                    case,
-                    number,
-                    _choose_stopping_rule(request, budget_share(request.budget, start - later_starts, remaining)),
-                )
+                session_seconds = budget_share(request.budget, start - later_starts, remaining)
+                runner.measure(case, number, _choose_stopping_rule(request, session_seconds))
             if case.is_active and number == 0:
                 _check_loaded_code(pair)  # more of the user's code may be imported by now
                 runner.check_values(case)
@@ -440,10 +434,10 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
 
 def _note_idle_sides(pair: Pair) -> list[str]:
     tree = pair[1].start.tree
-    is_idle = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _find_shared_modules(
-        pair[0].start.imports
-    )
-    return [IDLE] if is_idle else []
+    if tree is None:
+        return []
+    modules = set(pair[1].workers[0].modules_under(tree))
+    return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE]
 
 
 def _check_loaded_code(pair: Pair) -> None:
