@@ -333,19 +333,19 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
     # Without a user's model, commands name the suite.
-    if "make" not in params:
-        return {
-            "again": f"fp8bench suite {case.workload} {dtypes_option}{store}",
-            "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}{store}",
-            "train": f"fp8bench train {dtypes_option} --seeds 5{store}",
-            "store": store,
-        }
-    make = params["make"]
-    forward = " --forward" * (params.get("pass") == "forward")
+    measure = f"suite {case.workload} {dtypes_option}"
+    study = f"sensitivity --dtype {case.precision} --reference {reference}"
+    train = f"train {dtypes_option}"
+    if "make" in params:
+        make = params["make"]
+        forward = " --forward" * (params.get("pass") == "forward")
+        measure = f"profile {make}{forward} --dtypes {dtype_option(case)}"
+        study = f"sensitivity {make} --dtype {case.precision}"
+        train = f"train {make} {dtypes_option}"
     return {
-        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}{store}",
-        "study": f"fp8bench sensitivity {make} --dtype {case.precision}{store}",
-        "train": f"fp8bench train {make} {dtypes_option} --seeds 5{store}",
+        "again": f"fp8bench {measure}{store}",
+        "study": f"fp8bench {study}{store}",
+        "train": f"fp8bench {train} --seeds 5{store}",
         "store": store,
     }
 

@@ -303,7 +303,7 @@ class Auditor:
         self.current: AuditInput | None = None
         self.tried = 0
         self.has_right_numbers = True
-        self.changed: AuditFinding | None = None
+        self.argument_change: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
 
@@ -351,9 +351,9 @@ class Auditor:
         """Records a finding if the kernel changed its arguments. It is about the first argument whose memory has a
         different checksum after the call."""
         for index, (packed, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
-            if compute_digest(packed) != digest and self.changed is None:
+            if compute_digest(packed) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"
-                self.changed = self.add_input(audit_input, make_failure("input-changed", reason))
+                self.argument_change = self.add_input(audit_input, make_failure("input-changed", reason))
 
     def judge_results(
         self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True, rng: Random | None = None
@@ -471,8 +471,8 @@ def run_checks(
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             check_findings.append(auditor.add_input(auditor.current, describe_stop(error)))
             is_kernel_lost = isinstance(error, (WorkerHung, WorkerLost))
-        if auditor.changed is not None and not has_reported_change:
-            check_findings.append(auditor.changed)
+        if auditor.argument_change is not None and not has_reported_change:
+            check_findings.append(auditor.argument_change)
             has_reported_change = True
         # A check without findings has passed; add a finding that says so.
         findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]

@@ -63,10 +63,10 @@ MAX_LOOKS = 4
 class GateSource:
     """The comparisons to judge, and how to measure suspects (figures that seem worse) again.
 
-    `confirm` measures suspects again, by the method `second`. If nothing can be judged, `problem` is the reason, and
-    `code` its exit code. `lost` are cases that the first side measured and that cannot be compared now. `duel` is set
-    if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds` per look. Both
-    numbers are None if unknown.
+    `confirm` measures suspects again, by the method `remeasurement`. If nothing can be judged, `problem` is the
+    reason, and `code` its exit code. `lost_cases` are those that the first side measured and that cannot be compared
+    now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about
+    `look_seconds` per look. Both numbers are None if unknown.
 
     For a history, `comparisons` are only the changes, and `newest` is the latest state of each series. `unchanged`
     has all figures, so that a rule for an unchanged figure counts as used.
@@ -78,11 +78,11 @@ class GateSource:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    second: Remeasurement = Remeasurement.AGAIN
+    remeasurement: Remeasurement = Remeasurement.AGAIN
     newest: tuple[SeriesState, ...] = ()
     unchanged: tuple[Comparison, ...] = ()
     duel: Duel | None = None
-    lost: frozenset[str] = frozenset()
+    lost_cases: frozenset[str] = frozenset()
     budget: float | None = None
     look_seconds: float | None = None
 
@@ -113,17 +113,17 @@ def judge_comparisons(source: GateSource, rules: Rules, rerun: bool, observer: J
     have noticed a slow-down of it.
     """
     figures = judge_first_look(source.comparisons, rules)
-    remeasurement = source.second if rerun and source.confirm is not None else Remeasurement.NONE
+    remeasurement = source.remeasurement if rerun and source.confirm is not None else Remeasurement.NONE
     if source.newest:
         limits = history_detection_limits(source.newest, rules, len(figures), remeasurement)
     else:
         limits = detection_limits(figures, remeasurement)
     if not source.problem:
         settled_figures = _note_same_work(_settle_suspects(figures, source, rules, rerun, observer))
-        figures = mark_undetectable(settled_figures, limits, source.lost)
+        figures = mark_undetectable(settled_figures, limits, source.lost_cases)
         changed_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable(
-            judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost
+            judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost_cases
         )
         figures += tuple(
             figure
@@ -312,8 +312,8 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         (*compared.comparisons, *interrupted_cases),
         partial(_remeasure_suspects, compared, Remeasurer(store, observer)),
         tuple(notes),
-        second=Remeasurement.DUEL if can_duel else Remeasurement.AGAIN,
-        lost=frozenset(lost_cases),
+        remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.AGAIN,
+        lost_cases=frozenset(lost_cases),
         budget=newest.request.budget,
     )
 
@@ -432,9 +432,9 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         (*figures, *interrupted_cases),
         confirm,
         notes,
-        second=remeasurement,
+        remeasurement=remeasurement,
         duel=duel,
-        lost=lost_cases,
+        lost_cases=lost_cases,
         budget=duel.request.budget,
     )
 

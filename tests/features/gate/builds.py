@@ -109,7 +109,7 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
         return SecondLook({case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
 
     return judge_comparisons(
-        GateSource("duel", comparisons(duel()), confirm, second=Remeasurement.DUEL), (), True, SILENT
+        GateSource("duel", comparisons(duel()), confirm, remeasurement=Remeasurement.DUEL), (), True, SILENT
     )
 
 

@@ -304,9 +304,9 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def sights(
-    *figures: Comparison, second: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
+    *figures: Comparison, remeasurement: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
 ) -> tuple[DetectionLimit, ...]:
-    return detection_limits(judge_first_look(figures, rules), second)
+    return detection_limits(judge_first_look(figures, rules), remeasurement)
 
 
 @counts(60, 400)
@@ -322,18 +322,18 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_raises_the_smallest_detectable_slow_down() -> None:
-    (usual,) = sights(figure(1.0, noise=DUEL), second=Remeasurement.DUEL)
+    (usual,) = sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.can_detect_threshold
     wide = Interval(1.0, 0.96, 1.04, 0.99)
-    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Remeasurement.DUEL)
+    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), remeasurement=Remeasurement.DUEL)
     assert noisy.smallest > 0.05 and not noisy.can_detect_threshold
     among = sights(
-        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Remeasurement.DUEL
+        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), remeasurement=Remeasurement.DUEL
     )
     assert all(other.smallest > usual.smallest for other in among)
-    assert sights(figure(1.0, noise=DUEL), second=Remeasurement.NONE)[0].smallest < usual.smallest
+    assert sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.NONE)[0].smallest < usual.smallest
     # A difference of 5 us exceeds 5% of a time of 10 us.
-    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Remeasurement.DUEL)
+    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), remeasurement=Remeasurement.DUEL)
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
@@ -344,7 +344,7 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     for sight in sights(*dozen):
         assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.can_detect_threshold
     # A later duel may fail figures that stored runs may not.
-    assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Remeasurement.DUEL))
+    assert all(sight.smallest < 0.1 for sight in sights(*dozen, remeasurement=Remeasurement.DUEL))
     (alone,) = sights(dozen[0])
     assert "fp8bench duel suite gemm --against" in alone.unknown
     assert alone.unknown and alone.smallest > 0.1 and not alone.can_detect_threshold
@@ -358,7 +358,9 @@ def test_a_duel_without_an_interval() -> None:
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
-    (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Remeasurement.DUEL)
+    (sight,) = sights(
+        figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), remeasurement=Remeasurement.DUEL
+    )
     assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.can_detect_threshold
     # Memory, ignored figures and failed cases do not vary.
     assert sights(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
@@ -452,8 +454,8 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
     ],
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
-    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Remeasurement.DUEL)
-    verdict = judge_comparisons(replace(source, lost=frozenset({change.case})), (), True, SILENT)
+    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), remeasurement=Remeasurement.DUEL)
+    verdict = judge_comparisons(replace(source, lost_cases=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
@@ -467,7 +469,7 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
         left = iter(answers)
         confirm = lambda _: SecondLook({case_and_metric(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
-        source = GateSource("b against a", (suspect,), confirm, second=Remeasurement.DUEL, budget=budget)
+        source = GateSource("b against a", (suspect,), confirm, remeasurement=Remeasurement.DUEL, budget=budget)
         code = judge_comparisons(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
