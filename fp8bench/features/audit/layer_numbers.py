@@ -212,13 +212,11 @@ class LayerNumbers:
                         output = self._call_layer(x.detach().requires_grad_(gradients))
                     verdict = self._judge_output(product, output, (first_verdict.runs, *likely))
                     first_verdict = first_verdict if first_verdict.runs else verdict
-                    call_mode = (
-                        f"in {'training' if mode else 'evaluation'} mode with gradients {'on' if gradients else 'off'}"
-                    )
+                    call_mode = f"in {'training' if mode else 'evaluation'} mode"
+                    call_mode += f" with gradients {'on' if gradients else 'off'}"
                     if verdict.has_failed:
-                        return (
-                            verdict if verdict is first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
-                        )
+                        is_first = verdict is first_verdict
+                        return verdict if is_first else verdict._replace(why=f"{call_mode}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
                         return _report_unsteady(call_mode, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
@@ -267,11 +265,8 @@ class LayerNumbers:
         emulated_gradients = (
             {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
         )
-        has_few_bits = (
-            any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised_casts.treatments)
-            if promised_casts
-            else False
-        )
+        casts = () if promised_casts is None else promised_casts.treatments
+        has_few_bits = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in casts)
         # 3. If its tensor is trained, each gradient must exist, have the right shape, and be near the exact one.
         for (name, _), layer_gradient in zip(tensors.items(), gradients, strict=True):
             if layer_gradient is None and is_trained:
@@ -283,15 +278,10 @@ class LayerNumbers:
             # Formats with few bits may exceed the limit for eight bits.
             error_limit = _FEW_BITS_GRADIENT_ERROR if has_few_bits else _GRADIENT_ERROR
             exact_gradient = exact[name]
+            gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            gradient = layer_gradient.cpu().float().reshape(exact_gradient.shape)
             size = squares[name].sqrt()
-            emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
-            if reason := _describe_wrong_gradient(
-                layer_gradient.cpu().float().reshape(exact_gradient.shape),
-                exact_gradient,
-                size,
-                error_limit,
-                emulated_gain,
-            ):
+            if reason := _describe_wrong_gradient(gradient, exact_gradient, size, error_limit, gain):
                 return f"its {name} gradient {reason}"
         return ""
 
@@ -303,15 +293,11 @@ def _report_unsteady(call_mode: str, runs: str, other_runs: str) -> LayerVerdict
 
 def describe_casts(runs: str) -> str:
     """Returns a phrase on how a layer multiplies. It follows the verb "multiply"."""
-    return (
-        "operands that are not cast"
-        if runs == UNCAST
-        else f"in {runs}"
-        if runs in WIDE_DTYPES
-        else f"as {runs} does"
-        if runs
-        else "without a visible cast"
-    )
+    if runs == UNCAST:
+        return "operands that are not cast"
+    if runs in WIDE_DTYPES:
+        return f"in {runs}"
+    return f"as {runs} does" if runs else "without a visible cast"
 
 
 def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
@@ -336,28 +322,21 @@ def _describe_wrong_gradient(
     """Describes what is wrong with a gradient; '' if it is right. The gain of a right gradient is 1 or, because casts
     that saturate shrink gradients, the expected one.
     """
-    exact_rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
-    differences = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0).reshape(exact_rows.shape)
-    relative_differences = measure_differences(differences, size.reshape(exact_rows.shape))
+    shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
+    gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
     gain = fit_gain(gradient, exact)
-    noise_level = measure_differences(
-        (gradient - gain * exact).reshape(exact_rows.shape), size.reshape(exact_rows.shape)
-    ).level
+    noise_level = measure_differences(gradient - gain * exact, size).level
     gain_slack = _MIN_GAIN + noise_level**2 + 4 * noise_level / math.sqrt(exact.numel())
-    if (
-        noise_level <= error_limit
-        and not min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
-    ):
+    has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
+    if noise_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
-    if (
-        relative_differences.level > error_limit
-        or relative_differences.worst > _LINE_FACTOR * relative_differences.level + _LINE_SLACK
-    ):
-        return (
-            f"is {relative_differences.level:.0%} off, {relative_differences.worst:.0%} in the "
-            f"worst row or column; casts make at most {error_limit:.0%}"
-        )
-    return ""
+    unrounded = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
+    differences = measure_differences(unrounded, size)
+    worst = differences.worst
+    if differences.level <= error_limit and worst <= _LINE_FACTOR * differences.level + _LINE_SLACK:
+        return ""
+    off_text = f"is {differences.level:.0%} off, {worst:.0%} in the worst row or column"
+    return f"{off_text}; casts make at most {error_limit:.0%}"
 
 
 def _describe_fault(
@@ -379,17 +358,14 @@ def _describe_fault(
         expanded_bias = bias.expand_as(product_result)
         bias_factor = fit_gain(product_result - exact, expanded_bias)
         if abs(bias_factor) > _BIAS_CHANGE and is_near(exact + bias_factor * expanded_bias):
-            return (
-                "its bias is not added"
-                if abs(1 + bias_factor) < _BIAS_CHANGE
-                else f"its bias is added {1 + bias_factor:.2g} times"
-            )
+            if abs(1 + bias_factor) < _BIAS_CHANGE:
+                return "its bias is not added"
+            return f"its bias is added {1 + bias_factor:.2g} times"
     # 2. One factor for all results: a scale was lost or applied twice.
     exact_output = exact if bias is None else exact + bias
     gain = fit_gain(result, exact_output)
-    if abs(gain - 1) > _MIN_GAIN and float((result - gain * exact_output).norm()) < _GRADIENT_ERROR * float(
-        result.norm()
-    ):
+    rest = float((result - gain * exact_output).norm())
+    if abs(gain - 1) > _MIN_GAIN and rest < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. A few wrong rows or columns: a shard or a bias is in the wrong place.
     for side, lines in (("columns", differences.columns), ("rows", differences.rows)):

@@ -171,13 +171,8 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     if quantised.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale, checked=False)
     tensor_scale = None if quantised.tensor_scale is None else float(quantised.tensor_scale)
-    return Rounded(
-        elements,
-        scales.float().reshape(*((scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1))),
-        treatment,
-        tensor_scale,
-        x,
-    )
+    scales = scales.float() if scales.dim() == 2 else scales.float().reshape(-1, 1)
+    return Rounded(elements, scales, treatment, tensor_scale, x)
 
 
 def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random) -> Tensor:
@@ -208,11 +203,11 @@ def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     if source is None or treatment is None:
         return low, high
     float_source = source.float()
-    for element_scales in (
-        round_operand(float_source * off, treatment).element_scales for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
-    ):
-        for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR):
-            candidate = values(float_source / element_scales * off, treatment.fmt) * element_scales
+    offsets = (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
+    for scale_offset in offsets:
+        element_scales = round_operand(float_source * scale_offset, treatment).element_scales
+        for offset in offsets:
+            candidate = values(float_source / element_scales * offset, treatment.fmt) * element_scales
             low = torch.minimum(low, candidate)
             high = torch.maximum(high, candidate)
     return low, high
@@ -291,32 +286,27 @@ def iterate_mistakes(operand: Rounded) -> Iterator[Mistake]:
     yield from _iterate_tail_mistakes(operand)
 
 
-def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
+def _iterate_cast_mistakes(x: Tensor, operand: Rounded, promised: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
     yield "not-cast", "unchanged (not cast)", x.float()
-    if treatment_promised.scaling is not None:
-        for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
-            if rounding is not treatment_promised.scaling.rounding:
-                treatment = replace(treatment_promised, scaling=replace(treatment_promised.scaling, rounding=rounding))
+    scaling = promised.scaling
+    if scaling is not None:
+        for rounding in ROUNDINGS[scaling.scale]:
+            if rounding is not scaling.rounding:
+                treatment = replace(promised, scaling=replace(scaling, rounding=rounding))
                 description = f"cast with scales that are rounded as {rounding.value}"
                 yield "scale-rounding", description, round_operand(x, treatment).values
     # Square blocks stay the same when they are transposed.
-    if treatment_promised.scaling is not None and not treatment_promised.scaling.turns:
-        yield (
-            "blocks-turned",
-            "scaled in blocks along the wrong dimension",
-            round_operand(x.t().contiguous(), treatment_promised).values.t(),
-        )
-    for description, treatment in _iterate_other_treatments(treatment_promised):
+    if scaling is not None and not scaling.turns:
+        turned_values = round_operand(x.t().contiguous(), promised).values.t()
+        yield "blocks-turned", "scaled in blocks along the wrong dimension", turned_values
+    for description, treatment in _iterate_other_treatments(promised):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
-    if treatment_promised.fmt.bits <= _TRUNCATION_BITS:
-        yield (
-            "cut",
-            "rounded toward 0 instead of to nearest",
-            _truncate(x / operand.element_scales, treatment_promised.fmt) * operand.element_scales,
-        )
+    if promised.fmt.bits <= _TRUNCATION_BITS:
+        truncated_values = _truncate(x / operand.element_scales, promised.fmt) * operand.element_scales
+        yield "cut", "rounded toward 0 instead of to nearest", truncated_values
 
 
 def _truncate(x: Tensor, fmt: Format) -> Tensor:
@@ -327,30 +317,27 @@ def _truncate(x: Tensor, fmt: Format) -> Tensor:
 def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. The same format without scales, or the fnuz variant of the format.
     candidates = [(f"cast as in {promised.fmt.name} without scales", replace(promised, scaling=None))]
-    if promised.fmt in _FNUZ_FORMATS and (promised.scaling is None or promised.scaling.scale is None):
-        fnuz_format = _FNUZ_FORMATS[promised.fmt]
-        description = f"cast as in {fnuz_format.name}"
-        if fnuz_format.largest != promised.fmt.largest:
-            description = (
-                f"scaled to {fnuz_format.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz_format.name}"
-            )
-        candidates.append((description, replace(promised, fmt=fnuz_format)))
+    scaling = promised.scaling
+    if promised.fmt in _FNUZ_FORMATS and (scaling is None or scaling.scale is None):
+        fnuz = _FNUZ_FORMATS[promised.fmt]
+        description = f"cast as in {fnuz.name}"
+        if fnuz.largest != promised.fmt.largest:
+            description = f"scaled to {fnuz.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz.name}"
+        candidates.append((description, replace(promised, fmt=fnuz)))
     # 2. The casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
         casts = recipe.treatments if isinstance(recipe, Recipe) else ()
         candidates += [(f"cast as in {name}", cast) for cast in casts]
     # 3. Finer scales than promised.
-    if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
-        candidates.append((f"cast as in {promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
-        for side in (64, 32, 16):
-            scaling = Scaling(1, side, None, ScaleRounding.EXACT)
-            description = f"cast as in {promised.fmt.name} with a scale for each {side} of a row"
-            candidates.append((description, replace(promised, scaling=scaling)))
-    if promised.scaling == NVFP4:
-        candidates.append(
-            ("cast as in blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding)))
-        )
+    if scaling is not None and scaling.scale is None and scaling != ROW:
+        finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
+        for name, finer_scaling in {"row": ROW, **finer_scalings}.items():
+            description = f"cast as in {promised.fmt.name} with a scale per {name}"
+            candidates.append((description, replace(promised, scaling=finer_scaling)))
+    if scaling == NVFP4:
+        square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
+        candidates.append(("cast as in blocks of 16 x 16", replace(promised, scaling=square_blocks)))
     # 4. Yield each cast once, and never the promised one.
     yielded = [promised]
     for description, treatment in candidates:
@@ -375,11 +362,8 @@ def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
     }
     for description, moved_scales in layouts.items():
         if moved_scales is not None and not torch.equal(moved_scales, scales):
-            yield (
-                "scale-layout",
-                f"multiplied by scales that are {description}",
-                replace(operand, scales=moved_scales).values,
-            )
+            moved_operand = replace(operand, scales=moved_scales)
+            yield "scale-layout", f"multiplied by scales that are {description}", moved_operand.values
     if fmt in _FNUZ_FORMATS and fmt.name in CODE_DTYPES:
         yield "fnuz", f"decoded as {_FNUZ_FORMATS[fmt].name}, which gives half its values", operand.values / 2
     yield "scale-missing", "not multiplied by its scales", elements
