@@ -62,14 +62,19 @@ def make_inputs(setup: Setup) -> CallInputs:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
     loaded = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
-    loaded = (loaded,) if isinstance(loaded, Tensor) else loaded
-    by_name = loaded if isinstance(loaded, Mapping) else {}
-    inputs = CallInputs(loaded if isinstance(loaded, tuple | list) else (), by_name)
+    match loaded:
+        case Tensor():
+            inputs = CallInputs((loaded,), {})
+        case Mapping():
+            inputs = CallInputs((), loaded)
+        case tuple() | list():
+            inputs = CallInputs(loaded, {})
+        case _:
+            inputs = CallInputs((), {})
     if not inputs.tensors:
         raise UsageError(
-            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or "
-            "list of arguments, "
-            "or a dict of arguments by name."
+            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or list of "
+            "arguments, or a dict of arguments by name."
         )
     return inputs.transform(lambda tensor: tensor.to(device))
 

@@ -95,15 +95,11 @@ def _refuse_caching(
             )
     except UsageError:  # a callable may need special inputs, as a factorization does
         return
-    if (
-        not _list_shapes_and_dtypes(in_place_results)
-        == _list_shapes_and_dtypes(copy_results)
-        == _list_shapes_and_dtypes(repeated_results)
-    ):  # the shape of results depends on the values
-        return
-    if measure_difference(in_place_results, copy_results) > max(
-        _STALE_DIFFERENCE, 2 * measure_difference(repeated_results, copy_results)
-    ):  # they differ by more than the callable's results differ by chance
+    kinds = _list_shapes_and_dtypes(copy_results)
+    if not _list_shapes_and_dtypes(in_place_results) == kinds == _list_shapes_and_dtypes(repeated_results):
+        return  # the shape of results depends on the values
+    difference_by_chance = measure_difference(repeated_results, copy_results)
+    if measure_difference(in_place_results, copy_results) > max(_STALE_DIFFERENCE, 2 * difference_by_chance):
         raise UsageError(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
@@ -150,17 +146,17 @@ def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error:
         return
     half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
     inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
-    location, (expected, results) = f"at {format_shapes(half_shapes)}", _call_both(inputs, against, target)
+    location = f"at {format_shapes(half_shapes)}"
+    expected, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"{location} {against} works, but {results}"
     elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
         yield f"{location} {target} returns {describe_tensors(results)}, but {against} {describe_tensors(expected)}"
-    elif expected and (half_error := measure_difference(results, expected)) > max(
-        _ERROR_LIMIT, _ERROR_FACTOR * usual_error
-    ):
-        yield (
-            f"{location} {target} is {units.relative_error(half_error)} from {against}, so it is wrong at other shapes"
-        )
+    elif expected:
+        error = measure_difference(results, expected)
+        if error > max(_ERROR_LIMIT, _ERROR_FACTOR * usual_error):
+            distance = units.relative_error(error)
+            yield f"{location} {target} is {distance} from {against}, so it is wrong at other shapes"
 
 
 def _halve_even_sides(shape: Sequence[int]) -> list[int]:
