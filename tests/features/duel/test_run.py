@@ -154,25 +154,10 @@ def left_nothing(project: Path) -> None:
 
 @pytest.mark.slow
 def test_two_pythons_and_two_revisions(project: Path, pythons: Sequence[str]) -> None:
-    code, out, err = duelled(
-        project,
-        "--python-a",
-        pythons[0],
-        "--python-b",
-        pythons[1],
-        "--against",
-        "v1",
-        "suite",
-        "./suites.py",
-        "--set",
-        "hazard=none,raise,kill,hang",
-        "--quick",
-        "--case-timeout",
-        "10",
-        "--json",
-        "--store",
-        "kept",
-    )
+    python_a, python_b = pythons
+    suite = "suite ./suites.py --set hazard=none,raise,kill,hang --quick --case-timeout 10 --json --store kept"
+    sides = f"--python-a {python_a} --python-b {python_b} --against v1"
+    code, out, err = duelled(project, *f"{sides} {suite}".split())
     assert code == 3, err
     document = json.loads(out)
     changes = {
@@ -252,13 +237,8 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
 @for_each(
     ("words", "sentence"),
     [
-        (["gemm"], "choose from"),
-        (["suite"], "NAME"),
-        (["suite", "gem"], "Did you mean 'gemm'"),
-        (["suite", "gemm", "--dtypes", "fb8"], "unknown precision 'fb8'"),
         (["suite", "gemm", "--against", "HEAD"], "needs a git repository"),
         (["suite", "gemm", "--sessions", "0"], "a whole number from 1"),
-        (["suite", "gemm", "--pythona", "x"], "Did you mean '--python-a'"),
         (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),
     ],
 )
