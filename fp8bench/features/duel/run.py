@@ -52,7 +52,7 @@ _SESSION_SECONDS = 2.5
 _MIN_SESSION_ROUNDS = 10
 # A note for a duel whose sides run the same code. It is stored in the duel, and readers of stored duels recognize the
 # note by this text.
-IDLE = (
+IDLE_NOTE = (
     "neither side has loaded any code of this repository, so that they differ by nothing but noise: --import MODULE "
     "names what uses it"
 )
@@ -437,7 +437,7 @@ def _note_idle_sides(pair: Pair) -> list[str]:
     if tree is None:
         return []
     modules = set(pair[1].workers[0].modules_under(tree))
-    return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE]
+    return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE_NOTE]
 
 
 def _check_loaded_code(pair: Pair) -> None:

@@ -190,8 +190,8 @@ def find_interpreter(python: str, option: str) -> str:
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-# The start of a side's title if the side is a revision of fp8bench.
-OWN = "fp8bench at "
+# The title of a side starts with this if the side is a revision of fp8bench.
+FP8BENCH_TITLE = "fp8bench at "
 EQUAL_SIDES = "both sides are equal, so any difference is noise"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
@@ -289,7 +289,7 @@ def _open_revision(
         old_paths = (str(link_package(folder / "before", tree / PACKAGE.name)), *paths)
         new_paths = (str(link_package(folder / "after", PACKAGE)), *paths)
         yield (
-            Start(BEFORE, pythons[0], old_paths, f"{OWN}{title}", imports, commit),
+            Start(BEFORE, pythons[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
             Start(AFTER, pythons[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
             notes,
         )

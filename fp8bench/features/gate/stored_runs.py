@@ -19,7 +19,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import SESSIONS, run_duel, sessions_of
-from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
+from fp8bench.features.duel.sides import FP8BENCH_TITLE, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import compare_means, comparisons
 from fp8bench.features.gate.judging import (
@@ -410,7 +410,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
             return SecondLook({}, refused=refusal)
         # A name like HEAD may mean a different commit now, so use the commit itself.
         commit = duel.before.commit or None
-        against, against_self = (None, commit) if duel.before.title.startswith(OWN) else (commit, None)
+        against, against_self = (None, commit) if duel.before.title.startswith(FP8BENCH_TITLE) else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
         return remeasurer.duel(question, duel.request, suspects)
@@ -442,7 +442,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
 def _explain_moved_head(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
+    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
     if head == duel.after.commit:
         return ""
     return f"the duel was of commit {duel.after.commit[:8]}, and here is {head[:8] if head else 'no repository'}"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.duel.run import IDLE
+from fp8bench.features.duel.run import IDLE_NOTE
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.gate.judging import (
     DETECTION_PROBABILITY,
@@ -288,8 +288,8 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
             reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(f"{figure.comparison.case}: {figure.why}")
     if verdict.problem and not any(unequal_status.values()):
         reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(verdict.problem)
-    if IDLE in duel.notes:
-        reasons_by_status[ReviewStatus.MISMATCH].append(IDLE)
+    if IDLE_NOTE in duel.notes:
+        reasons_by_status[ReviewStatus.MISMATCH].append(IDLE_NOTE)
     # 4. Figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),

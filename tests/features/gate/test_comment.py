@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.features.duel.run import IDLE
+from fp8bench.features.duel.run import IDLE_NOTE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
     "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.MISMATCH),
     "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.MISMATCH),
     "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CANNOT_TELL),
-    "neither side has loaded the code": ([case()], (IDLE,), ReviewStatus.MISMATCH),
+    "neither side has loaded the code": ([case()], (IDLE_NOTE,), ReviewStatus.MISMATCH),
 }  # fmt: skip
 
 
