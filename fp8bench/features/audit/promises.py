@@ -81,7 +81,7 @@ Matrices = tuple[Tensor, ...]
 
 
 class ExpectedResult(Protocol):
-    """An expected result, which judges the kernel's result."""
+    """What a result of the kernel should be."""
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         """Returns the finding for one result. Without `search_mistakes`, no mistake is named for results whose error
@@ -224,12 +224,12 @@ class ExpectedProduct:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that no rounding of ties and no last bits of scales explain."""
+        """Marks results that remain wrong if ties are rounded either way and scales differ in their last bits."""
         slack = map(_measure_slack, (self.a, self.b), self._value_ranges)
         return self._mark_unreachable(float64_result, sums, slack)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that no rounding of the operands explains, where each rounding is off by chance."""
+        """Marks results that no rounding of the operands explains, if its errors are random."""
         slack = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
         return self._mark_unreachable(float64_result, sums, slack, at_random=True)
 

@@ -263,7 +263,7 @@ class CaseRunner:
         return DuelEntry(side.name, side.workers[process], arm, quantisers)
 
 
-def sessions_of(request: Request) -> int:
+def count_default_sessions(request: Request) -> int:
     """Returns the default number of sessions of a duel."""
     return _QUICK_SESSIONS if request.quick else SESSIONS
 
@@ -279,7 +279,7 @@ def run_duel(
     check_store(store)
     corpus = resolved.corpus(store)
     start = time.monotonic()
-    sessions = question.sessions or sessions_of(request)
+    sessions = question.sessions or count_default_sessions(request)
     # 2. Open both sides with their processes. If anything fails, the processes end and the folders are removed.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_sides(question, request.imports))

@@ -18,7 +18,7 @@ from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.run import SESSIONS, run_duel, sessions_of
+from fp8bench.features.duel.run import SESSIONS, count_default_sessions, run_duel
 from fp8bench.features.duel.sides import FP8BENCH_TITLE, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import compare_means, comparisons
@@ -377,7 +377,7 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 
 def duel_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
-    sessions = question.sessions or sessions_of(request)
+    sessions = question.sessions or count_default_sessions(request)
     time_factor = second_look_time_factor(request, sessions) * (1 if request.budget is not None else MAX_LOOKS)
     observer.note(
         "gate: the time shown is that of the first measurement. If something seems worse, it is measured again, "
