@@ -225,7 +225,7 @@ LIES: tuple[Kernel, ...] = (
            "data-shortcut", "AI-Hypercomputer/accelerator-agents #50"),
     _remembering("casts outside of what is timed", "fp8", _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
     Kernel("nothing beyond a size", "fp8", lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
-           "too-fast", "ScalingIntelligence/KernelBench #82"),
+           "timed-wrong", "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, layer(product), "not-cast", "Quartet #12"),
     Kernel("gradients in the wrong format", _LINEAR, layer(product, partial(_gradients, into_x=FP8)),
            "other-precision", "Hyperloom #421"),

@@ -100,7 +100,8 @@ class ComparedCase:
         """
         assert self.reference is not None
         # Phases with equal counts on both tapes cost the same.
-        tape, reference_tape = self.record.tape, self.reference.tape
+        tape = self.record.tape
+        reference_tape = self.reference.tape
         if tape is not None and reference_tape is not None:
             return frozenset(
                 {UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != reference_tape.of(name))}
@@ -264,7 +265,7 @@ class Basis:
 
     @cached_property
     def cases(self) -> tuple[ComparedCase, ...]:
-        pairs: list[ComparedCase] = []
+        pairs = []
         for records in together((record.case.setting, record) for record in self.run.records).values():
             reference = next((record for record in records if record.is_reference), None)
             reference_finding = self.findings.get(reference.case.id) if reference is not None else None
@@ -305,7 +306,8 @@ class AdviceRule:
     measure: str
 
     def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
-        reply, case = self.ask(pair, basis), pair.record.case
+        reply = self.ask(pair, basis)
+        case = pair.record.case
         if reply is None:
             return None
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
@@ -326,22 +328,24 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     """Returns the texts that replace {again}, {study}, {train} and {store} in the commands of rules. They depend on
     whether the case is from a suite or from a user's model.
     """
-    case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
+    case = pair.record.case
+    reference = pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
     # Without a user's model, commands name the suite.
-    if "make" not in params:
-        return {
-            "again": f"fp8bench suite {case.workload} {dtypes_option}{store}",
-            "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}{store}",
-            "train": f"fp8bench train {dtypes_option} --seeds 5{store}",
-            "store": store,
-        }
-    make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
+    measure = f"suite {case.workload} {dtypes_option}"
+    study = f"sensitivity --dtype {case.precision} --reference {reference}"
+    train = f"train {dtypes_option}"
+    if "make" in params:
+        make = params["make"]
+        forward = " --forward" * (params.get("pass") == "forward")
+        measure = f"profile {make}{forward} --dtypes {dtype_option(case)}"
+        study = f"sensitivity {make} --dtype {case.precision}"
+        train = f"train {make} {dtypes_option}"
     return {
-        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}{store}",
-        "study": f"fp8bench sensitivity {make} --dtype {case.precision}{store}",
-        "train": f"fp8bench train {make} {dtypes_option} --seeds 5{store}",
+        "again": f"fp8bench {measure}{store}",
+        "study": f"fp8bench {study}{store}",
+        "train": f"fp8bench {train} --seeds 5{store}",
         "store": store,
     }
 
@@ -370,6 +374,7 @@ def show_gain(gain: Interval) -> str:
 
 def show_share(share: Interval) -> str:
     """Returns a share with its interval, for example '54% [52%, 55%]'."""
-    low, high = units.percent(share.low, 0), units.percent(share.high, 0)
+    low = units.percent(share.low, 0)
+    high = units.percent(share.high, 0)
     share_text = units.percent(share.point, 0)
     return share_text if low == high else f"{share_text} [{low}, {high}]"

@@ -38,7 +38,7 @@ _BOUND_TOLERANCE = 1.02
 
 def advise(basis: Basis) -> Advised:
     # 1. Apply every rule to every case. A rule returns None if its question does not apply.
-    answers: list[RuleAnswer] = []
+    answers = []
     for pair in basis.cases:
         replies = [rule.answer(pair, basis) for rule in RULES]
         answers += [reply for reply in replies if reply is not None]
@@ -62,12 +62,10 @@ def _advise_on_steps(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advic
     for pair in basis.cases:
         by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
         for advice in (_advise_on_speed(pair, basis, by_rule), *_advise_on_layers(pair, basis, by_rule)):
-            settings = advice.settings if advice.gain is not None else ()
-            merge_key = (advice.kind, advice.mode, advice.sentence, settings)
-            merged_advice = merged.get(merge_key, advice)
-            merged[merge_key] = replace(
-                merged_advice, settings=tuple(dict.fromkeys((*merged_advice.settings, *advice.settings)))
-            )
+            merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
+            first = merged.get(merge_key, advice)
+            settings = dict.fromkeys((*first.settings, *advice.settings))
+            merged[merge_key] = replace(first, settings=tuple(settings))
     return tuple(merged.values())
 
 
@@ -89,20 +87,18 @@ def _make_advice(
 
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    mode, support, step, native_answer = pair.mode, pair.record.support, answers["step"], [answers["native"]]
+    mode = pair.mode
+    support = pair.record.support
+    step = answers["step"]
+    native_answer = [answers["native"]]
     # 1. The case is emulated or was not timed: its step shows no speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
         return _make_advice(pair, "native", AdviceKind.NOTHING, sentence, native_answer)
     if pair.speed is None or pair.finding is None:
-        return _make_advice(
-            pair,
-            "step",
-            AdviceKind.NOTHING,
-            f"no advice on {mode}: its speed is unknown here: {step.figure}",
-            native_answer,
-        )
+        sentence = f"no advice on {mode}: its speed is unknown here: {step.figure}"
+        return _make_advice(pair, "step", AdviceKind.NOTHING, sentence, native_answer)
     # 2. The step is faster than possible: the two steps differ, so advice cannot be based on them.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is Met.NO]
     speed_up_bound = amdahl_bound(pair)
@@ -118,10 +114,9 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
         _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
     )
     if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is Met.YES:
+        sentence = _describe_gain(pair, answers)
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _make_advice(
-            pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed
-        )
+        return _make_advice(pair, "step", AdviceKind.ADOPT, sentence, [step, *supporting], pair.speed)
     # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
@@ -131,15 +126,13 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
             f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {minimum_gain} that make it worthwhile"
         )
     else:
-        doubt_text = f"and {decisive_text}" if is_faster else pair.finding.verdict_words
-        separator = ", " if is_faster else ": "
+        reason = f", and {decisive_text}" if is_faster else f": {pair.finding.verdict_words}"
         advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
-        sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{separator}{doubt_text}"
-    reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in objections]
+        sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{reason}"
+    for answer in objections:
+        sentence += f"; {answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}"
     rule = objections[0].rule if objections else "step"
-    return _make_advice(
-        pair, rule, AdviceKind.NOTHING, "; ".join([sentence, *reasons]), [step, *objections], pair.speed
-    )
+    return _make_advice(pair, rule, AdviceKind.NOTHING, sentence, [step, *objections], pair.speed)
 
 
 def _describe_slowness(pair: ComparedCase) -> str:
@@ -155,23 +148,26 @@ def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
     sentence = f"adopt {pair.mode}: the step is {show_gain(pair.speed)} as fast as in {pair.reference.case.mode}"
     sentence = "perhaps " * pair.finding.doubtful + sentence
     sentence += f"; {answers['errors'].figure}"
-    memory, learns = answers["memory"], answers.get("learns")
+    memory = answers["memory"]
+    learns = answers.get("learns")
     if memory.met is Met.NO:
         sentence += f"; it saves no memory ({memory.figure})"
-    if learns is not None and learns.met is Met.YES:
-        sentence += f"; it learns as well ({learns.figure})"
-    elif learns is not None and learns.met is Met.TOLERATED:
-        sentence += f"; its loss is {learns.figure}"
-    elif learns is not None:
-        sentence += f"; whether it learns as well is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
-    return sentence
+    if learns is None:
+        return sentence
+    if learns.met is Met.YES:
+        return f"{sentence}; it learns as well ({learns.figure})"
+    if learns.met is Met.TOLERATED:
+        return f"{sentence}; its loss is {learns.figure}"
+    command = f": {learns.measure}" if learns.measure else ""
+    return f"{sentence}; whether it learns as well is {learns.met}{command}"
 
 
 def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
     """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
     layers are low.
     """
-    layers, study = answers.get("layers"), find_study(pair, basis)
+    layers = answers.get("layers")
+    study = find_study(pair, basis)
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return
@@ -180,9 +176,8 @@ def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Ite
     high_layers = ", ".join(sorted({*measured_trial.low} - {*chosen.low})) or "what the map names"
     loss_gaps = (study.gap(chosen), study.gap(measured_trial))
     loss_after, loss_before = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
-    suggested_map = format_map(study.explicit_map(chosen))
+    map_option = f"--precision-map {format_map(study.explicit_map(chosen))}"
     sentence = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
-    sentence += f"the loss is then {loss_after} instead of {loss_before}: --precision-map {suggested_map}"
+    sentence += f"the loss is then {loss_after} instead of {loss_before}: {map_option}"
     advice = _make_advice(pair, "layers", AdviceKind.ROUTE, sentence, [layers])
-    recipe = f"--dtypes {advice.reference},{pair.record.case.precision} --precision-map {suggested_map}"
-    yield replace(advice, recipe=recipe)
+    yield replace(advice, recipe=f"--dtypes {advice.reference},{pair.record.case.precision} {map_option}")

@@ -31,6 +31,7 @@ from fp8bench.report.words.legend import LARGE, MEMORY_WORDS, NOT_FINITE, error_
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCT_PHASE = frozenset({Phase.GEMM})
 _ESTIMATED_NOTE = " (estimated from shares of the step)"
+_NO_PRODUCTS = "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
 _PRODUCT_AND_CAST_PHASES = frozenset({Phase.GEMM, Phase.CAST})
 
 
@@ -87,7 +88,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     # 1. Find the share of the step that a precision can make faster.
     share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCT_PHASE)
     if share is None or pair.reference is None:
-        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
+        return _NO_PRODUCTS
     minimum = 1 + basis.least
     grounds = [Ground(pair.reference.case.id, f"products are {show_share(share)} of the step")]
     # 2. Collect up to three upper bounds of the gain. The smallest bound counts.
@@ -100,7 +101,8 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
-        low, high = amdahl(share.low, product_ratio.high), amdahl(share.high, product_ratio.low)
+        low = amdahl(share.low, product_ratio.high)
+        high = amdahl(share.high, product_ratio.low)
         gain_bound = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
         bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
         grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
@@ -122,14 +124,13 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     with_casts_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
     casts = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
     if product_ratio is None or with_casts_ratio is None:
-        return "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
+        return _NO_PRODUCTS
     if casts is None:
         return "it casts nothing"
-    product_gain, gain_with_casts = product_ratio.inverse, with_casts_ratio.inverse
-    figure = (
-        f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
-        + _ESTIMATED_NOTE * pair.is_estimated
-    )
+    product_gain = product_ratio.inverse
+    gain_with_casts = with_casts_ratio.inverse
+    figure = f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
+    figure += _ESTIMATED_NOTE * pair.is_estimated
     grounds = (
         Ground(pair.row, f"products alone {show_gain(product_gain)}"),
         Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
@@ -152,11 +153,12 @@ def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
         for kind, (_, converted) in coverage.by_kind().items()
         if converted
     ]
-    figure = f"{units.percent(coverage.share, 0)} of product FLOPs" + (f" ({', '.join(kinds)})" if kinds else "")
-    largest = max(
-        (holder for holder in coverage.holders if not holder.converted), key=lambda holder: holder.flops, default=None
-    )
-    if largest is not None and largest.flops:
+    figure = f"{units.percent(coverage.share, 0)} of product FLOPs"
+    if kinds:
+        figure += f" ({', '.join(kinds)})"
+    unconverted = [holder for holder in coverage.holders if holder.flops and not holder.converted]
+    if unconverted:
+        largest = max(unconverted, key=lambda holder: holder.flops)
         figure += f"; {largest.name} is not: {largest.reason}"
     return Reply(Met.YES if coverage.share >= _MIN_COVERAGE else Met.NO, figure, (Ground(pair.row, figure),))
 
@@ -172,11 +174,13 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
-    roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
+    roles = dict(pair.record.memory.roles)
+    reference_roles = dict(reference.memory.roles)
     # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
     texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
     for role in MemoryRole if roles and reference_roles else ():
-        size, reference_size = roles.get(role, 0), reference_roles.get(role, 0)
+        size = roles.get(role, 0)
+        reference_size = reference_roles.get(role, 0)
         change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
         if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
             instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
@@ -190,24 +194,26 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     return Reply(Met.YES if share <= 1 - _MIN_SAVING else Met.NO, figure, grounds)
 
 
+_ANSWERS_BY_DEMAND = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}
+
+
 def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+    if pair.is_emulated:
+        return "emulated here: its joules are the cost of emulation"
     labels: list[Label] = []
     for finding in (pair.finding, pair.reference_finding):
         labels += finding.labels if finding is not None else ()
     ratio = energy_ratio(pair.record, pair.reference, labels)
-    if pair.is_emulated:
-        return "emulated here: its joules are the cost of emulation"
     if ratio is None and pair.record.energy is not None:
         # Measuring again on this machine would give no energy either, so no command is proposed.
         return Reply(Met.UNKNOWN, why_no_energy(pair.record))
     if ratio is None:
         return "no energy was measured"
-    met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[ratio.demand]
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
-    figure = f"{units.ratio(ratio.point)} {interval_text} of the joules of a step" + (
-        f": {ratio.why}" if ratio.why else ""
-    )
-    return Reply(met, figure, (Ground(pair.row, figure),))
+    figure = f"{units.ratio(ratio.point)} {interval_text} of the joules of a step"
+    if ratio.why:
+        figure += f": {ratio.why}"
+    return Reply(_ANSWERS_BY_DEMAND[ratio.demand], figure, (Ground(pair.row, figure),))
 
 
 def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
@@ -220,7 +226,8 @@ def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
         return Reply(Met.NO, problem, (Ground(pair.row, problem),))
     if problem or not errors:
         return problem or "no error was measured"
-    figures, size_words = [], set()
+    figures = []
+    size_words = set()
     for error in errors:
         size_word = error_word((error.metric, sample) for sample in error.samples)
         size_words.add(size_word)

@@ -33,9 +33,11 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
     """Returns advice on an arm that was faster at the `contexts`: to adopt it there, unless its predictions suffer.
     If `contexts` is '', the arm was faster nowhere, and the advice is to do nothing.
     """
-    name, quality = format_arm(arm), answer.arm_quality(arm)
+    name = format_arm(arm)
+    quality = answer.arm_quality(arm)
     action_text = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
-    quality_change, is_spoiled = "its effect on predictions is not known", False
+    quality_change = "its effect on predictions is not known"
+    is_spoiled = False
     if quality is not None and answer.quality is not None:
         ratio = quality.log_perplexity
         low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
@@ -59,11 +61,14 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
 
 
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
-    reference, crossing = _name_reference(answer), times.crossing
-    low, high = answer.question.contexts[0], answer.question.contexts[-1]
+    reference = _name_reference(answer)
+    crossing = times.crossing
+    low = answer.question.contexts[0]
+    high = answer.question.contexts[-1]
     # 1. The arm was not timed, or its times are doubtful.
     if crossing is None:
-        name, reason = format_arm(times.arm), times.why or "no line fits its times"
+        name = format_arm(times.arm)
+        reason = times.why or "no line fits its times"
         return _make_advice(
             answer,
             AdviceKind.NOTHING,
@@ -74,7 +79,8 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. The times cross: the advice holds from the crossing on, or up to it.
     if crossing.at is not None:
-        lower, upper = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
+        lower = f"{crossing.low:.0f}"
+        upper = f"{crossing.high:.0f}"
         contexts = f"from a context of {upper} on" if crossing.faster[1] else f"up to {lower} tokens"
         return _weigh_quality(
             answer,

@@ -10,6 +10,7 @@ from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, Qu
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import RANGE_OF_ROUNDS
 from fp8bench.report.words.naming import many
@@ -49,10 +50,10 @@ def render_page(advised: Advised, notes: Sequence[str], everything: bool = False
 def advice_items(advised: Advised) -> Items:
     shorten = make_name_shortener(advised)
     texts = [_describe_group(group, shorten) for group in _group_equal_advice(advised.advice)]
-    hidden_text = [Text(f"{len(texts) - _MAX_SENTENCES} more pieces of advice are in the JSON.")] * (
-        len(texts) > _MAX_SENTENCES
-    )
-    return Items((*texts[:_MAX_SENTENCES], *hidden_text))
+    hidden_count = len(texts) - _MAX_SENTENCES
+    if hidden_count > 0:
+        texts[_MAX_SENTENCES:] = [Text(f"{hidden_count} more pieces of advice are in the JSON.")]
+    return Items(tuple(texts))
 
 
 def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
@@ -63,41 +64,38 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
         (piece.kind, piece.mode, piece.rule, piece.sentence.partition("(" if piece.gain is None else " ")[0])
         for piece in advice
     ]
-    groups: dict[object, list[Advice]] = {}
+    keyed_advice: list[tuple[object, Advice]] = []
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
         # Advice to change something is never grouped, because each is a separate decision.
         is_common = piece.kind is AdviceKind.NOTHING and reasons.count(reason) > _MAX_UNGROUPED
-        groups.setdefault(reason if is_common else number, []).append(piece)
-    return list(groups.values())
+        keyed_advice.append((reason if is_common else number, piece))
+    return list(together(keyed_advice).values())
 
 
 def _describe_group(group: Sequence[Advice], shorten: Callable[[str], str]) -> Text:
-    first_advice, *similar = group
-    settings_text = (
-        shorten(first_advice.settings[0])
-        if len(first_advice.settings) == 1
-        else many(len(first_advice.settings), "setting")
-    )
+    first, *similar = group
+    settings_text = shorten(first.settings[0])
+    if len(first.settings) > 1:
+        settings_text = many(len(first.settings), "setting")
     if similar:
-        similar_gains = [piece.gain.point for piece in similar if piece.gain is not None]
-        smallest_gain = f", down to {units.speed_up(min(similar_gains))}" if similar_gains else ""
-        settings_text += f"; similar in {sum(len(piece.settings) for piece in similar)} more settings{smallest_gain}"
-    return Text(
-        f"{first_advice.sentence} ({settings_text}).",
-        Tone.DOUBT if first_advice.doubtful else _ADVICE_TONES.get(first_advice.kind, Tone.STRONG),
-    )
+        settings_text += f"; similar in {sum(len(piece.settings) for piece in similar)} more settings"
+        gains = [piece.gain.point for piece in similar if piece.gain is not None]
+        if gains:
+            settings_text += f", down to {units.speed_up(min(gains))}"
+    tone = Tone.DOUBT if first.doubtful else _ADVICE_TONES.get(first.kind, Tone.STRONG)
+    return Text(f"{first.sentence} ({settings_text}).", tone)
 
 
 def make_name_shortener(advised: Advised) -> Callable[[str], str]:
     """Returns a function that shortens names of settings and cases: it omits parameters that all settings of a suite
     share.
     """
-    params_by_suite: dict[str, list[set[str]]] = {}
+    # Parameters that all settings of a suite share do not distinguish them.
+    shared: dict[str, set[str]] = {}
     for answer in advised.answers:
         suite, _, bracket = answer.setting.partition("[")
-        params_by_suite.setdefault(suite, []).append(set(bracket.rpartition("]")[0].split(",")))
-    # Parameters that all settings of a suite share do not distinguish them.
-    shared = {suite: set.intersection(*pairs) for suite, pairs in params_by_suite.items()}
+        params = {*bracket.rpartition("]")[0].split(",")}
+        shared[suite] = shared.get(suite, params) & params
 
     def shorten(row: str) -> str:
         suite, _, bracket = row.partition("[")
@@ -125,13 +123,13 @@ def _group_answers(advised: Advised, question: Question) -> Rows:
     """Groups answers by suite, device, precision and rule. All questions that cannot be answered because of emulation
     are one group.
     """
-    by_row: dict[tuple[str, ...], list[RuleAnswer]] = {}
-    for answer in advised.answers:
-        if answer.topic is question:
-            # An emulation leaves all questions open for the same reason, so one row suffices.
-            group_key = answer.figure if _is_emulated(answer) else answer.rule
-            by_row.setdefault((_suite_and_device(answer), answer.mode, group_key), []).append(answer)
-    return [*by_row.values()]
+
+    def name_row(answer: RuleAnswer) -> tuple[str, ...]:
+        # An emulation leaves all questions open for the same reason, so one row suffices.
+        row = answer.figure if _is_emulated(answer) else answer.rule
+        return _suite_and_device(answer), answer.mode, row
+
+    return list(together((name_row(answer), answer) for answer in advised.answers if answer.topic is question).values())
 
 
 def _suite_and_device(answer: RuleAnswer) -> str:
@@ -151,7 +149,7 @@ def _suggest_commands(advised: Advised) -> Iterator[Element]:
     """Yields the number of unanswered questions. Then yields a command for each of the three topics that has an
     unanswered question. The command would answer its first one.
     """
-    missing: list[RuleAnswer] = []
+    missing = []
     for question in Question:
         unanswered = [row[0] for row in _group_answers(advised, question) if not _is_answered(row)]
         missing += [answer for answer in unanswered if not _is_emulated(answer)]
@@ -170,10 +168,8 @@ def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     """Returns the columns of a table of answers to one question. They show the most frequent answer, and the first
     case with this answer.
     """
-    shorten, suites_and_devices = (
-        make_name_shortener(advised),
-        {_suite_and_device(answer) for answer in advised.answers},
-    )
+    shorten = make_name_shortener(advised)
+    suites_and_devices = {_suite_and_device(answer) for answer in advised.answers}
 
     def precision(answers: Sequence[RuleAnswer]) -> str:
         answer = answers[0]

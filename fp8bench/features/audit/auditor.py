@@ -101,13 +101,16 @@ class Subject(ABC):
         "64x264x8192,257x513x769,1000x129x1000,768x1280x640,32x4096x4096"
     )
     data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA)
-    zeroed_operands: ClassVar[tuple[int, ...]] = (0,)
+    zeroed_operand: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
         SUBJECTS[cls.kind] = cls
 
     def __init__(self, host: KernelHost, signature: Signature, facts: DeviceFacts) -> None:
-        self.host, self.signature, self.facts, self.device = host, signature, facts, facts.key
+        self.host = host
+        self.signature = signature
+        self.facts = facts
+        self.device = facts.key
 
     @cached_property
     def promised_casts(self) -> PromisedCasts:
@@ -137,9 +140,11 @@ class ProductSubject(Subject):
         is_second_transposed = self.signature.second == "kn"
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
-            return super().make_arguments((a, b.t().contiguous() if is_second_transposed else b))
-        operands, treatment = self._round_operands(*matrices), self.promised_casts.treatments[0]
-        codes, scales = [side.codes for side in operands], [side.scales for side in operands]
+            return a, b.t().contiguous() if is_second_transposed else b
+        operands = self._round_operands(*matrices)
+        treatment = self.promised_casts.treatments[0]
+        codes = [side.codes for side in operands]
+        scales = [side.scales for side in operands]
         scale_format = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
         if scale_format is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
@@ -194,7 +199,8 @@ class LinearSubject(Subject):
             ]
             a, b, sample = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, rng)
             emulated_result = self._emulate((a, of_left), (b, of_right), is_weight_gradient)
-            first, second = round_operand(a, treatments[0]), round_operand(b, treatments[1])
+            first = round_operand(a, treatments[0])
+            second = round_operand(b, treatments[1])
             expected_results[name] = ExpectedProduct(
                 first, second, emulated_result, has_hopper_units(self.facts), sample
             )
@@ -221,7 +227,7 @@ class AttentionSubject(Subject):
     shapes = _parse_shapes("64x4x64,128x2x32,96x3x128")
     odd_shapes = _parse_shapes("1x2x64,33x3x64,65x2x32,130x1x128")
     timed_shape = Shape(128, 1, 64)
-    zeroed_operands = (2,)
+    zeroed_operand = 2
     tall_shape = Shape(520, 1, 64)
     small_shape = Shape(16, 2, 32)
     real_shapes = _parse_shapes(
@@ -291,10 +297,13 @@ class Auditor:
     False. Checks that compare results with expected ones are then skipped."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
-        self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
+        self.subject = subject
+        self.seed = seed
+        self.ceilings = ceilings or Ceilings()
         self.current: AuditInput | None = None
-        self.tried, self.has_right_numbers = 0, True
-        self.changed: AuditFinding | None = None
+        self.tried = 0
+        self.has_right_numbers = True
+        self.argument_change: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
 
@@ -342,14 +351,15 @@ class Auditor:
         """Records a finding if the kernel changed its arguments. It is about the first argument whose memory has a
         different checksum after the call."""
         for index, (packed, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
-            if compute_digest(packed) != digest and self.changed is None:
+            if compute_digest(packed) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"
-                self.changed = self.add_input(audit_input, make_failure("input-changed", reason))
+                self.argument_change = self.add_input(audit_input, make_failure("input-changed", reason))
 
     def judge_results(
         self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True, rng: Random | None = None
     ) -> dict[str, AuditFinding]:
-        expected_results, verdicts = self.subject.expected_results(matrices, rng), {}
+        expected_results = self.subject.expected_results(matrices, rng)
+        verdicts = {}
         for name, result in results.items():
             self.tried += 1
             verdicts[name] = expected_results[name].judge(
@@ -444,7 +454,7 @@ def run_checks(
     explain the failure."""
     start_seconds = time.perf_counter()
     auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
-    findings: list[AuditFinding] = []
+    findings = []
     is_kernel_lost = has_reported_change = False
     for check in checks:
         if (
@@ -453,15 +463,16 @@ def run_checks(
             or (check.needs_right_numbers and not auditor.has_right_numbers)
         ):
             continue
-        check_findings, auditor.current = list[AuditFinding](), None
+        check_findings = list[AuditFinding]()
+        auditor.current = None
         try:
             for finding in check.run(auditor):
                 check_findings.append(auditor.add_input(auditor.current, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
             check_findings.append(auditor.add_input(auditor.current, describe_stop(error)))
             is_kernel_lost = isinstance(error, (WorkerHung, WorkerLost))
-        if auditor.changed is not None and not has_reported_change:
-            check_findings.append(auditor.changed)
+        if auditor.argument_change is not None and not has_reported_change:
+            check_findings.append(auditor.argument_change)
             has_reported_change = True
         # A check without findings has passed; add a finding that says so.
         findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -116,25 +116,23 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         observer,
     )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    page, full_page = partial(render_page, facts, done, arguments.all), partial(render_page, facts, done)
+    page = partial(render_page, facts, done, arguments.all)
+    full_page = partial(render_page, facts, done)
     return CommandResult(done, page, lambda: document, whole=full_page, code=_EXIT_CODES[done.outcome])
 
 
 def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
-    kind_and_precision = {name: getattr(arguments, name) for name in ("kind", "precision")}
-    other_options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
-    if not any(kind_and_precision.values()):
-        if options := [
-            f"--{field.name.replace('_', '-')}"
-            for field in _SIGNATURE_OPTIONS
-            if other_options[field.name] != field.default
-        ]:
-            raise UsageError(f"{' and '.join(options)} need --kind and --precision. Give both.")
+    kind, precision = arguments.kind, arguments.precision
+    options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
+    if not kind and not precision:
+        given = [f"--{field.name}" for field in _SIGNATURE_OPTIONS if options[field.name] != field.default]
+        if given:
+            raise UsageError(f"{' and '.join(given)} need --kind and --precision. Give both.")
         return None
-    if not all(kind_and_precision.values()) and kind_and_precision["kind"] != AuditKind.MODEL:
-        present, lacks = sorted(kind_and_precision, key=lambda name: kind_and_precision[name] is None)
-        raise UsageError(f"--{present} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    return signed(arguments.kind, arguments.precision or "", **other_options)
+    if not kind or (not precision and kind != AuditKind.MODEL):
+        pair = "--kind was given without --precision" if kind else "--precision was given without --kind"
+        raise UsageError(f"{pair}. Give both, or declare them with @fp8bench.audited.")
+    return signed(kind, precision or "", **options)
 
 
 # The module that the judge's process runs.
@@ -175,12 +173,12 @@ def audit(
             try:
                 return facts, worker.within(_AUDIT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
-                raised_error = as_usage(error) if isinstance(error, WorkerFault) else error
-                if not isinstance(raised_error, WorkerError):
-                    raise raised_error from None
-                has_raised = isinstance(raised_error, WorkerFault)
-                code = "raises" if has_raised else "hangs" if isinstance(raised_error, WorkerHung) else "crashes"
-                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(raised_error))
+                cause = as_usage(error) if isinstance(error, WorkerFault) else error
+                if not isinstance(cause, WorkerError):
+                    raise cause from None
+                has_raised = isinstance(cause, WorkerFault)
+                code = "raises" if has_raised else "hangs" if isinstance(cause, WorkerHung) else "crashes"
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(cause))
                 return facts, Audit(target, signature, (finding,))
 
 
@@ -243,29 +241,28 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
     failures = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    shown_findings = (
-        [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
-    )
     # The verdict has the reason of the first failure.
     verdict_finding = next((finding for finding in failures if finding.outcome is audit.outcome), None)
-    shown_findings = [replace(finding, why="") if finding is verdict_finding else finding for finding in shown_findings]
-    tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
-        ("found", "what was found", _FINDINGS, shown_findings),
-        ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _SHOWN_LAYERS else ()),
-    ]
-    parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
-    verdict_part = Part("verdict", "", tuple(_describe_verdict(audit, verdict_finding)))
-    return Page(title, "", (verdict_part, *parts), _LEGEND)
+    parts = [Part("verdict", "", tuple(_describe_verdict(audit, verdict_finding)))]
+    found = [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
+    if found:
+        rows = [replace(finding, why="") if finding is verdict_finding else finding for finding in found]
+        parts.append(Part("found", "what was found", (table("found", "", _FINDINGS, rows),)))
+    if audit.layers and (everything or len(audit.layers) <= _SHOWN_LAYERS):
+        parts.append(Part("layers", "layers", (table("layers", "", _LAYERS, audit.layers),)))
+    return Page(title, "", tuple(parts), _LEGEND)
 
 
 def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Iterator[Text]:
-    outcome, checks = audit.outcome, together((finding.check, finding) for finding in audit.findings)
-    reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else ""
-    low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
-    flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
-    passed_text = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
-    coverage = f"{low} of {len(audit.layers)} layers converted{flops_share}" if audit.layers else passed_text
-    yield Text(f"{outcome.value}: {reason or coverage}", _OUTCOME_TONES[outcome])
+    outcome = audit.outcome
+    checks = together((finding.check, finding) for finding in audit.findings)
+    coverage = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
+    if audit.layers:
+        flops = sum(layer.flops for layer in audit.layers)
+        flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+        coverage = f"{sum(layer.low for layer in audit.layers)} of {len(audit.layers)} layers converted{flops_share}"
+    reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else coverage
+    yield Text(f"{outcome.value}: {reason}", _OUTCOME_TONES[outcome])
     if verdict_finding and audit.layers:
         yield Text(coverage)
     yield Text(f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}")

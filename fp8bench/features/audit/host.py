@@ -9,7 +9,6 @@ import ctypes
 import math
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, make_failure
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, make_failure
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.tape.formulas import PRODUCT_SHAPES
@@ -149,26 +148,28 @@ def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
 
 
 _COPY_OPERATORS = ("clone", "copy_", "_to_copy")
+_COUNTED_WORK = ("casts", "products", "copies", "allocations")
 
 
-def count_operators(call: Callable[[], object]) -> CallWork:
-    """Counts the allocations, casts, copies and products of a call. Only work by torch operators is counted."""
+def count_operators(call: Callable[[], object]) -> dict[str, int]:
+    """Counts the casts, products, copies without a cast, and allocations of a call. Only work by torch operators is
+    counted.
+    """
     with without_compiling(), OperatorTape() as tape:
         call()
-    counts: Counter[str] = Counter()
+    counts = dict.fromkeys(_COUNTED_WORK, 0)
     for recorded_call in tape.calls:
-        inputs, outputs = (
-            list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values())))),
-            list(tensors_in(recorded_call.result)),
-        )
+        inputs = list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values()))))
+        outputs = list(tensors_in(recorded_call.result))
+        storages = {operand.storage for operand in inputs}
         for tensor in outputs:
-            if math.prod(tensor.shape) and tensor.storage not in {operand.storage for operand in inputs}:
+            if math.prod(tensor.shape) and tensor.storage not in storages:
                 counts["allocations"] += 1
         operator_name = called_operator(recorded_call)
         counts["products"] += operator_name in PRODUCT_SHAPES
         if operator_name in _COPY_OPERATORS and inputs and outputs:
             counts["copies" if inputs[-1].dtype == outputs[0].dtype else "casts"] += 1
-    return CallWork(**counts)
+    return counts
 
 
 # The mallopt option of glibc that fills allocated memory with the complement of a byte: 0x7f here, which reads as NaN
@@ -219,7 +220,9 @@ class KernelHost:
     Raises KernelRaised if the kernel raises."""
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
-        self._function, self._kind, self._device = function, signature.kind, facts.key
+        self._function = function
+        self._kind = signature.kind
+        self._device = facts.key
         self._flush = make_cache_flush(facts) if facts.accelerated else lambda: None
         self._slots: dict[int, list[Tensor]] = {}
         self._latest: dict[str, Tensor] = {}
@@ -241,17 +244,14 @@ class KernelHost:
         with filled_memory():
             self._prime_allocator(slot)
             self._latest = self._call_raw(slot)
-        return self.reread_results(), self.digest_arguments([slot])
+        return pack_results(self._latest), self.digest_arguments([slot])
 
-    def reread_results(self) -> PackedResults:
-        """Reads the latest results again, from the memory that the kernel returned."""
-        return pack_results(self._latest)
-
-    def keep_results(self) -> None:
-        """Keeps the latest results alive in the memory that the kernel returned, so that `reread_kept_results` can
-        read them again.
+    def keep_results(self) -> PackedResults:
+        """Returns the latest results, and keeps the memory that the kernel returned, so that `reread_kept_results`
+        can read it again.
         """
         self._kept = self._latest
+        return self.reread_kept_results()
 
     def reread_kept_results(self) -> PackedResults:
         return pack_results(self._kept)
@@ -285,8 +285,10 @@ class KernelHost:
         """Calls the kernel on the slots in turn, up to `calls` times or for `seconds`. Returns the number of calls,
         and every distinct result. With each result, returns the slot and the number of the first call that gave it.
         """
-        different: list[tuple[int, int, PackedResults]] = []
-        distinct, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
+        different = []
+        distinct = set[tuple[int, PackedResults]]()
+        end = _CLOCK() + seconds
+        number = 0
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
@@ -305,7 +307,8 @@ class KernelHost:
         for slot in slots:
             self._flush()
             self._synchronize()
-            start, start_of_process = _CLOCK(), _PROCESS_CLOCK()
+            start = _CLOCK()
+            start_of_process = _PROCESS_CLOCK()
             self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._call_raw(slot).items()})
             self._synchronize()
             seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
@@ -320,9 +323,12 @@ class KernelHost:
 
     def free_memory(self) -> None:
         """Frees all slots and stored results."""
-        self._slots, self._latest, self._kept, self._timed = {}, {}, {}, []
+        self._slots = {}
+        self._latest = {}
+        self._kept = {}
+        self._timed = []
 
-    def count_work(self, slot: int) -> CallWork:
+    def count_work(self, slot: int) -> dict[str, int]:
         return count_operators(partial(self._call_raw, slot))
 
     def find_replaced(self) -> tuple[str, ...]:

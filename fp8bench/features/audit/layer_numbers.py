@@ -135,7 +135,7 @@ class LayerNumbers:
                 "", "unchecked", "its output does not have the shape of a product of its input and weight"
             )
         result = product.sample_output(output)
-        if not bool(result.isfinite().all()):
+        if not result.isfinite().all():
             return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
@@ -152,7 +152,8 @@ class LayerNumbers:
         name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
-        matching_casts, same_error = dict[str, float](), list[str]()
+        matching_casts = dict[str, float]()
+        same_error = []
         for guess, promised in guesses.items():
             for cast in product.iterate_cast_results(promised):
                 if (difference := compare_with(cast)).is_negligible:
@@ -185,7 +186,8 @@ class LayerNumbers:
 
     def _random_input(self, x: Tensor | None) -> Tensor:
         """Returns random numbers with the shape and magnitude of an input, limited to about `ROWS` rows."""
-        kind, sides = classify_module(self.module)[0], self.weight.shape
+        kind = classify_module(self.module)[0]
+        sides = self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
             shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D else 1])
@@ -201,7 +203,8 @@ class LayerNumbers:
 
     def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
         with restore_training(self.module), random_parameters(self._find_trainable(), x):
-            product, first_verdict = self._make_product(x), LayerVerdict()
+            product = self._make_product(x)
+            first_verdict = LayerVerdict()
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
                 for gradients in (False, True):
@@ -209,13 +212,11 @@ class LayerNumbers:
                         output = self._call_layer(x.detach().requires_grad_(gradients))
                     verdict = self._judge_output(product, output, (first_verdict.runs, *likely))
                     first_verdict = first_verdict if first_verdict.runs else verdict
-                    call_mode = (
-                        f"in {'training' if mode else 'evaluation'} mode with gradients {'on' if gradients else 'off'}"
-                    )
+                    call_mode = f"in {'training' if mode else 'evaluation'} mode"
+                    call_mode += f" with gradients {'on' if gradients else 'off'}"
                     if verdict.has_failed:
-                        return (
-                            verdict if verdict is first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
-                        )
+                        is_first = verdict is first_verdict
+                        return verdict if is_first else verdict._replace(why=f"{call_mode}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
                         return _report_unsteady(call_mode, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
@@ -232,7 +233,8 @@ class LayerNumbers:
 
     def _call_layer(self, x: Tensor) -> Any:
         """Calls the layer with the arguments that the model used, but with x in place of the first tensor."""
-        arguments, options = list(self.arguments), dict(self.options or {})
+        arguments = list(self.arguments)
+        options = dict(self.options or {})
         tensor_indices = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
         tensor_options = [name for name, value in options.items() if isinstance(value, Tensor)]
         if tensor_indices:
@@ -257,19 +259,14 @@ class LayerNumbers:
         # 2. Compute the exact gradients, their typical size from squared terms, and the gradients of the emulated
         # cast.
         float_gradient = gradient.cpu().float()
-        exact, squares = (
-            product.compute_gradients(float_gradient),
-            product.square_operands().compute_gradients(float_gradient.square()),
-        )
+        exact = product.compute_gradients(float_gradient)
+        squares = product.square_operands().compute_gradients(float_gradient.square())
         promised_casts = self.guesses.get(runs)
         emulated_gradients = (
             {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
         )
-        has_few_bits = (
-            any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised_casts.treatments)
-            if promised_casts
-            else False
-        )
+        casts = () if promised_casts is None else promised_casts.treatments
+        has_few_bits = any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in casts)
         # 3. If its tensor is trained, each gradient must exist, have the right shape, and be near the exact one.
         for (name, _), layer_gradient in zip(tensors.items(), gradients, strict=True):
             if layer_gradient is None and is_trained:
@@ -280,15 +277,11 @@ class LayerNumbers:
                 return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
             # Formats with few bits may exceed the limit for eight bits.
             error_limit = _FEW_BITS_GRADIENT_ERROR if has_few_bits else _GRADIENT_ERROR
-            exact_gradient, size = exact[name], squares[name].sqrt()
-            emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
-            if reason := _describe_wrong_gradient(
-                layer_gradient.cpu().float().reshape(exact_gradient.shape),
-                exact_gradient,
-                size,
-                error_limit,
-                emulated_gain,
-            ):
+            exact_gradient = exact[name]
+            gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            gradient = layer_gradient.cpu().float().reshape(exact_gradient.shape)
+            size = squares[name].sqrt()
+            if reason := _describe_wrong_gradient(gradient, exact_gradient, size, error_limit, gain):
                 return f"its {name} gradient {reason}"
         return ""
 
@@ -300,22 +293,19 @@ def _report_unsteady(call_mode: str, runs: str, other_runs: str) -> LayerVerdict
 
 def describe_casts(runs: str) -> str:
     """Returns a phrase on how a layer multiplies. It follows the verb "multiply"."""
-    return (
-        "operands that are not cast"
-        if runs == UNCAST
-        else f"in {runs}"
-        if runs in WIDE_DTYPES
-        else f"as {runs} does"
-        if runs
-        else "without a visible cast"
-    )
+    if runs == UNCAST:
+        return "operands that are not cast"
+    if runs in WIDE_DTYPES:
+        return f"in {runs}"
+    return f"as {runs} does" if runs else "without a visible cast"
 
 
 def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
     """Returns whether a result has an error like that of the emulated cast, although it differs from it: an error of
     the same size, spread evenly over rows and columns, with the same mean gain.
     """
-    exact, size = product.exact_result, product.typical_size
+    exact = product.exact_result
+    size = product.typical_size
     result_misses, cast_misses = (measure_differences(each_result - exact, size) for each_result in (result, cast))
     low, high = (bound * cast_misses.level for bound in _ERROR_BAND)
     gain = abs(fit_gain(result, exact) - fit_gain(cast, exact))
@@ -332,30 +322,21 @@ def _describe_wrong_gradient(
     """Describes what is wrong with a gradient; '' if it is right. The gain of a right gradient is 1 or, because casts
     that saturate shrink gradients, the expected one.
     """
-    exact_rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
-    differences = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0).reshape(exact_rows.shape)
-    relative_differences, gain = (
-        measure_differences(differences, size.reshape(exact_rows.shape)),
-        fit_gain(gradient, exact),
-    )
-    noise_level = measure_differences(
-        (gradient - gain * exact).reshape(exact_rows.shape), size.reshape(exact_rows.shape)
-    ).level
+    shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
+    gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
+    gain = fit_gain(gradient, exact)
+    noise_level = measure_differences(gradient - gain * exact, size).level
     gain_slack = _MIN_GAIN + noise_level**2 + 4 * noise_level / math.sqrt(exact.numel())
-    if (
-        noise_level <= error_limit
-        and not min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
-    ):
+    has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
+    if noise_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
-    if (
-        relative_differences.level > error_limit
-        or relative_differences.worst > _LINE_FACTOR * relative_differences.level + _LINE_SLACK
-    ):
-        return (
-            f"is {relative_differences.level:.0%} off, {relative_differences.worst:.0%} in the "
-            f"worst row or column; casts make at most {error_limit:.0%}"
-        )
-    return ""
+    unrounded = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
+    differences = measure_differences(unrounded, size)
+    worst = differences.worst
+    if differences.level <= error_limit and worst <= _LINE_FACTOR * differences.level + _LINE_SLACK:
+        return ""
+    off_text = f"is {differences.level:.0%} off, {worst:.0%} in the worst row or column"
+    return f"{off_text}; casts make at most {error_limit:.0%}"
 
 
 def _describe_fault(
@@ -371,23 +352,20 @@ def _describe_fault(
 
     # 1. Typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
-    if not bool(result.any()):
+    if not result.any():
         return "all of its results are 0"
     if bias is not None:
         expanded_bias = bias.expand_as(product_result)
         bias_factor = fit_gain(product_result - exact, expanded_bias)
         if abs(bias_factor) > _BIAS_CHANGE and is_near(exact + bias_factor * expanded_bias):
-            return (
-                "its bias is not added"
-                if abs(1 + bias_factor) < _BIAS_CHANGE
-                else f"its bias is added {1 + bias_factor:.2g} times"
-            )
+            if abs(1 + bias_factor) < _BIAS_CHANGE:
+                return "its bias is not added"
+            return f"its bias is added {1 + bias_factor:.2g} times"
     # 2. One factor for all results: a scale was lost or applied twice.
     exact_output = exact if bias is None else exact + bias
     gain = fit_gain(result, exact_output)
-    if abs(gain - 1) > _MIN_GAIN and float((result - gain * exact_output).norm()) < _GRADIENT_ERROR * float(
-        result.norm()
-    ):
+    rest = float((result - gain * exact_output).norm())
+    if abs(gain - 1) > _MIN_GAIN and rest < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. A few wrong rows or columns: a shard or a bias is in the wrong place.
     for side, lines in (("columns", differences.columns), ("rows", differences.rows)):
@@ -404,7 +382,8 @@ def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     value.
     """
     float_tensor = tensor.detach().float()
-    size, largest = float(float_tensor.square().mean().sqrt()), float(float_tensor.abs().max())
+    size = float(float_tensor.square().mean().sqrt())
+    largest = float(float_tensor.abs().max())
     random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
         size or 1.0
     )
@@ -422,7 +401,8 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
             for tensor in tensors.values():
                 tensor.copy_(draw_random_like(tensor, tensor.shape))
             if len(originals) == 2:
-                bias, weight = tensors["bias"], tensors["weight"].float()
+                bias = tensors["bias"]
+                weight = tensors["weight"].float()
                 result_size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
                 bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_size)
         yield

@@ -83,7 +83,8 @@ class LayerProduct:
 
     @cached_property
     def sampled_rows(self) -> Tensor:
-        count, most = len(self.x), IMAGES if self.kind == CONV2D else ROWS
+        count = len(self.x)
+        most = IMAGES if self.kind == CONV2D else ROWS
         return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
 
     def sample_output(self, output: Tensor) -> Tensor:
@@ -124,7 +125,8 @@ class LayerProduct:
 
     @cached_property
     def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        wide, short = torch.float32, torch.bfloat16
+        wide = torch.float32
+        short = torch.bfloat16
         is_exact_in_bf16 = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
         return ((wide, wide),) if is_exact_in_bf16 else ((wide, wide), (short, short), (short, wide), (wide, short))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -64,12 +65,14 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = get_weight(module), holders.get(module)
+        weight = get_weight(module)
+        holder = holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
         is_low = is_matrix and has_low_precision_class(module)
         weight = weight if is_low or holder is None else holder.weight
         if weight is not None and (is_low or holder is not None):
-            package, kind = type(module).__module__.partition(".")[0], type(weight)
+            package = type(module).__module__.partition(".")[0]
+            kind = type(weight)
             description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
             row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(also))
@@ -78,7 +81,8 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
 
 
 def has_low_precision_class(module: nn.Module) -> bool:
-    kind, weight = type(module), type(get_weight(module))
+    kind = type(module)
+    weight = type(get_weight(module))
     has_low_name = any(
         cls.__module__.partition(".")[0] in _PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
         for cls in (kind, weight)
@@ -92,29 +96,25 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
     converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}
     # Accelerate stops a conversion at the first layer with odd sides only when it uses these libraries.
-    stopped_after = (
-        dict(_find_layers_after_odd(model))
-        if converter_packages <= {"transformer_engine", "intel_transformer_engine"}
-        else {}
-    )
+    uses_accelerate = converter_packages <= {"transformer_engine", "intel_transformer_engine"}
+    stopped_after = dict(_find_layers_after_odd(model)) if uses_accelerate else {}
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
-        sides, name = layer.row.weight, layer.row.name
+        sides = layer.row.weight
+        name = layer.row.name
         if layer.row.low:
             return "", ""
         # The reasons are tried from the most certain one to the fallback.
         if id(layer.weight) in name_by_weight:
-            return "shared", (
-                f"it shares its weight with {name_by_weight[id(layer.weight)]}, and only that layer was converted"
-            )
+            converted_name = name_by_weight[id(layer.weight)]
+            return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"
         if not isinstance(layer.module, nn.Linear):
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
         if odd := [side for side in sides if side % _REQUIRED_MULTIPLE]:
             return "shape", f"{odd[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
         if name in stopped_after:
-            return "stopped", (
-                f"it comes after {stopped_after[name]}: Accelerate stops at a layer whose sides do not fit"
-            )
+            odd_layer = stopped_after[name]
+            return "stopped", f"it comes after {odd_layer}: Accelerate stops at a layer whose sides do not fit"
         return "filter", "the converter skipped it (small, first or last layer), or never reached it"
 
     return explain_exclusion
@@ -139,20 +139,15 @@ def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator
     """Yields a failure for each converted layer that was tied to an embedding: it has the same values, but no longer
     shares the tensor.
     """
-    embeddings = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-    for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
-        for name, table in embeddings:
-            weight = layer.weight
-            if weight is table or weight.shape != table.shape or weight.dtype != table.dtype:
-                continue
-            # Values of Tensor subclasses, or of tensors on different devices, may not be comparable.
-            if type(weight) not in (Tensor, nn.Parameter) or weight.device != table.device:
-                continue
-            if bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                reason = (
-                    f"it has the values of {name} but no longer shares its tensor, so training will separate the two"
-                )
-                yield replace(make_failure("tie-broken", reason), input=layer.row.name)
+    tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    # Values of Tensor subclasses may not be comparable.
+    low_layers = [layer for layer in layers if layer.row.low and type(layer.weight) in (Tensor, nn.Parameter)]
+    for layer, (name, table) in product(low_layers, tables):
+        weight = layer.weight
+        is_comparable = weight.device == table.device and weight.device.type != "meta" and weight.dtype == table.dtype
+        if weight is not table and is_comparable and table.any() and torch.equal(weight, table):
+            reason = f"it has the values of {name} but no longer shares its tensor, so training will separate the two"
+            yield replace(make_failure("tie-broken", reason), input=layer.row.name)
 
 
 class ModelCheck:
@@ -161,10 +156,13 @@ class ModelCheck:
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        precision_names = dict.fromkeys((*filter(None, (precision,)), *USUAL_PRECISIONS))
-        self.guesses = {name: find_promised_casts(name, facts) for name in precision_names}
-        self.model, self.layers, self.precision = model, layers, precision
-        self._chosen, self._is_checking = _choose_layers(layers), False
+        names = dict.fromkeys((precision, *USUAL_PRECISIONS))
+        self.guesses = {name: find_promised_casts(name, facts) for name in names if name}
+        self.model = model
+        self.layers = layers
+        self.precision = precision
+        self._chosen = _choose_layers(layers)
+        self._is_checking = False
         self._precision_by_class: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
@@ -183,12 +181,7 @@ class ModelCheck:
 
     def check_uncalled(self) -> None:
         for layer in self._uncalled_layers:
-            self._check_layer(
-                layer,
-                LayerNumbers(layer.module, layer.weight, self.guesses, self._likely_precisions(layer)),
-                None,
-                None,
-            )
+            self._check_layer(layer)
 
     @property
     def _uncalled_layers(self) -> list[FoundLayer]:
@@ -202,28 +195,31 @@ class ModelCheck:
             for handle in handles:
                 handle.remove()
 
-    def _likely_precisions(self, layer: FoundLayer) -> tuple[str, ...]:
-        return self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
-
     def _inspect_call(
         self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
         if x is None or self._is_checking:
             return
-        outputs, inputs = layer.row.weight[0], layer.row.weight[-1]
+        outputs = layer.row.weight[0]
+        inputs = layer.row.weight[-1]
         if len(layer.row.weight) == 2 and isinstance(output, Tensor) and output.shape == (*x.shape[:-1], outputs):
-            layer.row = replace(
-                layer.row, flops=layer.row.flops + 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
-            )
+            flops = 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
+            layer.row = replace(layer.row, flops=layer.row.flops + flops)
         has_custom_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
         if layer in self._chosen and not layer.verdict and (layer.row.low or has_custom_forward):
-            layer_numbers = LayerNumbers(
-                module, layer.weight, self.guesses, self._likely_precisions(layer), arguments, options
-            )
-            self._check_layer(layer, layer_numbers, x, output)
+            self._check_layer(layer, x, output, arguments, options)
 
-    def _check_layer(self, layer: FoundLayer, layer_numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
+    def _check_layer(
+        self,
+        layer: FoundLayer,
+        x: Tensor | None = None,
+        output: Any = None,
+        arguments: tuple[Any, ...] = (),
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        likely = self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
+        layer_numbers = LayerNumbers(layer.module, layer.weight, self.guesses, likely, arguments, options)
         self._is_checking = True
         try:
             verdict = layer_numbers.check(x, output, also_alone=layer.row.low)
@@ -246,9 +242,8 @@ class ModelCheck:
                 runs, code, wrong = layer.verdict
                 layer.row = replace(layer.row, low=True, runs=runs, code=code, wrong=wrong)
             elif layer.row.low:
-                layer.row = replace(
-                    layer.row, code="sampled", wrong="not checked: other layers of their class and shape were"
-                )
+                reason = "not checked: other layers of their class and shape were"
+                layer.row = replace(layer.row, code="sampled", wrong=reason)
 
 
 def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
@@ -257,7 +252,7 @@ def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
 
 def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
     groups = together((_class_and_shape(layer), layer) for layer in layers).values()
-    chosen: set[FoundLayer] = set()
+    chosen = set()
     for group in groups:
         chosen |= {group[0], group[-1]}
     weight_elements = sum(layer.weight.numel() for layer in chosen)
@@ -272,10 +267,11 @@ def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
 def restore_model(model: nn.Module) -> Iterator[None]:
     """Restores buffers, such as running means, and the random state after the `with` block. Expanded buffers are not
     restored, because nothing writes to them."""
-    restored_buffers = (
-        buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride()
-    )
-    buffers = [(buffer, buffer.clone()) for buffer in restored_buffers]
+    buffers = [
+        (buffer, buffer.clone())
+        for buffer in model.buffers()
+        if buffer.layout is not torch.strided or 0 not in buffer.stride()
+    ]
     cuda_devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}
     try:
         with torch.random.fork_rng(cuda_devices):
@@ -287,8 +283,10 @@ def restore_model(model: nn.Module) -> Iterator[None]:
 
 
 def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
-    started, layers = time.perf_counter(), find_layers(model)
-    check, failed = ModelCheck(model, layers, facts, signature.precision), list[AuditFinding]()
+    started = time.perf_counter()
+    layers = find_layers(model)
+    check = ModelCheck(model, layers, facts, signature.precision)
+    failed = []
     with restore_model(model):
         try:
             if batch is not None:
@@ -296,7 +294,8 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         except UsageError as error:
             failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.finish()
-    explain, rows = make_exclusion_explainer(model, layers), []
+    explain = make_exclusion_explainer(model, layers)
+    rows = []
     for layer in layers:
         rule, reason = explain(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
@@ -304,10 +303,11 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
         "numbers": [*failed, *_find_number_faults(rows, signature.precision)],
     }
-    findings: list[AuditFinding] = []
+    findings = []
     for name, found in checks.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
-    looked_at, seconds = sum(bool(row.runs) for row in rows), time.perf_counter() - started
+    looked_at = sum(bool(row.runs) for row in rows)
+    seconds = time.perf_counter() - started
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
@@ -332,53 +332,41 @@ def _name_layers(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFi
 
 def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(row.low for row in rows):
-        yield _name_layers(
-            rows, make_failure("nothing-converted", f"none of {len(rows)} layers has a low-precision class")
-        )
+        reason = f"none of {len(rows)} layers has a low-precision class"
+        yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
     for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
-        make_result = make_failure if rule in _CONVERTER_FAULTS else make_remark
-        yield _name_layers(
-            excluded,
-            make_result(rule, f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"),
-        )
+        make_finding = make_failure if rule in _CONVERTER_FAULTS else make_remark
+        reason = f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"
+        yield _name_layers(excluded, make_finding(rule, reason))
 
 
 def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low_rows = [row for row in rows if row.low]
-    for (runs, code, wrong), same_rows in together(((row.runs, row.code, row.wrong), row) for row in low_rows).items():
-        layer_count = f"{len(same_rows)} of {len(low_rows)} converted layers"
-        if precision and runs == WEIGHTS_ONLY and not code:
-            yield _name_layers(
-                same_rows,
-                make_failure("not-cast", f"{layer_count} cast only their weights, but {precision} was promised"),
-            )
-        elif precision and runs in USUAL_PRECISIONS and runs != precision:
-            promise_text = f"{precision} was promised; to promise {runs}, give --precision {runs}"
-            yield _name_layers(
-                same_rows,
-                make_failure("other-precision", f"{layer_count} multiply {describe_casts(runs)}, but {promise_text}"),
-            )
-        elif code:
-            yield _name_layers(
-                same_rows, (make_remark if code in _REMARK_CODES else make_failure)(code, f"{layer_count}: {wrong}")
-            )
-        elif runs in WIDE_DTYPES:
-            yield _name_layers(
-                same_rows,
-                make_failure(
-                    "not-cast", f"{layer_count} multiply {describe_casts(runs)}, but their class promises low precision"
-                ),
-            )
-        elif not runs:
-            yield _name_layers(
-                same_rows,
-                make_failure(
-                    "unchecked",
-                    f"{layer_count} gave no product that a cast would change, so their precision is unknown",
-                ),
-            )
+    for (code, reason), same_rows in together((_explain_numbers(row, precision), row) for row in low_rows).items():
+        if code:
+            make_finding = make_remark if code in _REMARK_CODES else make_failure
+            count_text = f"{len(same_rows)} of {len(low_rows)} converted layers"
+            yield _name_layers(same_rows, make_finding(code, count_text + reason))
+
+
+def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:
+    """Returns the code of a fault in the numbers of a converted layer, and the end of a sentence about such layers.
+    Both are '' if the layer runs as promised.
+    """
+    if precision and row.runs == WEIGHTS_ONLY and not row.code:
+        return "not-cast", f" cast only their weights, but {precision} was promised"
+    if precision and row.runs in USUAL_PRECISIONS and row.runs != precision:
+        promise_text = f"{precision} was promised; to promise {row.runs}, give --precision {row.runs}"
+        return "other-precision", f" multiply {describe_casts(row.runs)}, but {promise_text}"
+    if row.code:
+        return row.code, f": {row.wrong}"
+    if row.runs in WIDE_DTYPES:
+        return "not-cast", f" multiply {describe_casts(row.runs)}, but their class promises low precision"
+    if not row.runs:
+        return "unchecked", " gave no product that a cast would change, so their precision is unknown"
+    return "", ""
 
 
 def parse_model(name: str, answer: object) -> tuple[nn.Module, Any]:

@@ -5,7 +5,7 @@ Matrices are drawn on the CPU from a seed. Each kind of data reveals a different
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -45,7 +45,8 @@ def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every tile of 128 x 128. Such numbers reveal scales in a
     wrong order.
     """
-    down, across = -(-rows // 128), -(-columns // 128)
+    down = -(-rows // 128)
+    across = -(-columns // 128)
     magnitudes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
     x = _draw_normal(rows, columns, random)
     for place, sizes_of_row in enumerate(magnitudes.repeat_interleave(128, 1)[:, :columns]):
@@ -85,7 +86,7 @@ DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
         _draw_normal(rows, columns, random).t()
     ).t(),
     "outliers along the contraction": lambda rows, columns, random: _add_outliers(_draw_normal(rows, columns, random)),
-    "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).to(torch.float32),
+    "integers": lambda m, k, random: torch.randint(-6, 7, (m, k), generator=random).float(),
     "one-hot rows": (_draw_one_hot, _draw_normal),
     "many octaves": _draw_many_octaves,
     "many octaves, one at a time": (_draw_many_octaves, _draw_one_hot),
@@ -161,23 +162,17 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
     stay unchanged.
     """
     if treatment is None:
-        return Rounded(x.to(torch.float32), torch.ones(1, 1), None, given=x)
-    fmt, scaling = treatment.fmt, treatment.scaling
+        return Rounded(x.float(), torch.ones(1, 1), None, given=x)
+    fmt = treatment.fmt
+    scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling)
     elements = decode(unpack(quantised.codes, fmt, x.shape[-1]), fmt)
     scales = torch.ones(1, 1) if quantised.scales is None else quantised.scales
     if quantised.scales is not None and scaling is not None and scaling.scale is not None:
         scales = decode(scales, scaling.scale)
     tensor_scale = None if quantised.tensor_scale is None else float(quantised.tensor_scale)
-    return Rounded(
-        elements,
-        scales.to(torch.float32).reshape(
-            *((scales.shape[0], scales.shape[1]) if scales.dim() == 2 else (scales.numel(), 1))
-        ),
-        treatment,
-        tensor_scale,
-        x,
-    )
+    scales = scales.float() if scales.dim() == 2 else scales.float().reshape(-1, 1)
+    return Rounded(elements, scales, treatment, tensor_scale, x)
 
 
 def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random) -> Tensor:
@@ -202,17 +197,19 @@ _SCALE_ERROR = 2.0**-20
 def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest value to which a correct cast may round each number. Scales may differ in
     their last bits, and ties may round either way."""
-    source, treatment = operand.given, operand.treatment
+    source = operand.given
+    treatment = operand.treatment
     low = high = operand.values
     if source is None or treatment is None:
         return low, high
-    float_source = source.to(torch.float32)
-    for element_scales in (
-        round_operand(float_source * off, treatment).element_scales for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
-    ):
-        for off in (1 - _SCALE_ERROR, 1 + _SCALE_ERROR):
-            candidate = values(float_source / element_scales * off, treatment.fmt) * element_scales
-            low, high = torch.minimum(low, candidate), torch.maximum(high, candidate)
+    float_source = source.float()
+    offsets = (1 - _SCALE_ERROR, 1 + _SCALE_ERROR)
+    for scale_offset in offsets:
+        element_scales = round_operand(float_source * scale_offset, treatment).element_scales
+        for offset in offsets:
+            candidate = values(float_source / element_scales * offset, treatment.fmt) * element_scales
+            low = torch.minimum(low, candidate)
+            high = torch.maximum(high, candidate)
     return low, high
 
 
@@ -225,7 +222,8 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
     scales."""
     down, across = scales.shape
     rows, columns = like.shape
-    high, wide = _find_block_side(rows, down), _find_block_side(columns, across)
+    high = _find_block_side(rows, down)
+    wide = _find_block_side(columns, across)
     return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
 
 
@@ -288,76 +286,58 @@ def iterate_mistakes(operand: Rounded) -> Iterator[Mistake]:
     yield from _iterate_tail_mistakes(operand)
 
 
-def find_nearest_mistake(
-    mistakes: Iterable[Mistake], distance: Callable[[Tensor], float], below: float
-) -> tuple[str, str] | None:
-    """Returns the code and description of the mistake whose result is nearest; None if its distance is not below
-    `below`.
-    """
-    nearest = min(((distance(tensor), code, description) for code, description, tensor in mistakes), default=None)
-    return nearest[1:] if nearest is not None and nearest[0] < below else None
-
-
-def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
+def _iterate_cast_mistakes(x: Tensor, operand: Rounded, promised: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
-    yield "not-cast", "unchanged (not cast)", x.to(torch.float32)
-    if treatment_promised.scaling is not None:
-        for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
-            if rounding is not treatment_promised.scaling.rounding:
-                treatment = replace(treatment_promised, scaling=replace(treatment_promised.scaling, rounding=rounding))
+    yield "not-cast", "unchanged (not cast)", x.float()
+    scaling = promised.scaling
+    if scaling is not None:
+        for rounding in ROUNDINGS[scaling.scale]:
+            if rounding is not scaling.rounding:
+                treatment = replace(promised, scaling=replace(scaling, rounding=rounding))
                 description = f"cast with scales that are rounded as {rounding.value}"
                 yield "scale-rounding", description, round_operand(x, treatment).values
     # Square blocks stay the same when they are transposed.
-    if treatment_promised.scaling is not None and not treatment_promised.scaling.turns:
-        yield (
-            "blocks-turned",
-            "scaled in blocks along the wrong dimension",
-            round_operand(x.t().contiguous(), treatment_promised).values.t(),
-        )
-    for description, treatment in _iterate_other_treatments(treatment_promised):
+    if scaling is not None and not scaling.turns:
+        turned_values = round_operand(x.t().contiguous(), promised).values.t()
+        yield "blocks-turned", "scaled in blocks along the wrong dimension", turned_values
+    for description, treatment in _iterate_other_treatments(promised):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
-    if treatment_promised.fmt.bits <= _TRUNCATION_BITS:
-        yield (
-            "cut",
-            "rounded toward 0 instead of to nearest",
-            _truncate(x / operand.element_scales, treatment_promised.fmt) * operand.element_scales,
-        )
+    if promised.fmt.bits <= _TRUNCATION_BITS:
+        truncated_values = _truncate(x / operand.element_scales, promised.fmt) * operand.element_scales
+        yield "cut", "rounded toward 0 instead of to nearest", truncated_values
 
 
 def _truncate(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
-    return round_values(x.to(torch.float32), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
+    return round_values(x.float(), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
 def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. The same format without scales, or the fnuz variant of the format.
     candidates = [(f"cast as in {promised.fmt.name} without scales", replace(promised, scaling=None))]
-    if promised.fmt in _FNUZ_FORMATS and (promised.scaling is None or promised.scaling.scale is None):
-        fnuz_format = _FNUZ_FORMATS[promised.fmt]
-        description = f"cast as in {fnuz_format.name}"
-        if fnuz_format.largest != promised.fmt.largest:
-            description = (
-                f"scaled to {fnuz_format.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz_format.name}"
-            )
-        candidates.append((description, replace(promised, fmt=fnuz_format)))
+    scaling = promised.scaling
+    if promised.fmt in _FNUZ_FORMATS and (scaling is None or scaling.scale is None):
+        fnuz = _FNUZ_FORMATS[promised.fmt]
+        description = f"cast as in {fnuz.name}"
+        if fnuz.largest != promised.fmt.largest:
+            description = f"scaled to {fnuz.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz.name}"
+        candidates.append((description, replace(promised, fmt=fnuz)))
     # 2. The casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
         casts = recipe.treatments if isinstance(recipe, Recipe) else ()
         candidates += [(f"cast as in {name}", cast) for cast in casts]
     # 3. Finer scales than promised.
-    if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
-        candidates.append((f"cast as in {promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
-        for side in (64, 32, 16):
-            scaling = Scaling(1, side, None, ScaleRounding.EXACT)
-            description = f"cast as in {promised.fmt.name} with a scale for each {side} of a row"
-            candidates.append((description, replace(promised, scaling=scaling)))
-    if promised.scaling == NVFP4:
-        candidates.append(
-            ("cast as in blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding)))
-        )
+    if scaling is not None and scaling.scale is None and scaling != ROW:
+        finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
+        for name, finer_scaling in {"row": ROW, **finer_scalings}.items():
+            description = f"cast as in {promised.fmt.name} with a scale per {name}"
+            candidates.append((description, replace(promised, scaling=finer_scaling)))
+    if scaling == NVFP4:
+        square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
+        candidates.append(("cast as in blocks of 16 x 16", replace(promised, scaling=square_blocks)))
     # 4. Yield each cast once, and never the promised one.
     yielded = [promised]
     for description, treatment in candidates:
@@ -369,21 +349,21 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
 def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
     if operand.treatment is None or operand.treatment.scaling is None:
         return
-    scales, elements, fmt = operand.scales, operand.elements, operand.treatment.fmt
+    scales = operand.scales
+    elements = operand.elements
+    fmt = operand.treatment.fmt
     fills_tiles = scales.shape[0] % TILE_ROWS == scales.shape[1] % TILE_COLUMNS == 0
     layouts = {
         "transposed": scales.t().contiguous().reshape(scales.shape) if min(scales.shape) > 1 else None,
         "in the order of a GPU's tiles": swizzle(scales).reshape(scales.shape) if fills_tiles else None,
         "moved on by one block": scales.roll(1, 1),
         "moved on by one row": scales.roll(1, 0),
+        "those of each row's first block": scales[:, :1].expand_as(scales),
     }
     for description, moved_scales in layouts.items():
         if moved_scales is not None and not torch.equal(moved_scales, scales):
-            yield (
-                "scale-layout",
-                f"multiplied by scales that are {description}",
-                replace(operand, scales=moved_scales).values,
-            )
+            moved_operand = replace(operand, scales=moved_scales)
+            yield "scale-layout", f"multiplied by scales that are {description}", moved_operand.values
     if fmt in _FNUZ_FORMATS and fmt.name in CODE_DTYPES:
         yield "fnuz", f"decoded as {_FNUZ_FORMATS[fmt].name}, which gives half its values", operand.values / 2
     yield "scale-missing", "not multiplied by its scales", elements

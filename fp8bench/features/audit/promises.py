@@ -10,9 +10,9 @@ stay in float32 or be rounded, and the error must be that of one of these varian
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from fp8bench.features.audit.operands import (
     Rounded,
-    find_nearest_mistake,
     find_value_range,
     iterate_mistakes,
     round_operand,
@@ -82,7 +81,7 @@ Matrices = tuple[Tensor, ...]
 
 
 class ExpectedResult(Protocol):
-    """An expected result, which judges the kernel's result."""
+    """What a result of the kernel should be."""
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         """Returns the finding for one result. Without `search_mistakes`, no mistake is named for results whose error
@@ -112,21 +111,24 @@ class ExpectedProduct:
     sample: ResultSample | None = None
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
-        sample, shape = self.sample, (len(self.a.elements), len(self.b.elements))
-        if wrong := find_unusable(result, shape if sample is None else sample.shape, finite=False):
+        sample = self.sample
+        shape = (len(self.a.elements), len(self.b.elements))
+        if wrong := _find_unusable(result, shape if sample is None else sample.shape):
             return wrong
         if sample is not None:
             result = result[sample.rows][:, sample.columns]
-        result = result.to(torch.float32) if result.dtype is torch.float64 else result
+        result = result.float() if result.dtype is torch.float64 else result
         sums = self._make_sums(result.dtype)
         likely_result = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
-        if not bool((likely_result.to(torch.float64).abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all()):
+        if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
-        if wrong := find_unusable(result, shape):
+        if wrong := _find_nonfinite(result):
             return wrong
-        error, expected = self._measure_error(result), self._measure_error(likely_result)
+        error = self._measure_error(result)
+        expected = self._measure_error(likely_result)
         if self.emulated is None or (error is None and expected is None):
-            return replace(self._compare_sums(result, sums, search_mistakes), error=error, expected=expected)
+            finding = self._compare_sums(result, sums, search_mistakes, error, expected)
+            return replace(finding, error=error, expected=expected)
         error_finding = judge_error(error, expected, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
         return error_finding if error_finding.has_failed else AuditFinding(error=error, expected=expected)
 
@@ -137,20 +139,18 @@ class ExpectedProduct:
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
         """Judges a result if some expected sums overflow its dtype. These sums may become infinite or the largest
         number. The remaining sums may differ by ties and last bits, or have the expected error."""
-        float64_result = result.to(torch.float64)
+        float64_result = result.double()
         unbounded = torch.where(
             float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result
         )
 
-        def has_unreachable(slack: Sequence[Tensor], errors: float) -> bool:
-            unreachable = [
-                self._mark_unreachable(numbers, sums, slack, errors) for numbers in (float64_result, unbounded)
-            ]
-            return bool((unreachable[0] & unreachable[1] & ~sums.exact.isnan()).any())
+        def has_unreachable(mark_unreachable: Callable[[Tensor, ConformitySums], Tensor]) -> bool:
+            is_unreachable = mark_unreachable(float64_result, sums) & mark_unreachable(unbounded, sums)
+            return bool((is_unreachable & ~sums.exact.isnan()).any())
 
-        if not has_unreachable([_measure_slack(side, find_value_range(side)) for side in (self.a, self.b)], math.inf):
+        if not has_unreachable(self._mark_beyond_ties):
             return AuditFinding()
-        if has_unreachable([_GRID_STEPS * _measure_grid_steps(side) for side in (self.a, self.b)], _STANDARD_ERRORS):
+        if has_unreachable(self._mark_outliers):
             return make_failure("too-bad", "some results overflow as expected, but the remaining results are wrong")
         is_finite = result.isfinite() & likely_result.isfinite()
         error, expected = (
@@ -158,46 +158,43 @@ class ExpectedProduct:
         )
         return judge_error(error, expected)
 
-    def _compare_sums(self, result: Tensor, sums: ConformitySums, search_mistakes: bool) -> AuditFinding:
+    def _compare_sums(
+        self, result: Tensor, sums: ConformitySums, search_mistakes: bool, error: float | None, expected: float | None
+    ) -> AuditFinding:
         # 1. Accept results that equal a sum of the promised operands, in any order.
-        float64_result = result.to(torch.float64)
+        float64_result = result.double()
         if sums.is_within_bound(float64_result):
             return AuditFinding()
         # 2. Report the short sums of Hopper's units as a remark, not a failure.
         if self.hopper and self._matches_hopper_units(result, sums):
             return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
         # 3. Accept small differences if operands halfway between two codes explain them.
-        value_ranges = find_value_range(self.a), find_value_range(self.b)
-        gain = self._describe_gain(float64_result, sums, value_ranges)
-        slack = map(_measure_slack, (self.a, self.b), value_ranges)
-        if not gain and not bool(self._mark_unreachable(float64_result, sums, slack).any()):
+        gain = self._describe_gain(float64_result, sums)
+        if not gain and not self._mark_beyond_ties(float64_result, sums).any():
             return make_remark("other-rounding", ROUNDING_REASON)
-        grid_steps = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
         # 4. Report a mistake if one explains all results.
-        outliers = self._mark_unreachable(float64_result, sums, grid_steps, _STANDARD_ERRORS)
-        is_near = not bool(outliers.any())
-        if is_near and result.numel() < _MIN_RESULTS:
+        outliers = self._mark_outliers(float64_result, sums)
+        is_near = not outliers.any()
+        has_few_results = result.numel() < _MIN_RESULTS
+        if is_near and has_few_results:
             return make_remark("other-rounding", ROUNDING_REASON)
-        code, reason = (
-            self._explain_difference(float64_result, result, sums)
-            if search_mistakes and result.numel() >= _MIN_RESULTS
-            else ("", "")
-        )
-        if code:
-            return make_failure(code, reason)
+        reason = ""
+        if search_mistakes and not has_few_results:
+            code, reason = self._explain_difference(float64_result, result, sums)
+            if code:
+                return make_failure(code, reason)
         # 5. Report the results that no rounding of the operands explains, or their mean.
         if not self._is_lossless:
             if not is_near:
-                places = [self.sample.rows, self.sample.columns] if self.sample else [*map(torch.arange, result.shape)]
-                return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.exact, places))
+                places = [self.sample.rows, self.sample.columns] if self.sample else map(torch.arange, result.shape)
+                return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.exact, *places))
             if gain:
                 return make_failure("gain", gain)
         # 6. Otherwise judge the error, and report in how many bits sums seem to be kept.
         is_gain = bool(gain) and is_near
-        errors = self._measure_error(result), self._measure_error(sums.exact.to(result.dtype))
-        error_finding = judge_error(*errors, reason or gain)
+        error_finding = judge_error(error, expected, reason or gain)
         if sum_bits := self._count_sum_bits(float64_result, sums):
-            is_allowed = error_finding.is_remark or (error_finding.error is None and sum_bits >= _SHORT_SUM_BITS)
+            is_allowed = error_finding.is_remark or (error is None and sum_bits >= _SHORT_SUM_BITS)
             description = f"sums or operands seem to be kept in {sum_bits} bits"
             if self._is_lossless:
                 description = "no cast changes this input, but sums seem to be kept in fewer bits than float32 has"
@@ -207,130 +204,140 @@ class ExpectedProduct:
     def _matches_hopper_units(self, result: Tensor, sums: ConformitySums) -> bool:
         """Returns whether the result equals what Hopper's FP8 units give. It must agree bit by bit in as many rows as
         can be simulated, and approximately in all rows."""
-        a, b = self.a, self.b
-        if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
+        operands = (self.a, self.b)
+        if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in operands):
             return False
-        row_step = -(-result.numel() * a.elements.shape[1] // _SIMULATED_TERMS)
-        simulated_rows = slice(None, None, max(1, row_step))
-        if not sums.is_near(
-            result.to(torch.float64), sums.exact, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude
-        ):
+        if not sums.is_near(result.double(), sums.exact, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude):
             return False
-        scales_of_a, scales_of_b = (side.element_scales.expand_as(side.elements) for side in (a, b))
-        codes, scales = (a.elements[simulated_rows], b.elements), (scales_of_a[simulated_rows], scales_of_b)
-        return any(matches_hopper_units(result[simulated_rows], codes, scales, promoted) for promoted in (True, False))
+        codes, codes_of_b = (side.elements for side in operands)
+        scales, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
+        row_step = max(1, -(-result.numel() * codes.shape[1] // _SIMULATED_TERMS))
+        simulated = (codes[::row_step], codes_of_b), (scales[::row_step], scales_of_b)
+        return any(matches_hopper_units(result[::row_step], *simulated, promoted) for promoted in (True, False))
 
     @property
     def _is_lossless(self) -> bool:
         return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
+    @cached_property
+    def _value_ranges(self) -> tuple[Matrices, Matrices]:
+        return find_value_range(self.a), find_value_range(self.b)
+
+    def _mark_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
+        """Marks results that remain wrong if ties are rounded either way and scales differ in their last bits."""
+        slack = map(_measure_slack, (self.a, self.b), self._value_ranges)
+        return self._mark_unreachable(float64_result, sums, slack)
+
+    def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
+        """Marks results that no rounding of the operands explains, if its errors are random."""
+        slack = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
+        return self._mark_unreachable(float64_result, sums, slack, at_random=True)
+
     def _mark_unreachable(
-        self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], standard_errors: float = math.inf
+        self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], at_random: bool = False
     ) -> Tensor:
         """Marks results that cannot be a rounded sum of the operands, even if each element of these is wrong by up to
-        its `slack`. With `standard_errors`, elements are wrong at random, and a sum may be wrong by that many
-        standard errors."""
+        its slack. If elements are wrong `at_random`, their errors partly cancel in a sum."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         operand_slack = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
-        if standard_errors < math.inf:
-            random_slack = standard_errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt()
+        if at_random:
+            random_slack = _STANDARD_ERRORS * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt()
             operand_slack = torch.minimum(operand_slack, random_slack)
-        low, high = (
-            (sums.exact + side * (sums.bound + operand_slack)).to(sums.dtype).to(torch.float64) for side in (-1, 1)
-        )
+        low, high = ((sums.exact + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
         return ~((float64_result >= low) & (float64_result <= high))
 
     def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
         """Returns in how many bits sums seem to be kept, if short sums explain the result. Otherwise returns 0."""
-        if bool((float64_result[sums.exact == 0] != 0).any()):
+        if (float64_result[sums.exact == 0] != 0).any():
             return 0
         bits = estimate_sum_bits(float64_result, sums)
+        differences = float64_result - sums.exact
         if bits >= FLOAT32_BITS and self._is_lossless:
-            relative_square = float(
-                (float64_result - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300)
-            )
+            relative_square = float(differences.square().mean() / sums.exact.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * relative_square) / 2) if relative_square else FLOAT32_BITS
-        explains_all = bool(
-            ((float64_result - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.exact)).all()
-        )
+        limit = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.exact)
+        explains_all = (differences.abs() <= limit).all()
         return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
-    def _describe_gain(self, float64_result: Tensor, sums: ConformitySums, value_ranges: Sequence[Matrices]) -> str:
+    def _describe_gain(self, float64_result: Tensor, sums: ConformitySums) -> str:
         """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the mean is right, or if
         ties explain the difference."""
-        a, b = self.a.values.double(), self.b.values.double()
+        a = self.a.values.double()
+        b = self.b.values.double()
         effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
         if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
         explanations = [sums.exact]
-        for place, ((low, high), values) in enumerate(zip(value_ranges, (self.a.values, self.b.values), strict=True)):
+        operand_values = (self.a.values, self.b.values)
+        for place, ((low, high), values) in enumerate(zip(self._value_ranges, operand_values, strict=True)):
             is_ambiguous = (high - low) > _LAST_BITS * values.abs()
-            if bool(is_ambiguous.any()):
+            if is_ambiguous.any():
                 range_ends = (
                     torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low))
                 )
                 value_changes = (torch.where(is_ambiguous, end - values, 0.0).double() for end in range_ends)
                 explanations += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
         regressors = torch.stack([(column / sums.magnitude).flatten() for column in explanations], 1)
-        differences = ((float64_result - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
+        differences = ((float64_result - sums.exact.to(sums.dtype).double()) / sums.magnitude).flatten()
         gram = regressors.t() @ regressors
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
         coefficients = inverse @ (regressors.t() @ differences)
-        standard_error = math.sqrt(
-            max(float((differences - regressors @ coefficients).square().mean() * inverse[0, 0]), 0.0)
-        )
-        gain, variance_inflation = float(coefficients[0]), float(inverse[0, 0] * gram[0, 0])
+        unexplained_square = (differences - regressors @ coefficients).square().mean()
+        standard_error = math.sqrt(max(float(unexplained_square * inverse[0, 0]), 0.0))
+        gain = float(coefficients[0])
+        variance_inflation = float(inverse[0, 0] * gram[0, 0])
         is_certain = (
             len(differences) >= _MIN_RESULTS
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
             and abs(gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
         )
-        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average" if is_certain else ""
+        if not is_certain:
+            return ""
+        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average"
 
     def _make_sums(self, dtype: torch.dtype) -> ConformitySums:
-        return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
+        return ConformitySums(self.a.values.double(), self.b.values.double(), dtype)
 
     def _measure_error(self, result: Tensor, mask: Tensor | bool = True) -> float | None:
         if self.a.given is None or self.b.given is None:
             return None
-        exact = self.a.given.to(torch.float64) @ self.b.given.to(torch.float64).t()
+        exact = self.a.given.double() @ self.b.given.double().t()
         exact = exact * mask
-        return relative_frobenius(result, exact) if bool(exact.any()) else None
+        return relative_frobenius(result, exact) if exact.any() else None
 
     def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """Returns the code and description of the first mistake that explains every element. If there is none,
         describes the kind of difference, or a mistake that is much nearer than the expected result."""
-        distance, nearest_guess = float((float64_result - sums.exact).square().sum()), (math.inf, "", "")
+        nearest = (math.inf, "", "")
         for code, description, a, b in self._iterate_guesses():
-            guessed_sums = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
-            if guessed_sums.exact.isfinite().all():
-                if guessed_sums.is_within_bound(float64_result):
-                    return code, description
-                nearest_guess = min(
-                    nearest_guess, (float((float64_result - guessed_sums.exact).square().sum()), code, description)
-                )
+            guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
+            if guessed_sums.is_within_bound(float64_result):
+                return code, description
+            distance = _mean_square_distance(float64_result, guessed_sums.exact)
+            if distance < nearest[0]:
+                nearest = (distance, code, description)
         difference, reason = explain_product(result, sums)
+        if difference in _CODE_BY_DIFFERENCE:
+            return _CODE_BY_DIFFERENCE[difference], reason
         # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
-        if (
-            difference not in _CODE_BY_DIFFERENCE
-            and nearest_guess[0] * _NEARER_FACTOR < distance
-            and bool(float64_result.any())
-        ):
-            return nearest_guess[1], f"the nearest mistake is: {nearest_guess[2]}"
-        return _CODE_BY_DIFFERENCE.get(difference, ""), reason
+        distance, code, description = nearest
+        is_nearer = distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.exact)
+        if is_nearer and float64_result.any():
+            return code, f"the nearest mistake is: {description}"
+        return "", reason
 
     def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-        a, b = self.a.values, self.b.values
-        first, second = list(iterate_mistakes(self.a)), list(iterate_mistakes(self.b))
+        first_mistakes = list(iterate_mistakes(self.a))
+        second_mistakes = list(iterate_mistakes(self.b))
         # A precision may have several casts. Pair the first ones of both operands.
-        second_operand_by_mistake = {(code, description): values for code, description, values in reversed(second)}
-        for code, description, values in first:
-            if (code, description) in second_operand_by_mistake:
-                yield code, f"each operand is {description}", values, second_operand_by_mistake[code, description]
-        for code, description, values in first:
-            yield code, f"the first operand is {description}", values, b
-        for code, description, values in second:
-            yield code, f"the second operand is {description}", a, values
+        second_operands = {(code, description): values for code, description, values in reversed(second_mistakes)}
+        for code, description, values in first_mistakes:
+            if (code, description) in second_operands:
+                yield code, f"each operand is {description}", values, second_operands[code, description]
+        for code, description, values in first_mistakes:
+            yield code, f"the first operand is {description}", values, self.b.values
+        for code, description, values in second_mistakes:
+            yield code, f"the second operand is {description}", self.a.values, values
 
 
 @dataclass(frozen=True)
@@ -344,11 +351,13 @@ class ExpectedAttention:
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
-        if wrong := find_unusable(result, tuple(self.given[0].shape) if sample is None else sample.shape):
+        shape = tuple(self.given[0].shape) if sample is None else sample.shape
+        if wrong := _find_unusable(result, shape) or _find_nonfinite(result):
             return wrong
         if sample is not None:
             result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
-        exact, promised = self._compute_exact(), self._compute_attention()
+        exact = self._compute_exact()
+        promised = self._compute_attention()
         error = relative_frobenius(result, exact)
         variants = (
             promised,
@@ -357,19 +366,21 @@ class ExpectedAttention:
         )
         expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
         is_lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
-        low, high = _EQUAL_RATIO * min(expected_errors) * is_lossy, max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
+        low = _EQUAL_RATIO * min(expected_errors) * is_lossy
+        high = max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
-        measure_distance = partial(_mean_square_distance, result)
-        mistakes = self._iterate_mistakes() if sample is None else ()
-        if mistake := find_nearest_mistake(
-            mistakes, measure_distance, measure_distance(promised) / _NEARER_FACTOR_IN_ATTENTION
-        ):
-            return make_failure(*mistake, error, high)
+        if sample is None:
+            distance, code, description = min(
+                (_mean_square_distance(result, mistaken), code, description)
+                for code, description, mistaken in self._iterate_mistakes()
+            )
+            if distance * _NEARER_FACTOR_IN_ATTENTION < _mean_square_distance(result, promised):
+                return make_failure(code, description, error, high)
         return judge_error(error, high if error > high else low)
 
     def _compute_exact(self) -> Tensor:
-        q, k, v = (tensor.to(torch.float64) for tensor in self.given)
+        q, k, v = (tensor.double() for tensor in self.given)
         return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
 
     def _compute_attention(self, casts_weights: bool = False, stores_scores: bool = False) -> Tensor:
@@ -381,19 +392,19 @@ class ExpectedAttention:
         scores = _compute_scores(q, k)
         if stores_scores:  # rounded before and after the scores are scaled
             root_size = math.sqrt(q.shape[-1])
-            scores = ((scores * root_size).to(carrier).to(q.dtype) / root_size).to(carrier).to(q.dtype)
+            scores = ((scores * root_size).to(carrier).double() / root_size).to(carrier).double()
         weights = self._softmax(scores)
-        return (_cast_last_dimension(weights.to(carrier), self.treatment) if casts_weights else weights) @ v
+        if casts_weights:
+            weights = _cast_last_dimension(weights.to(carrier), self.treatment)
+        return weights @ v
 
     @cached_property
     def _cast_operands(self) -> Matrices:
         """Returns queries, keys and values, each cast along the dimension over which its product sums. Values are
         cast along positions."""
-        q, k, transposed_values = (
-            _cast_last_dimension(tensor, self.treatment)
-            for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
-        )
-        return self._sample_queries(q), k, transposed_values.transpose(-1, -2)
+        q, k, v = self.given
+        q, k, transposed_v = (_cast_last_dimension(tensor, self.treatment) for tensor in (q, k, v.mT))
+        return self._sample_queries(q), k, transposed_v.mT
 
     def _sample_queries(self, q: Tensor) -> Tensor:
         return q if self.sample is None else q[:, :, self.sample.columns]
@@ -403,27 +414,20 @@ class ExpectedAttention:
 
     def _iterate_mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
         q, k, v = self._cast_operands
+        scores = _compute_scores(q, k)
         root_size = math.sqrt(q.shape[-1])
         if self.treatment is not None:
             yield "not-cast", "queries, keys and values are not cast", self._compute_exact()
-            uncast_values = self.given[2].to(torch.float64)
-            yield (
-                "not-cast",
-                "queries and keys are cast, but values are not",
-                _compute_weights(q, k, self.causal) @ uncast_values,
-            )
-        unscaled_result = _compute_weights(q * root_size, k, self.causal) @ v
+            values_not_cast = self._softmax(scores) @ self.given[2].double()
+            yield "not-cast", "queries and keys are cast, but values are not", values_not_cast
+        unscaled_result = self._softmax(scores * root_size) @ v
         yield "scale", "its scores are not divided by the square root of the size", unscaled_result
-        yield "scale", "its scores are divided by the size", _compute_weights(q / root_size, k, self.causal) @ v
-        yield "mask", f"it is {'not ' * self.causal}causal", _compute_weights(q, k, not self.causal) @ v
+        yield "scale", "its scores are divided by the size", self._softmax(scores / root_size) @ v
+        yield "mask", f"it is {'not ' * self.causal}causal", _softmax(scores, not self.causal) @ v
 
 
 def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
-    return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-
-
-def _compute_weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    return _softmax(_compute_scores(q, k), causal)
+    return q @ k.mT / math.sqrt(q.shape[-1])
 
 
 def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor:
@@ -437,10 +441,10 @@ def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor
 
 def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
     if treatment is None:
-        return x.to(torch.float64)
+        return x.double()
     heads = x.reshape(-1, *x.shape[-2:])
     cast_heads = torch.stack([round_operand(head.contiguous(), treatment).values for head in heads])
-    return cast_heads.view(x.shape).to(torch.float64)
+    return cast_heads.view(x.shape).double()
 
 
 def _measure_slack(operand: Rounded, value_range: Matrices) -> Tensor:
@@ -459,21 +463,23 @@ def _measure_grid_steps(operand: Rounded) -> Tensor:
 
 
 def _mean_square_distance(result: Tensor, expected: Tensor) -> float:
-    return float((result.to(torch.float64) - expected).square().mean())
+    return float((result.double() - expected).square().mean())
 
 
-def find_unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
+def _find_unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
     if tuple(result.shape) != shape:
-        gives, expected = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
-        return make_failure("shape", f"the result has the shape {gives}; expected {expected}")
+        actual, expected = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
+        return make_failure("shape", f"the result has the shape {actual}; expected {expected}")
     if result.dtype not in _RESULT_DTYPES:
         return make_failure("dtype", f"the result is {result.dtype}; expected float32, bfloat16 or float16")
-    nonfinite_count = int((~result.isfinite()).sum()) if finite else 0
-    return (
-        make_failure("not-finite", f"{nonfinite_count} of {result.numel()} results are NaN or infinite")
-        if nonfinite_count
-        else None
-    )
+    return None
+
+
+def _find_nonfinite(result: Tensor) -> AuditFinding | None:
+    nonfinite_count = int((~result.isfinite()).sum())
+    if not nonfinite_count:
+        return None
+    return make_failure("not-finite", f"{nonfinite_count} of {result.numel()} results are NaN or infinite")
 
 
 def judge_error(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
@@ -481,20 +487,13 @@ def judge_error(error: float | None, expected: float | None, reason: str = "", s
     range of errors."""
     explanation = reason or "no known mistake explains it"
     if error is None or expected is None:
-        return make_failure("unexplained", explanation, error, expected)
-    low, high = ERROR_BAND[0] / slack, ERROR_BAND[1] * slack
-    if error > expected * high:
-        return make_failure(
-            "too-bad", f"{explanation}; its error is {error:.3g}, expected {expected:.3g}", error, expected
-        )
-    if error < expected * low:
-        return make_failure(
-            "too-good",
-            f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or "
-            "the precision is wider",
-            error,
-            expected,
-        )
-    return make_remark(
-        "other-rounding", reason or "values differ from the promised ones but have their error", error, expected
-    )
+        return make_failure("unexplained", explanation)
+    low, high = ERROR_BAND
+    if error > expected * high * slack:
+        explanation += f"; its error is {error:.3g}, expected {expected:.3g}"
+        return make_failure("too-bad", explanation, error, expected)
+    if error < expected * low / slack:
+        reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or the precision"
+        return make_failure("too-good", f"{reason} is wider", error, expected)
+    same_error = "values differ from the promised ones but have their error"
+    return make_remark("other-rounding", reason or same_error, error, expected)

@@ -82,19 +82,20 @@ def _describe_scales(precision: str) -> str:
 _FACTOR_REST = 0.01
 
 
-def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, places: Sequence[Tensor]) -> str:
-    """Returns how many results are wrong, where they are, and their factor if they have one in common. `places` are
-    the rows and the columns of the results.
+def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, rows: Tensor, columns: Tensor) -> str:
+    """Returns how many results are wrong, where they are, and their factor if they have one in common. `rows` and
+    `columns` are the indices of the judged results in the complete result.
     """
-    rows = _describe_lines("row", places[0], outliers.any(1))
-    columns = _describe_lines("column", places[1], outliers.any(0))
-    wrong, right = result[outliers], exact[outliers]
+    wrong_rows = _describe_lines("row", rows, outliers.any(1))
+    wrong_columns = _describe_lines("column", columns, outliers.any(0))
+    wrong = result[outliers]
+    right = exact[outliers]
     factor = (wrong @ right) / (right @ right)
     has_factor = (wrong - factor * right).norm() < _FACTOR_REST * wrong.norm()
     factor_text = f", where results are {factor:.3g} times the expected ones" if has_factor else ""
     return (
         f"{len(wrong)} of {outliers.numel()} results differ by more than any rounding of the operands explains, all in "
-        f"{rows} and {columns}{factor_text}"
+        f"{wrong_rows} and {wrong_columns}{factor_text}"
     )
 
 

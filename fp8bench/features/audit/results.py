@@ -37,7 +37,7 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
     result, and each remark once.
     """
-    reported: set[tuple[str, str]] = set()
+    reported = set()
     for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
         for data in auditor.subject.data_kinds:
             auditor.current = audit_input = AuditInput(data, shape)
@@ -74,7 +74,8 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
     """Scales or permutes the operands, and checks that the result changes accordingly. A failure must show on two
     inputs, because one may be wrong by chance.
     """
-    subject, audit_input = auditor.subject, auditor.first_input
+    subject = auditor.subject
+    audit_input = auditor.first_input
     if subject.kind is AuditKind.PRODUCT:
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
@@ -100,30 +101,26 @@ _SECOND_SLOT = 1
 
 
 def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Finds results that are remembered or overwritten. For this it calls the kernel repeatedly, and changes memory
-    between the calls.
-    """
-    auditor.current, host = auditor.first_input, auditor.subject.host
+    """Calls the kernel repeatedly, with changes of memory between calls. Finds remembered or overwritten results."""
+    auditor.current = auditor.first_input
+    host = auditor.subject.host
     auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
-    first_results = host.reread_results()
-    host.keep_results()
-    auditor.call_kernel(
-        auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes")), at_new_address=False
-    )
+    first_results = host.keep_results()
+    other_arguments = auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes"))
+    auditor.call_kernel(other_arguments, at_new_address=False)
     if host.reread_kept_results() != first_results:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
-        repeated_calls = _iterate_repeated_calls(auditor)
         yield from _first_of_each_code(
             make_failure(code, reason)
-            for code, reason, matrices, results in repeated_calls
+            for code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
         )
         yield from _check_small_calls(auditor)
 
 
 def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
-    reported: set[str] = set()
+    reported = set()
     for finding in findings:
         if finding.code not in reported:
             reported.add(finding.code)
@@ -196,7 +193,8 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel on small matrices, very many times. Results may differ from call to call, but each of them
     must be right.
     """
-    subject, host = auditor.subject, auditor.subject.host
+    subject = auditor.subject
+    host = subject.host
     shape = auditor.round_up_shape(subject.small_shape)
     matrices_by_slot = {}
     try:
@@ -224,10 +222,9 @@ def _sum_differences(first: ResultsByName, results: ResultsByName) -> float:
 
 
 def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to the matching
-    forward call.
-    """
-    subject, auditor.current = auditor.subject, auditor.first_input
+    """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to their input."""
+    subject = auditor.subject
+    auditor.current = auditor.first_input
     two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_data(auditor, _UNIFORM_DATA)]
     for order in ((0, 1), (1, 0)):
         for slot, matrices in enumerate(two_inputs):
@@ -254,7 +251,8 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with sizes of real models and of decoding, and with random sizes. Only a sample of each result
     is judged.
     """
-    subject, rng = auditor.subject, Random(auditor.seed)
+    subject = auditor.subject
+    rng = Random(auditor.seed)
     shapes = [*subject.real_shapes, *(_draw_shape(subject, rng) for _ in range(_RANDOM_SIZES))]
     data = _TILE_DATA if _TILE_DATA in subject.data_kinds else NORMAL_DATA
     inputs = []
@@ -263,10 +261,9 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
         if shape.m <= _DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
             inputs.append(AuditInput(_SIGN_DATA, shape))
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
         matrices = auditor.draw_matrices(audit_input)
-        failure = auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
-        return [failure] if failure else []
+        return auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
 
     yield from _check_inputs(auditor, inputs, judge_input, _SIZES_SECONDS)
 
@@ -290,7 +287,9 @@ def _check_special_values(auditor: Auditor) -> Iterator[AuditFinding]:
 
 def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
-    subject, matrices, refused = auditor.subject, auditor.draw_matrices(auditor.first_input), list[AuditFinding]()
+    subject = auditor.subject
+    matrices = auditor.draw_matrices(auditor.first_input)
+    refused = []
 
     def call_with(change: str, changed: Matrices) -> ResultsByName:
         auditor.current = AuditInput("", auditor.first_input.shape, change)
@@ -305,17 +304,14 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
         auditor.tried += len(results)
         return results
 
-    first, *remaining = matrices
-    zeroed_matrices = (
-        torch.zeros_like(x) if place in subject.zeroed_operands else x for place, x in enumerate(matrices)
-    )
-    for result in list(call_with("zeros", tuple(zeroed_matrices)).values())[:1]:
-        if bool((result != 0).any()):
-            yield make_failure("zeros", "an input of zeros gave results that are not zero")
-    subnormal_matrix = first * torch.finfo(first.dtype).smallest_normal / 4
-    for result in list(call_with("subnormal numbers", (subnormal_matrix, *remaining)).values())[:1]:
-        if not bool(result.isfinite().all()):
-            yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
+    zeroed = subject.zeroed_operand
+    results = call_with("zeros", _replace_operand(matrices, zeroed, torch.zeros_like(matrices[zeroed])))
+    if results and _get_first(results).any():
+        yield make_failure("zeros", "an input of zeros gave results that are not zero")
+    subnormal_matrix = matrices[0] * torch.finfo(matrices[0].dtype).smallest_normal / 4
+    results = call_with("subnormal numbers", _replace_operand(matrices, 0, subnormal_matrix))
+    if results and not _get_first(results).isfinite().all():
+        yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
     for operand, matrix in enumerate(matrices):
         last_index = matrix.numel() - 1
         for index in (0, (last_index - matrix.shape[-1]) // 2, last_index):
@@ -325,27 +321,33 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
                 _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
             )
             results = call_with(f"a NaN {location}", nan)
-            if results and not bool(_select_results_of_row(subject, results, operand, row).isnan().any()):
+            if results and not _select_results_of_row(subject, results, operand, row).isnan().any():
                 yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
+            if subject.kind is AuditKind.ATTENTION:
+                continue
             # An infinity may become the largest number or NaN, but must not count as zero.
-            results = call_with(f"an infinity {location}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
-            if results and bool(_select_results_of_row(subject, results, operand, row).isfinite().all()):
-                promises = subject.expected_results(zero)
-                if not any(
-                    promises[name].judge(result, search_mistakes=False).has_failed for name, result in results.items()
-                ):
-                    yield make_failure(
-                        "infinity-lost", f"an infinity {location}: results are those of a zero in its place"
-                    )
+            results = call_with(f"an infinity {location}", infinity)
+            if results and _select_results_of_row(subject, results, operand, row).isfinite().all():
+                expected = subject.expected_results(zero)
+                verdicts = [expected[name].judge(result, search_mistakes=False) for name, result in results.items()]
+                if not any(verdict.has_failed for verdict in verdicts):
+                    reason = f"an infinity {location}: results are those of a zero in its place"
+                    yield make_failure("infinity-lost", reason)
     yield from refused
+
+
+def _get_first(results: ResultsByName) -> Tensor:
+    """Returns the only result, or the forward result of a linear layer."""
+    return next(iter(results.values()))
 
 
 def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
-    kind, tensors = subject.kind, list(results.values())
-    result = tensors[operand == 2 and kind is AuditKind.LINEAR]
+    result = _get_first(results)
+    if subject.kind is AuditKind.LINEAR and operand == 2:  # the gradient
+        result = results["input gradient"]
     result = result.reshape(-1, result.shape[-1])
-    if kind is AuditKind.ATTENTION and operand:
+    if subject.kind is AuditKind.ATTENTION and operand:
         return result
     return result[:, row] if operand == 1 else result[row]
 
@@ -364,15 +366,16 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with values far from one, with tall and long matrices, and with some rows of zeros."""
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
-        auditor.current, results = audit_input, auditor.compute_results(matrices)
+        auditor.current = audit_input
         rng = Random(auditor.seed) if audit_input.shape == tall_shape else None
-        if failure := auditor.find_failure(matrices, results, rng):
+        if failure := auditor.find_failure(matrices, auditor.compute_results(matrices), rng):
             yield failure
             return
 
 
 def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
-    subject, first_input = auditor.subject, auditor.first_input
+    subject = auditor.subject
+    first_input = auditor.first_input
     matrices = auditor.draw_matrices(first_input)
     # Only operands with scales, and not in fp16, can have values far from one. In attention only the values are scaled,
     # because scaling queries and keys changes the softmax.
@@ -385,7 +388,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
                 _replace_operand(matrices, operand, matrices[operand] * 2.0**power),
             )
     tall_input = first_input._replace(shape=auditor.round_up_shape(subject.tall_shape))
-    sparse_matrices, tall_matrices = auditor.draw_matrices(first_input), auditor.draw_matrices(tall_input)
+    sparse_matrices = auditor.draw_matrices(first_input)
+    tall_matrices = auditor.draw_matrices(tall_input)
     for sparse_matrix, tall_matrix in zip(sparse_matrices, tall_matrices, strict=True):
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[1] = 0
         sparse_matrix.view(-1, sparse_matrix.shape[-1])[2, :BLOCK_SIDE] = 0
@@ -400,30 +404,29 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
 def _check_inputs(
     auditor: Auditor,
     inputs: Collection[AuditInput],
-    judge_input: Callable[[AuditInput], list[AuditFinding]],
+    judge_input: Callable[[AuditInput], AuditFinding | None],
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
     """Judges the kernel on each input, until one fails or the time is up. The kernel may refuse inputs."""
-    refused, end = [], time.monotonic() + seconds
+    refused = []
+    end = time.monotonic() + seconds
     # Record the current input in the auditor, so that exceptions are reported with it.
     for index, audit_input in enumerate(inputs):
         auditor.current = audit_input
         if time.monotonic() > end:
-            skipped_count = len(inputs) - index
-            reason = (
-                f"the time limit of {seconds:g} s was reached: this and {skipped_count - 1} larger sizes were not tried"
-            )
+            larger_count = len(inputs) - index - 1
+            reason = f"the time limit of {seconds:g} s was reached: this and {larger_count} larger sizes were not tried"
             yield make_remark("not-tried", reason)
             break
         try:
-            failures = judge_input(audit_input)
+            failure = judge_input(audit_input)
         # A kernel may refuse an input, unless the refusal is a deception.
         except REFUSAL_ERRORS as error:
             raise_deception(error)
             refused.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
             continue
-        if failures:
-            yield failures[0]
+        if failure:
+            yield failure
             return
     # Report all refusals in one line: a kernel with fixed sizes refuses dozens of inputs.
     if refused:
@@ -432,23 +435,23 @@ def _check_inputs(
 
 def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
-    subject, odd = auditor.subject, AuditInput(NORMAL_DATA, auditor.round_up_shape(auditor.subject.odd_shapes[1]))
-    inputs_with_matrices = [(start, auditor.draw_matrices(start)) for start in (auditor.first_input, odd)]
+    subject = auditor.subject
+    odd_input = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.odd_shapes[1]))
+    strided_calls = {}
+    for audit_input in (auditor.first_input, odd_input):
+        matrices = auditor.draw_matrices(audit_input)
+        for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
+            strided_input = audit_input._replace(how=f"the {_ORDINALS[operand]} argument {description}")
+            strided_calls[strided_input] = matrices, operand, change_layout
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
         matrices, operand, change_layout = strided_calls[audit_input]
         arguments = subject.make_arguments(matrices)
         strided_arguments = _replace_operand(arguments, operand, change_layout(arguments[operand]))
-        failure = auditor.find_failure(matrices, auditor.call_kernel(strided_arguments))
-        return (
-            [make_failure("strides", f"{audit_input.how}: the result does not belong to its values")] if failure else []
-        )
+        if auditor.find_failure(matrices, auditor.call_kernel(strided_arguments)) is None:
+            return None
+        return make_failure("strides", f"{audit_input.how}: the result does not belong to its values")
 
-    strided_calls = {}
-    for start, matrices in inputs_with_matrices:
-        for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
-            change = f"the {_ORDINALS[operand]} argument {description}"
-            strided_calls[start._replace(how=change)] = matrices, operand, change_layout
     yield from _check_inputs(auditor, strided_calls, judge_input)
 
 
@@ -471,14 +474,15 @@ _MEMORY_LAYOUTS = {"is a slice of a wider matrix": _make_slice, "is transposed i
 def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel with sizes that do not fill complete tiles."""
 
-    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
-        problems = auditor.find_problems(audit_input).items()
-        return [auditor.make_finding(audit_input, name, verdict) for name, verdict in problems if verdict.has_failed]
+    def judge_input(audit_input: AuditInput) -> AuditFinding | None:
+        for name, verdict in auditor.find_problems(audit_input).items():
+            if verdict.has_failed:
+                return auditor.make_finding(audit_input, name, verdict)
+        return None
 
     data_kinds = [data for data in (NORMAL_DATA, BLOCK_DATA) if data in auditor.subject.data_kinds]
-    yield from _check_inputs(
-        auditor, [AuditInput(*start) for start in product(data_kinds, auditor.subject.odd_shapes)], judge_input
-    )
+    inputs = [AuditInput(data, shape) for data, shape in product(data_kinds, auditor.subject.odd_shapes)]
+    yield from _check_inputs(auditor, inputs, judge_input)
 
 
 # The checks of results, in the order in which they run.

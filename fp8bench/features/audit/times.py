@@ -19,9 +19,8 @@ import torch
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
 from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
+from fp8bench.features.audit.host import KernelHost, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
-from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
@@ -34,7 +33,6 @@ from fp8bench.worker.main import main
 from fp8bench.worker.switches import restore_switches
 
 _WARMUP_CALLS = 3
-_WORK_KINDS = ("casts", "products", "copies", "allocations")
 
 
 def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
@@ -50,8 +48,10 @@ def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
     repeated_work = subject.host.count_work(0)
     auditor.send_arguments(arguments, slot=1)
     fresh_work = subject.host.count_work(1)
-    counts = [(name, getattr(repeated_work, name), getattr(fresh_work, name)) for name in _WORK_KINDS]
-    if lost := [f"{name}: {again} of {first}" for name, again, first in counts if again < first]:
+    lost = [
+        f"{name}: {repeated_work[name]} of {count}" for name, count in fresh_work.items() if repeated_work[name] < count
+    ]
+    if lost:
         yield make_failure(
             "remembered-work",
             f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost)})",
@@ -93,7 +93,8 @@ def iterate_shortest_times(
     for its FLOPs. A limit follows from torch's speed now, or from the best measured copy (in any cache) or product
     (in this precision or a wider one) of this device, if that is faster.
     """
-    rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
+    rank = precisions.get(precision).rank
+    rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
     comparisons = (
         (moved_bytes, "copy", partial(_measure_copy, moved_bytes, device), [(Limit.CACHED, "")]),
@@ -146,13 +147,13 @@ _JUDGED_CALLS = 2
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """The shortest time of a call for each kind of data. It is measured by the wall clock, and by the process time of
-    the kernel's process. `wrong_clock` describes a clock that reports too little. `wrong` is a failure of the
-    results.
+    """The shortest time of a call for each kind of data, in `seconds` of the wall clock. On a CPU, `comparable_seconds`
+    are seconds of the kernel's process, because other processes disturb the wall clock. `wrong_clock` describes a clock
+    that reports too little. `wrong` is a failure of the results.
     """
 
     seconds: Mapping[str, float]
-    of_process: Mapping[str, float]
+    comparable_seconds: Mapping[str, float]
     wrong_clock: str
     wrong: AuditFinding | None
 
@@ -163,15 +164,16 @@ def _time_calls(
     """Times calls on each kind of data in turn. Every call has new numbers, and mostly new addresses. Afterwards,
     judges the results of some calls for each kind of data, chosen at random.
     """
-    host, rng = auditor.subject.host, Random(auditor.seed)
+    host = auditor.subject.host
+    rng = Random(auditor.seed)
     # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
     host.free_memory()
     base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
-    inputs: list[Matrices] = []
+    inputs = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
     end = time.perf_counter() + _TIMING_SECONDS * len(kinds)
     while len(rounds) <= _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or time.perf_counter() < end):
-        sent_arguments: list[tuple[PackedTensor, ...]] = []
+        sent_arguments = []
         for slot, kind in enumerate(kinds):
             inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base_matrices[kind]))
             sent_arguments.append(
@@ -189,12 +191,13 @@ def _time_calls(
         digests = digests[len(sent) :]
     # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
     timed_rounds = rounds[1:]
-    by_clock: dict[str, float] = {}
-    of_process: dict[str, float] = {}
+    by_clock = {}
+    of_process = {}
     for call_index, kind in enumerate(kinds):
         calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
-        by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
-        of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
+        fastest, fastest_of_process = map(min, zip(*calls, strict=True))
+        by_clock[kind] = max(1e-9, fastest)
+        of_process[kind] = max(1e-9, fastest_of_process)
     # 4. Check that the kernel's process does not report much less time than passed here.
     round_seconds = [
         (math.fsum(seconds for seconds, _ in reported_seconds), passed) for reported_seconds, passed in timed_rounds
@@ -214,7 +217,8 @@ def _time_calls(
                 reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
                 failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break
-    return TimedCalls(by_clock, of_process, wrong_clock, failure)
+    is_cpu = auditor.subject.device.startswith("cpu")
+    return TimedCalls(by_clock, of_process if is_cpu else by_clock, wrong_clock, failure)
 
 
 def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random) -> Iterator[tuple[str, int]]:
@@ -231,12 +235,8 @@ def _check_speed(auditor: Auditor) -> list[AuditFinding]:
     Returns its findings together, because times mean nothing after a failed call."""
     findings = []
     if replaced := ", ".join(auditor.subject.host.find_replaced()):
-        findings = [
-            make_failure(
-                "replaced",
-                f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement.",
-            )
-        ]
+        reason = f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement."
+        findings = [make_failure("replaced", reason)]
     return findings + _check_times(auditor)
 
 
@@ -283,7 +283,8 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
         larger_calls = _time_calls(auditor, larger_shape)
         if larger_calls.wrong is not None:
             return larger_calls.wrong
-        seconds, larger_seconds = _measure_seconds(auditor, shape), larger_calls.seconds[NORMAL_DATA]
+        seconds = _measure_seconds(auditor, shape)
+        larger_seconds = larger_calls.seconds[NORMAL_DATA]
         if larger_seconds >= _TIME_FACTOR * seconds:
             return None
         reason = f"{units.seconds(larger_seconds)}, compared with {units.seconds(seconds)}"
@@ -291,10 +292,8 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
 
 
 def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
-    subject, arguments = (
-        auditor.subject,
-        auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape))),
-    )
+    subject = auditor.subject
+    arguments = auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape)))
     read_and_written = (*arguments, *auditor.call_kernel(arguments).values())
     moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
     # Attention has a batch of two and two products.
@@ -302,11 +301,9 @@ def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     shortest, reference = max(
         iterate_shortest_times(auditor.ceilings, subject.signature.precision, shape, flops, moved_bytes, subject.device)
     )
-    return (
-        ""
-        if seconds >= shortest
-        else (f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}")
-    )
+    if seconds >= shortest:
+        return ""
+    return f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}"
 
 
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
@@ -319,7 +316,7 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
             yield timed_calls.wrong
             return
         # Keep the shortest time of all repetitions, because other processes may slow down a call.
-        for name, seconds in _select_comparable(auditor, timed_calls).items():
+        for name, seconds in timed_calls.comparable_seconds.items():
             times[name] = min(seconds, times.get(name, seconds))
         fastest_data = min(times, key=times.__getitem__)
         if times[fastest_data] * _SHORTCUT_SPEEDUP >= times[NORMAL_DATA]:
@@ -336,16 +333,8 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
 
 def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Returns whether the kernel is faster on data in which some blocks are all zeros."""
-    seconds_by_data = _select_comparable(
-        auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0)
-    )
-    return seconds_by_data[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds_by_data[NORMAL_DATA]
-
-
-def _select_comparable(auditor: Auditor, timed_calls: TimedCalls) -> Mapping[str, float]:
-    """Returns the times to compare. On a CPU it is process time, because other processes would disturb the wall
-    clock."""
-    return timed_calls.of_process if auditor.subject.device.startswith("cpu") else timed_calls.seconds
+    seconds = _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0).comparable_seconds
+    return seconds[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds[NORMAL_DATA]
 
 
 def _measure_seconds(auditor: Auditor, shape: Shape) -> float:

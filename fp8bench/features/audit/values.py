@@ -54,9 +54,9 @@ def find_worst_outcome(findings: Iterable[AuditFinding]) -> AuditOutcome:
     there is none. Otherwise returns PASS.
     """
     outcomes = {finding.outcome for finding in findings}
-    if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
-        return AuditOutcome.CANNOT_TELL
-    return AuditOutcome.FAIL if AuditOutcome.FAIL in outcomes else AuditOutcome.PASS
+    if AuditOutcome.FAIL in outcomes:
+        return AuditOutcome.FAIL
+    return AuditOutcome.PASS if outcomes == {AuditOutcome.PASS} else AuditOutcome.CANNOT_TELL
 
 
 @dataclass(frozen=True)
@@ -79,18 +79,6 @@ class AuditedLayer:
     reason: str = ""
     rule: str = ""
     also: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class CallWork:
-    """What one call does, as far as torch sees it: the numbers of its allocations, casts, copies without a cast, and
-    products.
-    """
-
-    allocations: int = 0
-    casts: int = 0
-    copies: int = 0
-    products: int = 0
 
 
 @dataclass(frozen=True)

@@ -56,19 +56,25 @@ def describe_tensors(tensors: Sequence[Tensor]) -> str:
 
 def make_inputs(setup: Setup) -> CallInputs:
     """Makes the inputs of a case, with the same values at every call. Raises UsageError if they contain no tensor."""
-    params, device = setup.params, setup.facts.key
+    params = setup.params
+    device = setup.facts.key
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
     loaded = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
-    loaded = (loaded,) if isinstance(loaded, Tensor) else loaded
-    by_name = loaded if isinstance(loaded, Mapping) else {}
-    inputs = CallInputs(loaded if isinstance(loaded, tuple | list) else (), by_name)
+    match loaded:
+        case Tensor():
+            inputs = CallInputs((loaded,), {})
+        case Mapping():
+            inputs = CallInputs((), loaded)
+        case tuple() | list():
+            inputs = CallInputs(loaded, {})
+        case _:
+            inputs = CallInputs((), {})
     if not inputs.tensors:
         raise UsageError(
-            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or "
-            "list of arguments, "
-            "or a dict of arguments by name."
+            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or list of "
+            "arguments, or a dict of arguments by name."
         )
     return inputs.transform(lambda tensor: tensor.to(device))
 
@@ -111,7 +117,8 @@ def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
     exception or returns no tensor. Also raises it for side effects: printing, changing its inputs or a switch of the
     process, or leaving a thread or process running.
     """
-    function, tensors = named(target), inputs.tensors
+    function = named(target)
+    tensors = inputs.tensors
     if isinstance(function, type):
         raise UsageError(
             f"{target} is a class, and calling it only creates an object. Give a function, or a variable of the module "
@@ -204,7 +211,8 @@ def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | N
     """Returns the column with the largest difference, and its share of the sum of squares. Returns None if its
     difference is less than half of the column's size, or of the size of a usual column.
     """
-    result, expected = _widen_bytes(result), _widen_bytes(expected)
+    result = _widen_bytes(result)
+    expected = _widen_bytes(expected)
     squares, sizes = (
         tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected.shape[-1]).sum(0)
         for tensor in (result - expected, expected)
@@ -220,13 +228,15 @@ def _measure_one_difference(result: Tensor, expected: Tensor) -> float:
         result, expected = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (result, expected))
     if not result.is_floating_point() and not expected.is_floating_point():
         return float((result != expected).double().mean()) if result.numel() else 0.0
-    result, expected = _widen_bytes(result), _widen_bytes(expected)
+    result = _widen_bytes(result)
+    expected = _widen_bytes(expected)
     is_nonfinite = ~(result.isfinite() & expected.isfinite())
-    if bool(is_nonfinite.any()):
+    if is_nonfinite.any():
         is_equal = (result.double() == expected.double()) | (result.isnan() & expected.isnan())
-        if not bool(is_equal[is_nonfinite].all()):
+        if not is_equal[is_nonfinite].all():
             return math.inf
-        result, expected = result.masked_fill(is_nonfinite, 0), expected.masked_fill(is_nonfinite, 0)
+        result = result.masked_fill(is_nonfinite, 0)
+        expected = expected.masked_fill(is_nonfinite, 0)
     return relative_frobenius(result, expected)
 
 

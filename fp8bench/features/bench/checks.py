@@ -46,7 +46,8 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
                 "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
             )
         return [*_remark_on_randomness(setup, target, run_callable(target, inputs))]
-    expected, results = run_callable(against, inputs), run_callable(target, inputs)
+    expected = run_callable(against, inputs)
+    results = run_callable(target, inputs)
     _check_same_work(target, results, against, expected)
     _refuse_caching(target, inputs, results, against, expected)
     return [
@@ -87,24 +88,18 @@ def _refuse_caching(
         with ExitStack() as changed_memory:
             for seed, tensor in enumerate(tensor_by_address.values()):
                 changed_memory.enter_context(replace_numbers(tensor, seed))
-            in_place_results, copies = (
-                run_callable(target, inputs),
-                inputs.transform(lambda tensor: tensor.detach().clone()),
-            )
+            in_place_results = run_callable(target, inputs)
+            copies = inputs.transform(lambda tensor: tensor.detach().clone())
             copy_results, repeated_results, expected_copy_results = (
                 run_callable(name, copies) for name in (target, target, against)
             )
     except UsageError:  # a callable may need special inputs, as a factorization does
         return
-    if (
-        not _list_shapes_and_dtypes(in_place_results)
-        == _list_shapes_and_dtypes(copy_results)
-        == _list_shapes_and_dtypes(repeated_results)
-    ):  # the shape of results depends on the values
-        return
-    if measure_difference(in_place_results, copy_results) > max(
-        _STALE_DIFFERENCE, 2 * measure_difference(repeated_results, copy_results)
-    ):  # they differ by more than the callable's results differ by chance
+    kinds = _list_shapes_and_dtypes(copy_results)
+    if not _list_shapes_and_dtypes(in_place_results) == kinds == _list_shapes_and_dtypes(repeated_results):
+        return  # the shape of results depends on the values
+    difference_by_chance = measure_difference(repeated_results, copy_results)
+    if measure_difference(in_place_results, copy_results) > max(_STALE_DIFFERENCE, 2 * difference_by_chance):
         raise UsageError(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
@@ -151,17 +146,17 @@ def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error:
         return
     half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
     inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
-    location, (expected, results) = f"at {format_shapes(half_shapes)}", _call_both(inputs, against, target)
+    location = f"at {format_shapes(half_shapes)}"
+    expected, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"{location} {against} works, but {results}"
     elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
         yield f"{location} {target} returns {describe_tensors(results)}, but {against} {describe_tensors(expected)}"
-    elif expected and (half_error := measure_difference(results, expected)) > max(
-        _ERROR_LIMIT, _ERROR_FACTOR * usual_error
-    ):
-        yield (
-            f"{location} {target} is {units.relative_error(half_error)} from {against}, so it is wrong at other shapes"
-        )
+    elif expected:
+        error = measure_difference(results, expected)
+        if error > max(_ERROR_LIMIT, _ERROR_FACTOR * usual_error):
+            distance = units.relative_error(error)
+            yield f"{location} {target} is {distance} from {against}, so it is wrong at other shapes"
 
 
 def _halve_even_sides(shape: Sequence[int]) -> list[int]:

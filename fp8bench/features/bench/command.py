@@ -55,9 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--inputs",
         metavar="SOURCE",
         help=(
-            "inputs that are not random: file.py:function, called with the device and the seed, or a "
-            ".pt or .safetensors file "
-            "of tensors; default the function `inputs` in a callable's file"
+            "inputs that are not random: file.py:function, which is called with the device and the seed, or a .pt, "
+            ".pth or .safetensors file of tensors; default the function `inputs` in the file of a callable"
         ),
     )
     add_common(parser, "--devices")
@@ -81,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         "dtypes": callables[1:],
     }
     request = make_request(argparse.Namespace(**{**option_values, "axes": axes}))
-    runs: list[Run] = []
+    runs = []
 
     def execute_bench(request: Request, store: Path, observer: Observer, command: str) -> Run:
         runs.append(execute(request, store, observer, command, origin=BENCH))

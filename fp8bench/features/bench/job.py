@@ -49,11 +49,11 @@ def choose_axes(
     tensors, or from a function. If none of these is given, they come from the function `inputs` in a callable's file.
     The first target is the reference.
     """
-    if (inputs and shapes) or (dtype and not shapes):
+    if inputs and shapes:
+        raise UsageError("--shape draws random inputs, and --inputs replaces them. Give one of the two.")
+    if dtype and not shapes:
         raise UsageError(
-            "--shape and --dtype draw random inputs, while --inputs or the function `inputs` of a "
-            "file replaces them. Give "
-            "--shape, with or without --dtype, or omit both."
+            "--dtype is the dtype of random inputs, whose shapes are unknown. Add --shape, or omit --dtype."
         )
     source = "" if shapes else _check_source(inputs) if inputs else _find_inputs_function(targets)
     input_axes = {SHAPE: tuple(shapes), DTYPE: (dtype or "fp32",)} if shapes else {INPUTS: (source,)}
@@ -61,10 +61,14 @@ def choose_axes(
 
 
 def _check_source(inputs: str) -> str:
-    if not inputs.endswith(TENSOR_FILES):
+    if inputs.endswith(TENSOR_FILES):
+        if not Path(inputs).is_file():
+            raise UsageError(f"--inputs {inputs!r:.200}: this file does not exist. Give its path.")
+    elif ":" in inputs:
         _check_file_exists(inputs)
-    elif not Path(inputs).is_file():
-        raise UsageError(f"--inputs {inputs!r:.200}: this file does not exist. Give its path.")
+    else:
+        endings = ", ".join(TENSOR_FILES)
+        raise UsageError(f"--inputs {inputs!r:.200} is neither file.py:function nor a file of tensors ({endings}).")
     return inputs
 
 
@@ -74,11 +78,10 @@ def _find_inputs_function(targets: Sequence[str]) -> str:
     """
     reference_file, *candidate_files = (split_target(target)[0] for target in targets)
     files = [file for file in (*candidate_files, reference_file) if file.endswith(".py")]
-    if found := next((file for file in files if _INPUTS_DEFINITION.search(read_file(Path(file)))), ""):
-        return f"{found}:{INPUTS}"
-    remedy = (
-        (f"define inputs(device, seed) in {files[0]}") if files else "name a function of (device, seed) with --inputs"
-    )
+    for file in files:
+        if _INPUTS_DEFINITION.search(read_file(Path(file))):
+            return f"{file}:{INPUTS}"
+    remedy = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
     raise UsageError(
         f"the inputs of {targets[1]} are unknown. Give a shape for each argument, as in "
         f"--shape 1024x4096,4096x1024, or {remedy}."

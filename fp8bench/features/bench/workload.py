@@ -135,7 +135,7 @@ class Callables(Workload):
         def make_exact() -> Any:
             return compute_exact_results(against, make_inputs(setup), setup.seed)
 
-        exact = setup.shared(make_exact) if setup.shared is not None else make_exact()
+        exact = make_exact() if setup.shared is None else setup.shared(make_exact)
         errors = {} if exact is None else {OUTPUT_ERROR: measure_difference(results, exact)}
         if setup.case.precision != against:
             expected = run_callable(against, make_inputs(setup))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -98,16 +98,17 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         claims = list(load_catalogue().claims.values())
         return CommandResult(claims, partial(render_catalogue, claims), partial(encode, claims))
     # 1. Choose the claims. Every row is checked before anything is measured.
-    chosen = _choose_claims(arguments)
-    answers = _answer_claims(chosen, arguments, observer)
+    file, claims = _choose_claims(arguments)
+    answers = _answer_claims(file, claims, arguments, observer)
     # 2. Return the exit code of the worst answer. The whole catalogue always ends with 0, because many of its sentences
     # are wrong.
     code = EXIT_OK if is_catalogue else _exit_code(answered.answer for answered in answers)
     values = [answered.as_value() for answered in answers]
-    if len(answers) == 1:
-        return CommandResult(answers, partial(render_answer, answers[0]), lambda: values, code=code)
-    file = arguments.what[0] if not is_catalogue and arguments.what[0].endswith(".toml") else ""
-    return CommandResult(answers, partial(render_answers, answers, file), lambda: values, code=code)
+    page = partial(render_answer, answers[0])
+    if len(answers) > 1:
+        file_name = arguments.what[0] if arguments.what and arguments.what[0].endswith(".toml") else ""
+        page = partial(render_answers, answers, file_name)
+    return CommandResult(answers, page, lambda: values, code=code)
 
 
 def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
@@ -117,21 +118,21 @@ def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
     return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
 
 
-def _answer_claims(chosen: _ChosenClaims, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
+def _answer_claims(
+    file: ClaimsFile, claims: Sequence[Claim], arguments: argparse.Namespace, observer: JobObserver
+) -> list[ClaimAnswer]:
     from fp8bench.features.claim.decide import answer_claim
     from fp8bench.features.claim.folder import refuse_existing_answers, write_folder
     from fp8bench.features.claim.runs import RunSource, iterate_measured_claims
 
     if arguments.keep is not None:
         refuse_existing_answers(arguments.keep)
-    claims = chosen.file.claims
-    source = RunSource(
-        arguments.store, parse_run_texts(chosen.file), arguments.device, observer, partial(_watch_training, observer)
-    )
-    source.announce(iterate_measured_claims(chosen.claims, claims))
-    answers = [answer_claim(claim, claims, source) for claim in chosen.claims]
+    questions = parse_run_texts(file)
+    source = RunSource(arguments.store, questions, arguments.device, observer, partial(_watch_training, observer))
+    source.announce(iterate_measured_claims(claims, file.claims))
+    answers = [answer_claim(claim, file.claims, source) for claim in claims]
     if arguments.keep is not None:
-        write_folder(arguments.keep, chosen.file, answers, source.runs_by_claim)
+        write_folder(arguments.keep, file, answers, source.runs_by_claim)
         observer.note(f"claims, answers and runs are in {arguments.keep}; `fp8bench claim check {arguments.keep}`")
     return answers
 
@@ -148,41 +149,29 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
     if len(arguments.what) != 2 or arguments.all or arguments.published or arguments.keep:
         raise UsageError("claim check takes one folder that --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
-    checked_answers = check_folder(Path(folder), parse_run_texts)
-    code = _exit_code(checked_answer.standing for checked_answer in checked_answers)
-    return CommandResult(
-        checked_answers, partial(render_check, folder, checked_answers), partial(encode, checked_answers), code=code
-    )
+    checked = check_folder(Path(folder), parse_run_texts)
+    code = _exit_code(answer.standing for answer in checked)
+    return CommandResult(checked, partial(render_check, folder, checked), partial(encode, checked), code=code)
 
 
-@dataclass(frozen=True)
-class _ChosenClaims:
-    """The claims to answer, and the claims file that has them and their parts."""
-
-    file: ClaimsFile
-    claims: Sequence[Claim]
-
-
-def _choose_claims(arguments: argparse.Namespace) -> _ChosenClaims:
+def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Claim]]:
+    """Returns the claims to answer, after the claims file that has them and their parts."""
     names: list[str] = arguments.what
     catalogue = load_catalogue()
     if arguments.all or arguments.published:
-        rows = catalogue.claims.values()
-        return _ChosenClaims(catalogue, [row for row in rows if row.published == arguments.published])
+        return catalogue, [row for row in catalogue.claims.values() if row.published == arguments.published]
     # 1. A claims file: all of its claims, or the named ones.
     if names[0].endswith(".toml"):
         file = load_claims(Path(names[0]))
         for name in names[1:]:
             if name not in file.claims:
                 raise UnknownName(f"claim of {names[0]}", name, file.claims)
-        return _ChosenClaims(file, [file.claims[name] for name in names[1:] or file.claims])
+        return file, [file.claims[name] for name in names[1:] or file.claims]
     # 2. The catalogue: claims named by id or by sentence.
     sentences: dict[str, Claim] = {}
     for row in catalogue.claims.values():
         sentences |= dict.fromkeys(map(_normalize, (row.id, row.sentence, *row.also)), row)
-    return _ChosenClaims(
-        catalogue, [sentences.get(_normalize(name)) or _refuse_unknown(name, catalogue) for name in names]
-    )
+    return catalogue, [sentences.get(_normalize(name)) or _refuse_unknown(name, catalogue) for name in names]
 
 
 def _normalize(sentence: str) -> str:
@@ -213,20 +202,15 @@ def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
 def parse_run_texts(file: ClaimsFile) -> dict[str, RunRequest]:
     """Returns the run request of every measured claim in a file, by the text of its `run` key. Raises UsageError for
     a run that this version cannot measure."""
-    runs: Mapping[str, Claim] = {row.run: row for row in file.claims.values() if row.kind is ClaimKind.MEASURED}
     for row in file.claims.values():
         for part in row.parts:
+            subject = f"{file.name}, {row.id}: the part {part!r:.80}"
             if part not in file.claims or file.claims[part].kind is ClaimKind.ALL_OF:
-                raise UsageError(
-                    f"{file.name}, {row.id}: the part {part!r:.80} is not a measured or "
-                    "arithmetic claim of the same file."
-                )
+                raise UsageError(f"{subject} is not a measured or arithmetic claim of the same file.")
             if file.claims[part].published:
-                raise UsageError(
-                    f"{file.name}, {row.id}: the part {part!r:.80} compares a published figure, which is "
-                    "neither true nor false. Remove it."
-                )
-    return {words: _parse_run_text(f"{file.name}, {row.id}", words) for words, row in runs.items()}
+                raise UsageError(f"{subject} compares a published figure, which is neither true nor false. Remove it.")
+    rows_by_run = {row.run: row for row in file.claims.values() if row.kind is ClaimKind.MEASURED}
+    return {run: _parse_run_text(f"{file.name}, {row.id}", run) for run, row in rows_by_run.items()}
 
 
 def _parse_run_text(location: str, run_text: str) -> RunRequest:

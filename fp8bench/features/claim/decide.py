@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from fp8bench.analysis.roofline import find_datasheet
 from fp8bench.errors import StoreError
 from fp8bench.features.claim.expressions import evaluate
-from fp8bench.features.claim.readings import read_figure
-from fp8bench.features.claim.runs import CannotMeasure, StoredRun
-from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Reading
+from fp8bench.features.claim.readings import read_figure, suggest_more_rounds
+from fp8bench.features.claim.runs import StoredRun, get_run_id
+from fp8bench.features.claim.values import Answer, CannotDecide, Claim, ClaimAnswer, ClaimKind
 from fp8bench.model import DeviceFacts, Environment, Run
 from fp8bench.model.specs import Better, spec_of
 from fp8bench.units import describe
 
-# A function that returns the run of a measured claim, or raises CannotMeasure.
+# A function that returns the run of a measured claim, or raises CannotDecide.
 GetRun = Callable[[Claim], StoredRun]
 _PUBLISHED_ANSWERS = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
-_ON_NATIVE_DEVICE = "on a device that has the format"
-_WITH_MORE_ROUNDS = "with more time, rounds or seeds, or on an idle machine"
+
 # Power limits whose ratio differs from 1 by less than this count as equal.
 _EQUAL_POWER = 0.02
 
@@ -36,7 +36,7 @@ def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> 
     # 2. Any other claim needs a run.
     try:
         run = get_run(claim)
-    except CannotMeasure as error:
+    except CannotDecide as error:
         return ClaimAnswer(claim, Answer.CANNOT_TELL, why=str(error), remedy=error.remedy)
     return answer_from_run(claim, run)
 
@@ -46,7 +46,7 @@ def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
     value = computed.value
     answer = Answer.REFUTED if claim.find_side(value) else Answer.CONFIRMED
     return ClaimAnswer(
-        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.sources))
+        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.citations))
     )
 
 
@@ -69,7 +69,7 @@ def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
     limit_text = "the peak rate of the device" if is_rate else "the shortest possible time on the device"
     value = describe(limit.value, claim.unit)
     return ClaimAnswer(
-        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *limit.sources))
+        claim, Answer.REFUTED, why="; ".join((f"{limit_text} is {value} ({claim.limit})", *limit.citations))
     )
 
 
@@ -77,35 +77,31 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     """Answers a measured claim from a single run. It needs nothing else, so that a stored answer can be checked on
     another machine.
     """
-    reading = read_figure(claim, run)
-    runs = (reading.run,)
-    if reading.why or reading.value is None or reading.low is None or reading.high is None:
-        remedy = f"`fp8bench {claim.run}` {_ON_NATIVE_DEVICE if 'emulated' in reading.why else _WITH_MORE_ROUNDS}"
-        if "too few rounds" in reading.why and " --quick" in claim.run:
-            remedy = f"`fp8bench {claim.run.replace(' --quick', '')}`: remove --quick from `run` in the row"
-        return ClaimAnswer(claim, Answer.CANNOT_TELL, reading.value, runs=runs, why=reading.why, remedy=remedy)
+    runs = (get_run_id(run),)
+    try:
+        reading = read_figure(claim, run)
+    except CannotDecide as error:
+        return ClaimAnswer(claim, Answer.CANNOT_TELL, error.value, runs=runs, why=str(error), remedy=error.remedy)
+    decided = ClaimAnswer(claim, Answer.CONFIRMED, reading.value, reading.low, reading.high, runs)
     if claim.published:
-        return _compare_published(claim, run, reading)
+        return _compare_published(decided, run)
     bound_sides = {claim.find_side(reading.low), claim.find_side(reading.high)}
-    answer, why, remedy = Answer.CANNOT_TELL, "", ""
     if len(bound_sides) > 1:
         why = "the sentence is true for some values of the interval and false for others"
-        remedy = f"`fp8bench {claim.run}` {_WITH_MORE_ROUNDS}"
-    else:
-        answer = Answer.REFUTED if bound_sides.pop() else Answer.CONFIRMED
-    return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, runs, why, remedy)
+        return replace(decided, answer=Answer.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
+    return replace(decided, answer=Answer.REFUTED) if bound_sides.pop() else decided
 
 
-def _compare_published(claim: Claim, run: StoredRun, reading: Reading) -> ClaimAnswer:
+def _compare_published(measured: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
     """Compares a published figure with a measured one. A measured figure outside the published range contradicts it
     only if the card and its power limit are the same."""
-    assert reading.value is not None
-    answer = _PUBLISHED_ANSWERS[claim.find_side(reading.value)]
+    claim = measured.claim
+    assert measured.value is not None
+    answer = _PUBLISHED_ANSWERS[claim.find_side(measured.value)]
     differences = list(_describe_differences(claim, run))
     if differences and answer is not Answer.WITHIN:
         answer = Answer.OTHER_CONDITIONS
-    why = "; ".join((*differences, *_describe_conditions(claim, run)))
-    return ClaimAnswer(claim, answer, reading.value, reading.low, reading.high, (reading.run,), why)
+    return replace(measured, answer=answer, why="; ".join((*differences, *_describe_conditions(claim, run))))
 
 
 def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:

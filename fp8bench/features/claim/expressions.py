@@ -33,10 +33,6 @@ class Computed:
     value: float
     citations: Mapping[str, str]
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(self.citations)
-
 
 def evaluate(text: str) -> Computed:
     """Returns the value of an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for text that is not

@@ -16,11 +16,10 @@ from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.claim.decide import answer_claim
 from fp8bench.features.claim.rows import ClaimsFile, load_claims
-from fp8bench.features.claim.runs import CannotMeasure, RunRequest, StoredRun, iterate_measured_claims, without_device
-from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, Standing
+from fp8bench.features.claim.runs import RunRequest, StoredRun, get_run_id, iterate_measured_claims, without_device
+from fp8bench.features.claim.values import Answer, CannotDecide, CheckedAnswer, Claim, ClaimAnswer, Standing
 from fp8bench.features.train.kind import load_training
 from fp8bench.files import Damaged, keeping, parse_json, read_file, seal, unseal, write_whole
-from fp8bench.model import Run
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.runs.run_file import load_run
 
@@ -46,14 +45,14 @@ def write_folder(
         (folder / _RUNS).mkdir(parents=True, exist_ok=True)
         digests = {}
         for run in runs_by_claim.values():
-            path = folder / _RUNS / f"{_get_id(run)}.jsonl"
+            path = folder / _RUNS / f"{get_run_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
-            digests[_get_id(run)] = _compute_digest(path)
+            digests[get_run_id(run)] = _compute_digest(path)
         content = {
             "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
             "answers": [_encode_answer(answer, claims) for answer in answers],
-            "runs_by_claim": {claim: _get_id(run) for claim, run in runs_by_claim.items()},
+            "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
             "digests": digests,
         }
         write_whole(folder / _CLAIMS, claims.text)
@@ -104,7 +103,8 @@ def check_folder(
         try:
             standing, why = _check_answer(stored, claims, source)
         except Fp8benchError as error:
-            standing, why = Standing.FAILS, str(error)
+            standing = Standing.FAILS
+            why = str(error)
         checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
     return checked_answers
 
@@ -151,7 +151,8 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     # 3. The same answer must follow from these rows and runs.
     recomputed = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
-        current, previous = getattr(recomputed, name), getattr(stored, name)
+        current = getattr(recomputed, name)
+        previous = getattr(stored, name)
         if current != previous:
             return Standing.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
     return Standing.HOLDS, "computed again with the same result, bit for bit"
@@ -162,7 +163,8 @@ def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
     if current_row is None:
         return f"its row is missing in {_CLAIMS}"
     for part in fields(Claim):
-        before, now = encode(getattr(answered_row, part.name)), encode(getattr(current_row, part.name))
+        before = encode(getattr(answered_row, part.name))
+        now = encode(getattr(current_row, part.name))
         if before != now:
             return f"{part.name} is {now} in {_CLAIMS}, but was {before} when answered"
     return ""
@@ -185,7 +187,7 @@ class _StoredRuns:
         """Returns the stored run of a measured claim. Raises StoreError if the run was measured by a different
         command."""
         if claim.id not in self.runs_by_claim:
-            raise CannotMeasure("the folder has no run of this claim", "")
+            raise CannotDecide("the folder has no run of this claim")
         run_id = self.runs_by_claim[claim.id]
         if run_id not in self._loaded:
             self._loaded[run_id] = load_stored_run(self.find_path(run_id))
@@ -220,8 +222,8 @@ def _find_troubles(run_id: str, path: Path) -> Iterator[str]:
     except StoreError as error:
         yield f"it cannot be read ({error})"
         return
-    if _get_id(run) != run_id:
-        yield f"it holds the run {_get_id(run)}, so runs were exchanged"
+    if get_run_id(run) != run_id:
+        yield f"it holds the run {get_run_id(run)}, so runs were exchanged"
     yield from run.troubles
 
 
@@ -232,10 +234,6 @@ def load_stored_run(path: Path) -> StoredRun:
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
     return load_training(path) if b'"training":' in first_line else load_run(path)
-
-
-def _get_id(run: StoredRun) -> str:
-    return run.id if isinstance(run, Run) else run.training.id
 
 
 def _compute_digest(path: Path) -> str:

@@ -1,11 +1,9 @@
-"""Reads the figure of a claim from a stored run or training. Each figure has an interval, or the reason why it
-decides nothing.
-"""
+"""Reads the figure of a claim from a stored run or training. A figure that decides nothing raises CannotDecide."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import mul, truediv
 
 from fp8bench.analysis.energy import Demand
@@ -14,24 +12,24 @@ from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.errors import UsageError
 from fp8bench.features.claim.rows import find_resolution
-from fp8bench.features.claim.values import SPEEDUPS, Claim, Reading
+from fp8bench.features.claim.values import SPEEDUPS, CannotDecide, Claim, Reading
 from fp8bench.features.train.values import KeptTraining
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures
-from fp8bench.model import Finding, Record, Run
+from fp8bench.features.train.verdicts.summary import JudgedTraining, list_figures
+from fp8bench.model import Finding, Level, Record, Run
 from fp8bench.model.specs import ENERGY, STEP, TIME, spec_of
 from fp8bench.registry import precisions
 
 # Figures of an emulated case that would be the same on a device with the format. All other costs are those of the
 # emulation.
 _DEVICE_FIGURES = ("device_peak_memory", "device_max_batch", "useful_flops", "wire_bytes", "logical_bytes")
-_EMULATED_TEXT = "{} is emulated on this device, so its {} is that of the emulation, not of the precision"
+_TOO_FEW_ROUNDS = "too few rounds for an interval"
 # Costs of a training arm that emulation changes.
 _ARM_COST_FIGURES = ("tokens_per_second", "peak_memory", "joules_per_step")
 
 
 def read_figure(claim: Claim, run: Run | KeptTraining) -> Reading:
-    """Returns the claim's figure from a run. Raises UsageError if the run has no case that matches the claim, or
-    several.
+    """Returns the claim's figure from a run. Raises CannotDecide if the run does not show it, and UsageError if the
+    run has no case that matches the claim, or several.
     """
     if not isinstance(run, Run):
         return _read_training(claim, run)
@@ -43,84 +41,97 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
     """Returns the sum of a figure over several cases. The ends of the intervals are summed in the same way. For a
     ratio, returns the ratio of the two sums.
     """
-    readings, weights = [], []
-    for record in records:
-        reading = _read_case(claim, run, record)
-        if reading.why or reading.value is None or reading.low is None or reading.high is None:
-            return reading
-        readings.append((reading.value, reading.low, reading.high))
-        # Weight each ratio by its reference, so that the result is the ratio of the sums.
-        reference_value = _read_reference_value(claim, run, record) if claim.is_ratio else 1.0
-        if reference_value is None:
-            return Reading(None, run=run.id, why=f"{claim.metric} of the reference is unknown or 0")
-        weights.append(reference_value)
+    readings = [_read_case(claim, run, record) for record in records]
+    # Weight each ratio by its reference, so that the result is the ratio of the sums.
+    weights = [_read_reference_value(claim, run, record) if claim.is_ratio else 1.0 for record in records]
 
-    def sum_figures(figures: Sequence[float]) -> float:
+    def sum_figures(figures: Iterable[float]) -> float:
         apply_weight = truediv if claim.figure in SPEEDUPS else mul
         total: float = sum(map(apply_weight, weights, figures))
         if claim.figure in SPEEDUPS:
             return sum(weights) / total
         return total / sum(weights) if claim.is_ratio else total
 
-    value, low, high = map(sum_figures, zip(*readings, strict=True))
-    return Reading(value, low, high, run.id)
+    return Reading(
+        sum_figures(reading.value for reading in readings),
+        sum_figures(reading.low for reading in readings),
+        sum_figures(reading.high for reading in readings),
+    )
 
 
 def _read_case(claim: Claim, run: Run, record: Record) -> Reading:
     # 1. Find the case, its reference and their metrics.
     mode = record.case.mode
     if not record.is_ok:
-        return Reading(None, run=run.id, why=f"{mode} was {record.status.value}: {record.reason}")
-    finding_by_case = findings(run)
-    finding = finding_by_case.get(record.case.id)
+        remedy = _suggest_native_device(claim) if record.support.level is Level.REFUSED else ""
+        raise CannotDecide(f"{mode} was {record.status.value}: {record.reason}", remedy)
+    finding = findings(run).get(record.case.id)
     metrics = _list_step_metrics(record, finding, run)
     name = claim.metric
     metric = metrics.get(name)
     reference = _find_reference(record, run)
-    if (
-        claim.is_ratio
-        and reference is not None
-        and (baseline := _find_other_baseline(claim.sentence, reference.case.mode))
-    ):
-        why = f"the sentence compares with {baseline}, but the reference of the run is {reference.case.mode}"
-        return Reading(None, run=run.id, why=why)
+    if claim.is_ratio and reference is not None:
+        reference_mode = reference.case.mode
+        baseline = _find_other_baseline(claim.sentence, reference_mode)
+        if baseline:
+            raise CannotDecide(
+                f"the sentence compares with {baseline}, but the reference of the run is {reference_mode}"
+            )
     if metric is None:
         metric_names = ", ".join(metrics)
         raise UsageError(f"{claim.id}: the run {run.id} has no figure {name} of {mode}. It has {metric_names}.")
     # 2. Refuse costs of an emulation, because they are not the costs of the precision.
     if metric.cost or (record.support.is_emulated and not metric.spec.of_workload and name not in _DEVICE_FIGURES):
-        return Reading(None, run=run.id, why=_EMULATED_TEXT.format(mode, metric.name))
+        raise _refuse_emulation(claim, mode, metric.name)
     # 3. A throttled or shared device gives no time, rate or energy.
     if metric.noisy and finding is not None and finding.hard:
         why = f"the device could not be timed reliably ({', '.join(finding.hard)})"
-        return Reading(None, run=run.id, why=why)
+        raise CannotDecide(why, suggest_more_rounds(claim))
     if claim.figure in SPEEDUPS:
-        return _read_speedup(metric, finding, run)
+        return _read_speedup(claim, metric, finding)
     value = _get_typical_value(metric)
     if value is None:
-        return Reading(None, run=run.id, why=metric.why or f"{name} was not measured")
+        raise CannotDecide(metric.why or f"{name} was not measured")
     # 4. Return the figure, or its ratio to the reference. A noisy figure gets the distance of its quartiles as
     # interval.
     relative_error = find_resolution(claim, spec_of(name))
     if metric.noisy and finding is not None:
         relative_error = max(relative_error, finding.spread or 0.0)
-    if not claim.is_ratio:
-        low, high = metric.bounds or (value - relative_error * abs(value), value + relative_error * abs(value))
-        return Reading(value, low, high, run.id)
-    return _read_ratio(claim, metric, record, finding, run, relative_error, value)
+    if claim.is_ratio:
+        return _read_ratio(claim, metric, record, finding, run, relative_error, value)
+    low, high = metric.bounds or (value - relative_error * abs(value), value + relative_error * abs(value))
+    return Reading(value, low, high)
+
+
+def suggest_more_rounds(claim: Claim) -> str:
+    """Returns how to measure the run of a claim more precisely."""
+    if " --quick" in claim.run:
+        return f"`fp8bench {claim.run.replace(' --quick', '')}`: remove --quick from `run` in the row"
+    return f"`fp8bench {claim.run}` with more time, rounds or seeds, or on an idle machine"
+
+
+def _suggest_native_device(claim: Claim) -> str:
+    return f"`fp8bench {claim.run}` on a device that has the format"
+
+
+def _refuse_emulation(claim: Claim, name: str, figure: str) -> CannotDecide:
+    why = f"{name} is emulated on this device, so its {figure} is that of the emulation, not of the precision"
+    return CannotDecide(why, _suggest_native_device(claim))
 
 
 def _get_typical_value(metric: Metric) -> float | None:
     return metric.value if metric.best is None else metric.best
 
 
-def _read_reference_value(claim: Claim, run: Run, record: Record) -> float | None:
-    """Returns the metric of the case's reference, or None if it is unknown or 0."""
+def _read_reference_value(claim: Claim, run: Run, record: Record) -> float:
+    """Returns the metric of the case's reference. Raises CannotDecide if it is unknown or 0."""
     reference = _find_reference(record, run)
-    if reference is None:
-        return None
-    metric = _list_step_metrics(reference, findings(run).get(reference.case.id), run).get(claim.metric)
-    return _get_typical_value(metric) or None if metric is not None else None
+    if reference is not None:
+        metric = _list_step_metrics(reference, findings(run).get(reference.case.id), run).get(claim.metric)
+        value = _get_typical_value(metric) if metric is not None else None
+        if value:
+            return value
+    raise CannotDecide(f"{claim.metric} of the reference is unknown or 0")
 
 
 def _find_other_baseline(sentence: str, reference: str) -> str:
@@ -135,25 +146,23 @@ def _read_ratio(
     claim: Claim, metric: Metric, record: Record, finding: Finding | None, run: Run, relative_error: float, value: float
 ) -> Reading:
     """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one."""
-    name, reference = claim.metric, _find_reference(record, run)
+    name = claim.metric
+    reference = _find_reference(record, run)
     is_cost = not metric.spec.of_workload and name not in _DEVICE_FIGURES
     if reference is not None and reference.support.is_emulated and is_cost:
-        return Reading(None, run=run.id, why=_EMULATED_TEXT.format(f"the reference {reference.case.mode}", name))
-    if metric.interval is not None:
-        # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no
-        # interval, only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
-        is_clear = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
-        if metric.interval.level == 0 and not is_clear:
-            return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")
-        noise_factor = 1 + ((finding.floor or 0.0) if finding is not None and name == str(TIME) else 0.0)
-        return Reading(
-            metric.interval.point, metric.interval.low / noise_factor, metric.interval.high * noise_factor, run.id
-        )
-    reference_value = _read_reference_value(claim, run, record)
-    if reference_value is None:
-        return Reading(None, run=run.id, why=f"{name} of the reference is unknown or 0")
-    ratio = value / reference_value
-    return Reading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error), run.id)
+        raise _refuse_emulation(claim, f"the reference {reference.case.mode}", name)
+    if metric.interval is None:
+        ratio = value / _read_reference_value(claim, run, record)
+        return Reading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error))
+    # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no interval,
+    # only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
+    interval = metric.interval
+    is_clear = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
+    if interval.level == 0 and not is_clear:
+        raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))
+    noise_floor = finding.floor if finding is not None and name == str(TIME) else None
+    noise_factor = 1 + (noise_floor or 0.0)
+    return Reading(interval.point, interval.low / noise_factor, interval.high * noise_factor)
 
 
 def _find_cases(claim: Claim, run: Run) -> list[Record]:
@@ -191,55 +200,56 @@ def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dic
     return metrics
 
 
-def _read_speedup(metric: Metric, finding: Finding | None, run: Run) -> Reading:
+def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> Reading:
     """Returns the speed-up with its interval. The interval is widened by the difference that this run shows between
     identical code.
     """
     if metric.interval is None or finding is None:
-        return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")
+        raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))
     speedup = metric.interval.inverse
     if metric.interval.level == 0:
-        reason = f"too few rounds for an interval: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
-        return Reading(speedup.point, run=run.id, why=metric.why or reason)
+        reason = f"{_TOO_FEW_ROUNDS}: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
+        raise CannotDecide(metric.why or reason, suggest_more_rounds(claim), speedup.point)
     noise_factor = 1 + (finding.floor or 0.0)
-    return Reading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor, run.id)
+    return Reading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor)
 
 
 def _read_training(claim: Claim, run: KeptTraining) -> Reading:
     judged_training = JudgedTraining(run)
-    training = run.training
     name = claim.metric
     arm_name = dict(claim.case).get("arm", "")
     summaries = {summary.arm.name: summary for summary in judged_training.summaries}
     if arm_name not in summaries:
         arms = ", ".join(summaries)
         raise UsageError(
-            f"{claim.id}: the training {training.id} has no arm {arm_name!r}. Set case.arm to one of {arms}."
+            f"{claim.id}: the training {run.training.id} has no arm {arm_name!r}. Set case.arm to one of {arms}."
         )
     summary = summaries[arm_name]
     if summary.arm.skip:
-        return Reading(None, run=training.id, why=f"{arm_name} was not trained: {summary.arm.skip}")
-    if name in _ARM_COST_FIGURES and not summary.arm.native:
-        return Reading(None, run=training.id, why=_EMULATED_TEXT.format(arm_name, name))
-    figures = list_figures(summary, judged_training.verdicts)
-    value = figures.get(name)
-    if name in ("gap", "held_out_gap"):
-        return _read_gap(name, figures, training.id)
-    if claim.is_ratio:
-        reference: ArmSummary = judged_training.summaries[0]
-        if name in _ARM_COST_FIGURES and not reference.arm.native:
-            return Reading(None, run=training.id, why=_EMULATED_TEXT.format(reference.arm.name, name))
-        reference_value = list_figures(reference, judged_training.verdicts).get(name)
-        value = value / reference_value if value is not None and reference_value else None
-    if value is None:
-        return Reading(None, run=training.id, why=f"{name} of {arm_name} is unknown")
+        raise CannotDecide(f"{arm_name} was not trained: {summary.arm.skip}")
+    compared_summaries = [summary, judged_training.summaries[0]] if claim.is_ratio else [summary]
+    values = []
+    for compared in compared_summaries:
+        if name in _ARM_COST_FIGURES and not compared.arm.native:
+            raise _refuse_emulation(claim, compared.arm.name, name)
+        figures = list_figures(compared, judged_training.verdicts)
+        if name in ("gap", "held_out_gap"):
+            return _read_gap(claim, figures)
+        value = figures.get(name)
+        if value is None or (compared is not summary and not value):
+            raise CannotDecide(f"{name} of {compared.arm.name} is unknown")
+        values.append(value)
+    figure = values[0] / values[1] if claim.is_ratio else values[0]
     relative_error = find_resolution(claim, None)
-    return Reading(value, value * (1 - relative_error), value * (1 + relative_error), training.id)
+    return Reading(figure, figure * (1 - relative_error), figure * (1 + relative_error))
 
 
-def _read_gap(name: str, figures: Mapping[str, float | None], training: str) -> Reading:
+def _read_gap(claim: Claim, figures: Mapping[str, float | None]) -> Reading:
     """Returns a loss gap with its 99% interval. A training with too few seeds has no interval."""
-    value, low, high = figures[name], figures[f"{name}_deciding_low"], figures[f"{name}_deciding_high"]
-    if low is None or high is None:
-        return Reading(value, run=training, why="too few seeds for an interval: raise --seeds")
-    return Reading(value, low, high, training)
+    name = claim.metric
+    value = figures[name]
+    low = figures[f"{name}_deciding_low"]
+    high = figures[f"{name}_deciding_high"]
+    if value is None or low is None or high is None:
+        raise CannotDecide("too few seeds for an interval: raise --seeds", suggest_more_rounds(claim), value)
+    return Reading(value, low, high)

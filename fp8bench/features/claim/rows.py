@@ -84,7 +84,8 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
         content = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise UsageError(f"{name} is not TOML: {error}.") from None
-    rows, sources = content.get("claim"), content.get("source", {})
+    rows = content.get("claim")
+    sources = content.get("source", {})
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} has no claims. Begin each with a line [[claim]]; docs/claims.md shows a row.")
     if (unknown := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
@@ -92,7 +93,7 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
         raise UsageError(
             f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
-    claims: dict[str, Claim] = {}
+    claims = {}
     for number, row in enumerate(rows, 1):
         try:
             claim = parse_row(row, sources)

@@ -14,7 +14,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.roofline import find_datasheet
 from fp8bench.errors import StoreError
-from fp8bench.features.claim.values import Claim, ClaimKind
+from fp8bench.features.claim.values import CannotDecide, Claim, ClaimKind
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.kind import load_training_header as load_training_head
 from fp8bench.features.train.request import TrainingRequest
@@ -40,14 +40,6 @@ StoredRun = Run | KeptTraining
 RUN_ORIGIN = "claim"
 
 
-class CannotMeasure(Exception):
-    """Raised if this machine cannot measure the claim. `remedy` names a command and a device that can."""
-
-    def __init__(self, why: str, remedy: str) -> None:
-        super().__init__(why)
-        self.remedy = remedy
-
-
 @dataclass
 class RunSource:
     """Finds or measures the run of each claim. A run that several claims need is only measured once. `questions` maps
@@ -64,7 +56,7 @@ class RunSource:
 
     def __call__(self, claim: Claim) -> StoredRun:
         """Returns a run that decides a measured claim: a valid one from the store, or a new one. Raises
-        CannotMeasure.
+        CannotDecide.
         """
         request = self._make_request(claim)
         if request not in self._runs:
@@ -76,9 +68,9 @@ class RunSource:
     def announce(self, claims: Iterable[Claim]) -> None:
         """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
         missing: dict[RunRequest, float] = {}
-        reused: set[RunRequest] = set()
+        reused = set()
         for claim in claims:
-            with suppress(CannotMeasure):
+            with suppress(CannotDecide):
                 request = self._make_request(claim)
                 if find_stored_run(request, self.store)[0] is not None:
                     reused.add(request)
@@ -119,12 +111,12 @@ class RunSource:
         device_text = "a GPU" if "cuda" in claim.device else f"one of {', '.join(claim.device)}"
         remedy = f"`fp8bench claim {claim.id} --device cuda` on {device_text}"
         if self.device == "cpu":
-            raise CannotMeasure(f"it must be measured on {device_text}, but only the CPU may be used", remedy)
+            raise CannotDecide(f"it must be measured on {device_text}, but only the CPU may be used", remedy)
         for facts in self._devices:
             if facts.accelerated and self.device in ("", facts.kind, facts.key) and fits_device(claim, facts.name):
                 return facts.key
         names = ", ".join(facts.name for facts in self._devices)
-        raise CannotMeasure(f"it must be measured on {device_text}, but this machine has {names}", remedy)
+        raise CannotDecide(f"it must be measured on {device_text}, but this machine has {names}", remedy)
 
     @cached_property
     def _devices(self) -> tuple[DeviceFacts, ...]:
@@ -133,7 +125,8 @@ class RunSource:
 
     def _measure(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
         """Measures a run, or resumes an unfinished one. Raises KeyboardInterrupt if the user interrupted it."""
-        store, command = self.store, command_line()
+        store = self.store
+        command = command_line()
         run: StoredRun
         if isinstance(request, Request):
             with self.observer.measuring() as observer:
@@ -150,6 +143,10 @@ class RunSource:
         if not run.finished:
             raise KeyboardInterrupt
         return run
+
+
+def get_run_id(run: StoredRun) -> str:
+    return run.id if isinstance(run, Run) else run.training.id
 
 
 def without_device(request: RunRequest) -> RunRequest:

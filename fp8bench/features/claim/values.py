@@ -89,7 +89,8 @@ class Claim:
             return -math.inf, self.bound[0]
         if self.relation in (">", ">="):
             return self.bound[0], math.inf
-        low, high = self.bound[0], self.bound[-1]
+        low = self.bound[0]
+        high = self.bound[-1]
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
     def find_side(self, value: float) -> int:
@@ -111,13 +112,22 @@ class Claim:
 
 @dataclass(frozen=True)
 class Reading:
-    """A figure with its interval, and the id of its run. `why` explains why a figure decides nothing."""
+    """A figure with its interval."""
 
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    run: str = ""
-    why: str = ""
+    value: float
+    low: float
+    high: float
+
+
+class CannotDecide(Exception):
+    """Raised if a claim cannot be measured here, or if its run decides nothing. `remedy` names a command and what to
+    change; '' if no command helps. `value` is the figure of the run if it has no interval.
+    """
+
+    def __init__(self, why: str, remedy: str = "", value: float | None = None) -> None:
+        super().__init__(why)
+        self.remedy = remedy
+        self.value = value
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,8 @@ def format_answer_figure(answer: ClaimAnswer) -> str:
 
 
 def render_answer(answer: ClaimAnswer) -> Page:
-    claim, source = answer.claim, answer.claim.source
+    claim = answer.claim
+    source = answer.claim.source
     named_texts = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
         figure = format_answer_figure(answer) if answer.value is not None else ""

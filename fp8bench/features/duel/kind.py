@@ -71,8 +71,9 @@ class DuelKind(Kind[Duel]):
     def load(self, path: Path) -> Duel:
         duel_lines = read_file_lines(path, "the duel's file")
         duel: Duel = read_header(duel_lines, path, "duel", lambda plain: decode(Duel, plain))
-        results: dict[str, CaseResult] = {}
-        notes, end_lines = [], []
+        results = {}
+        notes = []
+        end_lines = []
 
         # Lines are read one by one, so a truncated file lacks only its last line.
         def parse_line(content: Content) -> None:

@@ -52,7 +52,7 @@ _SESSION_SECONDS = 2.5
 _MIN_SESSION_ROUNDS = 10
 # A note for a duel whose sides run the same code. It is stored in the duel, and readers of stored duels recognize the
 # note by this text.
-IDLE = (
+IDLE_NOTE = (
     "neither side has loaded any code of this repository, so that they differ by nothing but noise: --import MODULE "
     "names what uses it"
 )
@@ -81,7 +81,8 @@ class SessionArms:
     seed: int
 
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
-        order, start_seconds = random.Random(self.seed), time.monotonic()
+        order = random.Random(self.seed)
+        start_seconds = time.monotonic()
         self._prepare(order, tell)
         tell("measuring")
         stop_reason = self._run(Orders(order), rule, start_seconds if rule.whole else time.monotonic())
@@ -126,7 +127,8 @@ class SessionArms:
             arm.discard = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
-        rounds, end_reason = 0, ""
+        rounds = 0
+        end_reason = ""
         while not end_reason:
             for position, entry in enumerate(orders.next_round(self.entries)):
                 with raise_as_arm_failure(entry.arm):
@@ -154,7 +156,8 @@ class CaseProgress:
 
     @property
     def result(self) -> CaseResult:
-        record_a, record_b = self.before.make_record(True, self.left_out), self.after.make_record(False, self.left_out)
+        record_a = self.before.make_record(True, self.left_out)
+        record_b = self.after.make_record(False, self.left_out)
         return CaseResult(record_a, record_b, tuple(self.sessions))
 
 
@@ -194,18 +197,16 @@ class CaseRunner:
 
     def measure(self, case: CaseProgress, number: int, rule: StoppingRule) -> None:
         """Measures one session of a case. If not all processes fit into memory, uses fewer of them on each side."""
-        seed = random.Random(f"{self.seed}:{number}:{case.before.planned.case.id}").getrandbits(32)
+        planned_case = case.before.planned.case
+        seed = random.Random(f"{self.seed}:{number}:{planned_case.id}").getrandbits(32)
         while True:
-            entries: list[DuelEntry] = []
+            entries = []
             for side, outcome in zip(self.pair, (case.before, case.after), strict=True):
                 entries += [self._make_entry(side, outcome.planned, place) for place in range(case.processes)]
             session_arms = SessionArms(entries, seed)
             failure: ArmFailed | None = None
-            session: Session | None = None
             try:
-                session = session_arms.measure(
-                    rule, lambda doing: self.observer.working(case.before.planned.case, doing, 0.0)
-                )
+                session = session_arms.measure(rule, lambda doing: self.observer.working(planned_case, doing, 0.0))
             except ArmFailed as raised:
                 failure = raised
             except CompilingFailed as raised:
@@ -214,21 +215,21 @@ class CaseRunner:
             finally:
                 release_failure = session_arms.release()
             failure = failure or release_failure
-            if failure is not None and ran_out_of_memory(failure.cause) and case.processes > 1:
+            if failure is None:
+                case.sessions.append(session)
+                return
+            is_out_of_memory = ran_out_of_memory(failure.cause)
+            if is_out_of_memory and case.processes > 1:
                 case.processes -= 1
                 continue
-            if failure is not None:
-                entry, is_out_of_memory = session_arms.find_entry(failure.arm), ran_out_of_memory(failure.cause)
-                if not is_out_of_memory:
-                    entry.worker.restart()
-                outcome = case.before if entry.side == BEFORE else case.after
-                outcome.fail(
-                    "out of memory next to the other side" if is_out_of_memory else str(failure.cause), failure.cause
-                )
-                if not is_out_of_memory:
-                    self._try_other_side(entry.side, case, seed)
-            elif session is not None:
-                case.sessions.append(session)
+            entry = session_arms.find_entry(failure.arm)
+            outcome = case.before if entry.side == BEFORE else case.after
+            if is_out_of_memory:
+                outcome.fail("out of memory next to the other side", failure.cause)
+            else:
+                entry.worker.restart()
+                outcome.fail(str(failure.cause), failure.cause)
+                self._try_other_side(entry.side, case, seed)
             return
 
     def _try_other_side(self, failed_side: str, case: CaseProgress, seed: int) -> None:
@@ -262,7 +263,7 @@ class CaseRunner:
         return DuelEntry(side.name, side.workers[process], arm, quantisers)
 
 
-def sessions_of(request: Request) -> int:
+def count_default_sessions(request: Request) -> int:
     """Returns the default number of sessions of a duel."""
     return _QUICK_SESSIONS if request.quick else SESSIONS
 
@@ -278,7 +279,7 @@ def run_duel(
     check_store(store)
     corpus = resolved.corpus(store)
     start = time.monotonic()
-    sessions = question.sessions or sessions_of(request)
+    sessions = question.sessions or count_default_sessions(request)
     # 2. Open both sides with their processes. If anything fails, the processes end and the folders are removed.
     with ExitStack() as stack:
         *starts, notes = stack.enter_context(open_sides(question, request.imports))
@@ -289,7 +290,8 @@ def run_duel(
             quantisers = Quantisers(resolved.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(side_start, workers, quantisers))))
         # 3. Ask each side which cases its code has.
-        identity, names = corpus.identity if corpus else None, [suite.name for suite in resolved.suites]
+        identity = corpus.identity if corpus else None
+        names = [suite.name for suite in resolved.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
@@ -362,7 +364,9 @@ class SessionProgress(SilentObserver):
     """Reports how many sessions of all cases are finished."""
 
     def __init__(self, tell: Tell, total: int) -> None:
-        self._tell, self._total, self.done = tell, total, 0
+        self._tell = tell
+        self._total = total
+        self.done = 0
 
     def doing(self, words: str) -> None:
         self._tell(self.done, self._total, "sessions of cases", words)
@@ -374,7 +378,8 @@ class SessionProgress(SilentObserver):
 def _measure_all_sessions(
     pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: SessionProgress, start: float
 ) -> None:
-    request, sessions = duel.request, duel.sessions
+    request = duel.request
+    sessions = duel.sessions
     runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
     for number in range(sessions):
         progress.doing("starting workers")
@@ -385,13 +390,11 @@ def _measure_all_sessions(
         later_starts = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
         for position, case in enumerate(cases):
             progress.done = number * len(cases) + position
-            is_active, remaining = case.is_active, (sessions - number) * len(cases) - position
+            is_active = case.is_active
+            remaining = (sessions - number) * len(cases) - position
             if is_active:
-                runner.measure(
-                    case,
-                    number,
-                    _choose_stopping_rule(request, budget_share(request.budget, start - later_starts, remaining)),
-                )
+                session_seconds = budget_share(request.budget, start - later_starts, remaining)
+                runner.measure(case, number, _choose_stopping_rule(request, session_seconds))
             if case.is_active and number == 0:
                 _check_loaded_code(pair)  # more of the user's code may be imported by now
                 runner.check_values(case)
@@ -417,7 +420,8 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
     """Returns a side with its environment: the facts that the side's worker reported, and those of this process for
     everything else.
     """
-    worker, start = side.workers[0], side.start
+    worker = side.workers[0]
+    start = side.start
     # This process computes the digests of imports from the files of this working tree. The digests are not valid for
     # a side with other files.
     imports = request.imports if start.imports == request.imports else ()
@@ -430,10 +434,10 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
 
 def _note_idle_sides(pair: Pair) -> list[str]:
     tree = pair[1].start.tree
-    is_idle = tree is not None and not set(pair[1].workers[0].modules_under(tree)) - _find_shared_modules(
-        pair[0].start.imports
-    )
-    return [IDLE] if is_idle else []
+    if tree is None:
+        return []
+    modules = set(pair[1].workers[0].modules_under(tree))
+    return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE_NOTE]
 
 
 def _check_loaded_code(pair: Pair) -> None:

@@ -179,7 +179,8 @@ def find_interpreter(python: str, option: str) -> str:
     returned unchanged. The Python of a virtual environment is a link, and the location of the link determines its
     packages.
     """
-    folder, option_text = Path(python) / "bin" / "python", f"{option} {python!r:.200}"
+    folder = Path(python) / "bin" / "python"
+    option_text = f"{option} {python!r:.200}"
     program = str(folder) if Path(python).is_dir() and folder.exists() else shutil.which(python)
     if program is None:
         raise UsageError(
@@ -189,8 +190,8 @@ def find_interpreter(python: str, option: str) -> str:
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-# The start of a side's title if the side is a revision of fp8bench.
-OWN = "fp8bench at "
+# The title of a side starts with this if the side is a revision of fp8bench.
+FP8BENCH_TITLE = "fp8bench at "
 EQUAL_SIDES = "both sides are equal, so any difference is noise"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
@@ -252,7 +253,8 @@ def _open_revision(
             "from a checkout with `pip install -e`."
         )
     # 2. Name the compared commits in the titles, and whether this tree has uncommitted changes.
-    commit, checked_out = find_revision(repository, revision, option), find_commit("HEAD", repository) or ""
+    commit = find_revision(repository, revision, option)
+    checked_out = find_commit("HEAD", repository) or ""
     change_note = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(revision) else f"{revision} ({commit[:8]})"
     this_tree = f"this tree ({checked_out[:8]}{change_note})"
@@ -265,14 +267,12 @@ def _open_revision(
             # The same fp8bench measures both sides: only the user's paths move into the old tree.
             package = str(link_package(folder / "package", PACKAGE))
             resolved_paths = {path: Path(path).resolve() for path in (*_find_paths_below(repository), *paths)}
-            paths, tree_paths = (
-                list(resolved_paths),
-                list(
-                    dict.fromkeys(
-                        str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
-                        for path, real in resolved_paths.items()
-                    )
-                ),
+            paths = list(resolved_paths)
+            tree_paths = list(
+                dict.fromkeys(
+                    str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
+                    for path, real in resolved_paths.items()
+                )
             )
             moved_imports, move_notes = _move_imports(imports, repository, tree, revision)
             yield (
@@ -289,7 +289,7 @@ def _open_revision(
         old_paths = (str(link_package(folder / "before", tree / PACKAGE.name)), *paths)
         new_paths = (str(link_package(folder / "after", PACKAGE)), *paths)
         yield (
-            Start(BEFORE, pythons[0], old_paths, f"{OWN}{title}", imports, commit),
+            Start(BEFORE, pythons[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
             Start(AFTER, pythons[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
             notes,
         )
@@ -305,7 +305,8 @@ def _find_user_paths(imports: tuple[str, ...]) -> list[str]:
 
 
 def _find_paths_below(top: Path) -> list[str]:
-    environment, folders = Path(sys.prefix).resolve(), [Path.cwd()]
+    environment = Path(sys.prefix).resolve()
+    folders = [Path.cwd()]
     for path in map(Path, sys.path):
         is_below = path.resolve().is_relative_to(top) and path.is_dir() and not _INSTALLED & {*path.parts}
         if is_below and not (environment != top and path.resolve().is_relative_to(environment)):
@@ -314,7 +315,8 @@ def _find_paths_below(top: Path) -> list[str]:
 
 
 def _move_imports(imports: tuple[str, ...], top: Path, tree: Path, revision: str) -> tuple[tuple[str, ...], list[str]]:
-    moved, notes = [], []
+    moved = []
+    notes = []
     for name in imports:
         path = Path(name).resolve()
         moved_path = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None

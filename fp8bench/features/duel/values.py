@@ -93,4 +93,5 @@ class DuelCutOff(Fp8benchError):
 
     def __init__(self, error: Fp8benchError, duel: Duel) -> None:
         super().__init__(str(error))
-        self.exit_code, self.duel = error.exit_code, duel
+        self.exit_code = error.exit_code
+        self.duel = duel

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,7 +44,6 @@ from fp8bench.model import (
     Interval,
     Label,
     Noise,
-    Record,
     Status,
     Timing,
     Verdict,
@@ -109,19 +109,17 @@ def judge_sessions(
     # Compare complete steps if parts of a step compensate for each other by more than processes differ.
     uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
     # 1. For each process, compute the logarithms of its best case and of its mean over all calls.
-    session_logs = [
-        (session, _compute_logs(session, uses_whole_steps), len(_list_rounds(session))) for session in shared_sessions
-    ]
-    logs, of_all_calls = np.concatenate([logs for _, logs, _ in session_logs], axis=1)
-    is_after = np.concatenate(
-        [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in session_logs]
-    )
-    sizes = [(len(session.before), len(session.after)) for session, _, _ in session_logs]
+    session_logs = [_compute_logs(session, uses_whole_steps) for session in shared_sessions]
+    logs, of_all_calls = np.concatenate(session_logs, axis=1)
+    sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
+    is_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
     # 2. Find how often the sides are as far apart if the names of the sides are assigned at random.
     assignments = _NameAssignments(logs, is_after, sizes)
-    rounds = min(rounds for _, _, rounds in session_logs)
-    logs_a, logs_b = logs[~is_after], logs[is_after]
-    ratio, typical = assignments.interval(level), _NameAssignments(of_all_calls, is_after, sizes).interval(level)
+    rounds = min(len(_list_rounds(session)) for session in shared_sessions)
+    logs_a = logs[~is_after]
+    logs_b = logs[is_after]
+    ratio = assignments.interval(level)
+    typical = _NameAssignments(of_all_calls, is_after, sizes).interval(level)
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
     is_resolved = assignments.finest <= 1 - level
     verdict = (
@@ -171,9 +169,10 @@ def _list_rounds(session: Session) -> list[int]:
 
 
 def _compute_logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
-    timings, rounds = [*session.before, *session.after], _list_rounds(session)
+    timings = [*session.before, *session.after]
+    rounds = _list_rounds(session)
     mean_seconds = [float(verdicts.mean_seconds(timing, rounds).mean()) for timing in timings]
-    return np.log(np.array([_list_best_seconds(timings, rounds, whole_steps), mean_seconds], dtype=np.float64))
+    return np.log([_list_best_seconds(timings, rounds, whole_steps), mean_seconds])
 
 
 def _list_best_seconds(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
@@ -227,9 +226,8 @@ class _NameAssignments:
     ) -> None:
         self._logs = logs
         self._is_after = is_after
-        self._sessions = np.split(
-            np.arange(len(logs)), np.cumsum([count_a + count_b for count_a, count_b in sizes])[:-1]
-        )
+        session_ends = np.cumsum([count_a + count_b for count_a, count_b in sizes])
+        self._sessions = np.split(np.arange(len(logs)), session_ends[:-1])
         assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if assignment_count <= _MAX_ASSIGNMENTS:
             choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
@@ -242,10 +240,8 @@ class _NameAssignments:
                 assignment = [rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
                 sampled.append(assignment)
             after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled)])
-        self.finest = (
-            2 / assignment_count if all(count_a == count_b for count_a, count_b in sizes) else 1 / assignment_count
-        )
-        self.finest = max(self.finest, 1 / len(after_masks))
+        has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
+        self.finest = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
         # An assignment and its mirror image differ only in sign, and every assignment has equally many of each name.
         self._after, self._before = (
             np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
@@ -260,7 +256,9 @@ class _NameAssignments:
         for this level. Its bounds are the smallest and the largest shift that chance explains. Between them may be
         shifts that chance does not explain, so bisection approaches the bounds from outside.
         """
-        shift, low, high = self.shift, -math.inf, math.inf
+        shift = self.shift
+        low = -math.inf
+        high = math.inf
         if self.finest <= 1 - level:
             reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
             low, high = (self._find_bound(shift, outside, 1 - level) for outside in (-reach, reach))
@@ -301,10 +299,9 @@ class _NameAssignments:
         # the median of a session is the same for every assignment of names
         for places in self._sessions:
             logs[places] -= np.median(logs[places])
-        means_a, means_b = (_mean_of_fastest(logs[places]) for places in (self._before, self._after))
-        return means_b - means_a, float(
-            _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
-        )
+        distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
+        observed = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
+        return distances, float(observed)
 
 
 def _mark_named_b(
@@ -367,16 +364,18 @@ def _compare_times(result: CaseResult) -> Comparison:
     if times is None:
         return replace(comparison, why=_explain_missing(result))
     comparison = replace(comparison, before=times.before, after=times.after, labels=_choose_labels(result, times))
-    level_a, level_b = result.before.support.level, result.after.support.level
+    level_a = result.before.support.level
+    level_b = result.after.support.level
     if level_a is not level_b:
-        return replace(
-            comparison, why=f"{level_a} on side {BEFORE} and {level_b} on side {AFTER}, so the sides do different work"
-        )
-    reason = explain_unsure(times) if times.verdict is Verdict.UNSURE else ""
-    direction = _DIRECTIONS[times.verdict]
-    noise = Noise(times.error, times.freedom) if times.can_judge else None
+        reason = f"{level_a} on side {BEFORE} and {level_b} on side {AFTER}, so the sides do different work"
+        return replace(comparison, why=reason)
     return replace(
-        comparison, direction=direction, ratio=times.ratio, p_value=compute_p_value(times), why=reason, noise=noise
+        comparison,
+        direction=_DIRECTIONS[times.verdict],
+        ratio=times.ratio,
+        p_value=compute_p_value(times),
+        why=explain_unsure(times) if times.verdict is Verdict.UNSURE else "",
+        noise=Noise(times.error, times.freedom) if times.can_judge else None,
     )
 
 
@@ -392,26 +391,23 @@ def compute_p_value(times: DuelVerdict) -> float | None:
 
 
 def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
-    processes: list[tuple[Record, Timing]] = []
+    processes = []
+    large_effects = 0
     for session in result.sessions:
         processes += [(result.before, timing) for timing in session.before]
         processes += [(result.after, timing) for timing in session.after]
-    labels: list[Label] = []
+        effect = find_position_effect([*session.before, *session.after])
+        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.apart)
+    labels: Counter[Label] = Counter()
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
-        labels += [entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None)]
-    chosen_labels = {label for label in labels if labels.count(label) >= len(processes) / 2} - _IGNORED_LABELS
+        labels.update(entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None))
+    chosen_labels = {label for label, count in labels.items() if 2 * count >= len(processes)} - _IGNORED_LABELS
     if times.is_uneven:
         chosen_labels.add(Label.UNEVEN)
     if times.whole:
         chosen_labels.add(Label.WHOLE_STEPS)
-    position_effects = [find_position_effect([*session.before, *session.after]) for session in result.sessions]
-    large_effects = [
-        effect
-        for effect in position_effects
-        if effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.apart)
-    ]
-    if 2 * len(large_effects) >= len(position_effects):
+    if 2 * large_effects >= len(result.sessions):
         chosen_labels.add(Label.POSITION)
     return tuple(label for label in Label if label in chosen_labels)
 
@@ -426,14 +422,12 @@ def _explain_missing(result: CaseResult) -> str:
 def _compare_values(result: CaseResult, metric: str) -> Comparison:
     measurements = [record.measurement(metric) for record in (result.before, result.after)]
     unit, *other_units = dict.fromkeys(measured.unit for measured in measurements if measured is not None)
+    comparison = _make_empty_comparison(result, metric, unit)
     if other_units:
-        return replace(
-            _make_empty_comparison(result, metric, unit),
-            why=f"its unit was {unit or 'none'} and is now {other_units[0] or 'none'}",
-        )
+        return replace(comparison, why=f"its unit was {unit or 'none'} and is now {other_units[0] or 'none'}")
     samples = [measured.samples if measured is not None else () for measured in measurements]
     value_a, value_b = (statistics.median(values) if values else None for values in samples)
-    comparison = replace(_make_empty_comparison(result, metric, unit), before=value_a, after=value_b)
+    comparison = replace(comparison, before=value_a, after=value_b)
     if value_a is None or value_b is None:
         reason = f"only side {AFTER if value_a is None else BEFORE} has it"
         return replace(comparison, why=_explain_missing(result) if result.has_failed else reason)

@@ -48,7 +48,7 @@ _Figure = tuple[CaseResult, Comparison]
 
 
 def render_page(duel: Duel) -> Page:
-    figures: list[_Figure] = []
+    figures = []
     for result in duel.results:
         figures += [(result, comparison) for comparison in compare_case(result)]
     times = [figure for figure in figures if figure[1].metric == TIME]

@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import compare_history
-    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_source, load_duel
+    from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_comparisons, load_duel
     from fp8bench.features.gate.view import (
         CODE_AND_TEXT_BY_STATUS,
         render_comment,
@@ -152,15 +152,14 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     # 3. Judge the figures. Suspected figures are measured again before the gate fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
-    verdict = judge_source(source, rules, arguments.rerun, observer)
+    verdict = judge_comparisons(source, rules, arguments.rerun, observer)
     # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
-    code, text = verdict.exit_code, ""
+    code = verdict.exit_code
+    text = ""
     if arguments.comment is not None and source.duel is not None:
         reviewed = review_duel(verdict, source.duel)
-        code, text = (
-            CODE_AND_TEXT_BY_STATUS[reviewed.status][0],
-            render_comment(reviewed, verdict, source.duel, command_line()),
-        )
+        code = CODE_AND_TEXT_BY_STATUS[reviewed.status][0]
+        text = render_comment(reviewed, verdict, source.duel, command_line())
         observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
     files = {
         "--junit": (arguments.junit, render_junit(verdict)),
@@ -239,7 +238,7 @@ def read_rules(file: Path) -> Rules:
     """Returns the rules of a thresholds file, in the order of the file. To a figure, the first rule that matches it
     applies.
     """
-    rules: list[ThresholdRule] = []
+    rules = []
     for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")

@@ -24,15 +24,13 @@ from fp8bench.features.gate.judging import FigureKey, SecondLook, case_and_metri
 from fp8bench.features.gate.power import SeriesState
 from fp8bench.features.gate.stored_runs import (
     GateSource,
-    SessionPool,
-    duel_with_commit,
+    Remeasurer,
     find_unmeasured_cases,
     make_failed_comparison,
-    remeasure_cases,
 )
 from fp8bench.jobs.history import check_store_exists, find_all_changes, read_history
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
+from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RELATIVE
 from fp8bench.pipeline import REMEASURED_ORIGIN
 from fp8bench.report.panels import together
@@ -58,7 +56,8 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
         return GateSource(title, problem=f"no case of run {newest.id} was measured.", code=EXIT_FAILED)
-    head, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
+    head = find_commit("HEAD", Path())
+    commit = newest.environment.get("commit")
     if head is not None and isinstance(commit, str) and commit != head and find_commit(commit, Path()) is not None:
         return GateSource(
             title,
@@ -84,12 +83,11 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         )
     # 3. Measure each suspected step a second time, to confirm it.
     changes = _select_judged_changes(found_steps, newest, history)
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _remeasure_suspects(
-            [changes[case_and_metric(suspect)] for suspect in suspects], current_runs, store, observer, pool
-        )
+        suspected_changes = [changes[case_and_metric(suspect)] for suspect in suspects]
+        return _remeasure_suspects(suspected_changes, current_runs, remeasurer)
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
     # 4. Mention acknowledged steps, and series that are too short to search for steps. The gate does not fail for
@@ -193,8 +191,9 @@ def _select_newest_series(history: History, newest: Run) -> list[Line]:
     """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
     returns all series of the machine. Counts are left out, because any change of a count is detected.
     """
-    identity, commit = parse_identity(newest.environment.facts), newest.environment.get("commit")
-    is_same_machine: dict[tuple[object, str], bool] = {}
+    identity = parse_identity(newest.environment.facts)
+    commit = newest.environment.get("commit")
+    is_same_machine = {}
     lines = []
     for line in history.lines:
         machine = (line.trend.machine.get("machine"), line.trend.python)
@@ -223,67 +222,70 @@ def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
     return {_make_case_key(line.trend) for line in lines if line.comparable}
 
 
-def _remeasure_suspects(
-    suspects: Sequence[Change], current_runs: Sequence[Run], store: Path, observer: JobObserver, pool: SessionPool
-) -> SecondLook:
+def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run], remeasurer: Remeasurer) -> SecondLook:
     """Measures each suspected change again. The request is that of the newest run that contains the case."""
     looks: list[SecondLook] = []
     remaining_suspects = list(suspects)
     for run in current_runs:
-        cases = {
+        case_by_cell = {
             (record.case.workload, find_cell(record.case, run)): record.case.id for record in reversed(run.records)
         }
-        matching = [
-            (suspect, cases[_get_workload_and_cell(suspect)])
-            for suspect in remaining_suspects
-            if _get_workload_and_cell(suspect) in cases
-        ]
-        remaining_suspects = [suspect for suspect in remaining_suspects if _get_workload_and_cell(suspect) not in cases]
-        looks += _duel_or_remeasure(matching, run, store, observer, pool)
+        matching = []
+        missing = []
+        for suspect in remaining_suspects:
+            case = case_by_cell.get((suspect.trend.series.workload, suspect.trend.cell))
+            if case is None:
+                missing.append(suspect)
+            else:
+                matching.append((suspect, case))
+        looks += _duel_or_remeasure(matching, run, remeasurer)
+        remaining_suspects = missing
     if remaining_suspects:
         looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
     return join_looks(looks)
 
 
-def _get_workload_and_cell(suspect: Change) -> tuple[str, Cell | None]:
-    return suspect.trend.series.workload, suspect.trend.cell
-
-
 def _duel_or_remeasure(
-    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: SessionPool
+    suspects: Sequence[tuple[Change, str]], run: Run, remeasurer: Remeasurer
 ) -> Iterator[SecondLook]:
     """Measures each suspected change in a duel with the last commit before the change. If no duel is possible,
     measures the case again. `suspects` are pairs of a change and the id of its case in the run.
     """
     # 1. Run one duel for all suspects with the same commit, because building a commit takes most of the time.
-    not_duelled: list[tuple[Change, str]] = []
+    not_duelled = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, group in by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
-        second_look = duel_with_commit(since, run.request, store, renamed_suspects, observer, pool)
+        second_look = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
         if second_look is None or second_look.refused:
             not_duelled += group
             continue
-        figures = {
-            case_and_metric(change.comparison): second_look.comparisons.get((case, change.comparison.metric))
-            for change, case in group
-        }
-        comparisons_by_key = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
-        yield replace(second_look, comparisons=comparisons_by_key)
+        figures = {}
+        for change, case in group:
+            step = change.comparison
+            figure = second_look.comparisons.get((case, step.metric))
+            if figure is not None:
+                figures[case_and_metric(step)] = replace(figure, case=step.case)
+        yield replace(second_look, comparisons=figures)
     # 2. If a commit cannot be built any more, measure its suspects again here, and compare the values with their
     # history.
     if not not_duelled:
         return
-    rerun, refused = remeasure_cases(run, {case for _, case in not_duelled}, store, observer)
+    rerun, refused = remeasurer.measure_cases(run, {case for _, case in not_duelled})
     if rerun is None:
         yield SecondLook({}, refused=refused)
         return
-    values = {case_and_metric(change.comparison): _compare_with_step(change, rerun) for change, _ in not_duelled}
-    yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {rerun.id}")
+    figures = {}
+    for change, _ in not_duelled:
+        figure = _compare_with_step(change, rerun)
+        if figure is not None:
+            figures[case_and_metric(change.comparison)] = figure
+    yield SecondLook(figures, f"measured again in run {rerun.id}")
 
 
 def _compare_with_step(change: Change, run: Run) -> Comparison | None:
-    trend, step = change.trend, change.comparison
+    trend = change.trend
+    step = change.comparison
     # 1. Collect the new run's values of the same series.
     series_version = trend.series.name, trend.cell, change.version
     points = [

@@ -28,6 +28,7 @@ from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
+from fp8bench.report.words.naming import many
 
 # The largest expected share of suspects that are due to chance. The second look removes nearly all of these.
 FALSE_SUSPECT_SHARE = 0.02
@@ -158,18 +159,18 @@ def judge_first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tu
     judged = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
     tested_indices = [index for index, figure in enumerate(judged) if figure.outcome not in NOT_TESTED]
     # If there are too few runs to estimate the noise of a case, use the spread of the other cases instead.
-    by_metric = together(
-        (comparisons[index].metric, index) for index in tested_indices if is_from_few_runs(comparisons[index])
-    )
-    for indices in by_metric.values():
+    uncertain_indices = [index for index in tested_indices if is_from_few_runs(comparisons[index])]
+    for indices in together((comparisons[index].metric, index) for index in uncertain_indices).values():
         spread = estimate_spread([_compute_log_ratio(judged[index]) for index in indices])
         for index in indices:
             judged[index] = replace(judged[index], spread=spread)
     # A suspect remains suspected if its p-value is small among all p-values, or if its whole interval is beyond the
     # threshold.
-    p_values = {
-        index: p_value for index in tested_indices if (p_value := probability_by_chance(judged[index])) is not None
-    }
+    p_values = {}
+    for index in tested_indices:
+        p_value = probability_by_chance(judged[index])
+        if p_value is not None:
+            p_values[index] = p_value
     discoveries = select_discoveries(list(p_values.values()), FALSE_SUSPECT_SHARE)
     reason = f"among {len(p_values)} figures, one differs by this much by chance"
     for index, is_discovery in zip(p_values, discoveries, strict=True):
@@ -210,27 +211,28 @@ def apply_second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: R
 
 def _judge_figure(figure: Comparison, rules: Rules, cases_with_ratio: set[str]) -> JudgedFigure:
     threshold = find_threshold(figure, rules)
+    outcome = GateOutcome.FINE
+    reason = figure.why
     if figure.failed:
-        return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
-    if threshold.ignored:
-        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, "a rule requires it")
-    if figure.direction is Direction.NONE:
-        return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
-    if figure.direction is Direction.DIFFERS:
-        return JudgedFigure(figure, threshold, GateOutcome.IGNORED, figure.why)
-    if figure.metric == TIME and figure.case in cases_with_ratio and find_rule(figure, rules) is None:
-        return JudgedFigure(
-            figure,
-            threshold,
-            GateOutcome.IGNORED,
-            "the time over the reference's, which does not depend on the machine's speed, is judged instead",
-        )
-    if exceeds_threshold(figure, threshold):
+        outcome = GateOutcome.FAILED
+    elif threshold.ignored:
+        outcome = GateOutcome.IGNORED
+        reason = "a rule requires it"
+    elif figure.direction is Direction.NONE:
+        outcome = GateOutcome.NONE
+    elif figure.direction is Direction.DIFFERS:
+        outcome = GateOutcome.IGNORED
+    elif figure.metric == TIME and figure.case in cases_with_ratio and find_rule(figure, rules) is None:
+        outcome = GateOutcome.IGNORED
+        reason = "the time over the reference's, which does not depend on the machine's speed, is judged instead"
+    elif exceeds_threshold(figure, threshold):
         # Counts do not vary between runs, so they need no second look.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
-        return JudgedFigure(figure, threshold, outcome, figure.why)
-    outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.OPEN}
-    return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
+    elif figure.direction is Direction.BETTER:
+        outcome = GateOutcome.BETTER
+    elif figure.direction is Direction.UNSURE:
+        outcome = GateOutcome.OPEN
+    return JudgedFigure(figure, threshold, outcome, reason)
 
 
 def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
@@ -308,64 +310,40 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
 
 def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
     # 1. Without a second look, only figures that need no confirmation fail.
-    case = figure.comparison.case
-    failed_looks = (
-        second_comparison
-        for second_comparison in look.comparisons.values()
-        if second_comparison.failed and second_comparison.case == case
-    )
-    second_comparison = next(failed_looks, None) or look.comparisons.get(figure.key)
-    suggestion = suggest_decisive_runs(figure.comparison)
-    if second_comparison is None:
+    first = figure.comparison
+    failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
+    second = next(failed_looks, None) or look.comparisons.get(figure.key)
+    suggestion = suggest_decisive_runs(first)
+    if second is None:
         reason = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = GateOutcome.REGRESSION if can_fail_without_confirmation(figure.comparison) else GateOutcome.SUSPECTED
-        reason += f"; {suggestion}" if outcome is GateOutcome.SUSPECTED else ""
-        return replace(figure, outcome=outcome, why=reason)
+        if can_fail_without_confirmation(first):
+            return replace(figure, outcome=GateOutcome.REGRESSION, why=reason)
+        return replace(figure, why=f"{reason}; {suggestion}")
     # 2. A case that failed in the second look has no number to compare.
-    if second_comparison.failed:
-        return replace(
-            figure,
-            outcome=GateOutcome.FAILED,
-            why=f"{look.how}, it failed: {second_comparison.why}",
-            again=second_comparison,
-        )
+    figure = replace(figure, again=second)
+    if second.failed:
+        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}")
     # 3. If the second look would have detected the slow-down and did not, the figure is cleared.
-    if not _is_confirmed(figure, second_comparison, rules):
-        if _is_ruled_out(figure, second_comparison):
-            return replace(
-                figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second_comparison
-            )
-        reason_note = f" ({second_comparison.why})" if second_comparison.why else ""
-        return replace(
-            figure,
-            why=f"{look.how}, it was neither confirmed nor ruled out{reason_note}: {suggestion}",
-            again=second_comparison,
-        )
+    if not _is_confirmed(figure, second, rules):
+        if _is_ruled_out(figure, second):
+            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so")
+        reason = f" ({second.why})" if second.why else ""
+        return replace(figure, why=f"{look.how}, it was neither confirmed nor ruled out{reason}: {suggestion}")
     # 4. If both looks show the slow-down, the figure is a regression.
-    if (
-        can_fail_without_confirmation(second_comparison)
-        or second_comparison.p_value is not None
-        or second_comparison.evidence is Evidence.HISTORY
-    ):
-        return replace(
-            figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second_comparison
-        )
+    is_proven = second.p_value is not None or second.evidence is Evidence.HISTORY
+    if is_proven or can_fail_without_confirmation(second):
+        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again")
     # 5. Otherwise the evidence of both looks is too weak, and the figure remains suspected.
-    too_weak_text = "against a single stored run nothing fails below 10%"
-    is_far_off = second_comparison.ratio is not None and second_comparison.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS
-    open_reason = second_comparison.why if is_far_off and second_comparison.why else too_weak_text
-    return replace(
-        figure,
-        why=f"{look.how}, it was so again; {open_reason}; {suggestion}",
-        again=second_comparison,
-    )
+    reason = "against a single stored run nothing fails below 10%"
+    if second.why and second.ratio is not None and second.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS:
+        reason = second.why
+    return replace(figure, why=f"{look.how}, it was so again; {reason}; {suggestion}")
 
 
 # A slow-down counts as detectable if the gate would find it in this share of all builds.
 DETECTION_PROBABILITY = 0.8
-# The number of nightly values since the last step from which a series is mature. A younger series may be unable to
-# detect a slow-down by its threshold.
-MATURE_NIGHTS = 14
+# A series with fewer nightly values since its last step may be unable to detect a slow-down by its threshold.
+SENSITIVE_AFTER_NIGHTS = 14
 # If the gate cannot detect a slow-down in one of these figures, it does not pass.
 TIME_METRICS = (TIME, RELATIVE)
 
@@ -397,8 +375,9 @@ class DetectionLimit:
 
     @property
     def smallest_text(self) -> str:
-        size_text = "none detectable" if math.isinf(self.smallest) else units.change(1 + self.smallest)
-        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size_text}"
+        if math.isinf(self.smallest):
+            return "none detectable"
+        return ("at least " if self.unknown else "") + units.change(1 + self.smallest)
 
 
 def mark_undetectable(
@@ -431,8 +410,11 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
     threshold = units.change(1 + limit.threshold)
     if not limit.can_detect_threshold:
         reason = limit.unknown or change.why
-        if not reason and limit.nights is not None and limit.nights < MATURE_NIGHTS:
-            reason = f"history too young: {limit.nights} nights at this level, of about {MATURE_NIGHTS} that it takes"
+        nights = limit.nights
+        if not reason and nights is not None and nights < SENSITIVE_AFTER_NIGHTS:
+            reason = (
+                f"history too young: {nights} nights at this level, of about {SENSITIVE_AFTER_NIGHTS} that it takes"
+            )
         sensitivity = f"the smallest slow-down that would have been found is {limit.smallest_text}"
         if math.isinf(limit.smallest):
             sensitivity = "no slow-down would have been found"
@@ -474,20 +456,23 @@ class GateVerdict:
         if self.problem:
             return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
         failed, worse, suspected, undetectable, unsure = (len(self.of(outcome)) for outcome in _HEADLINE_OUTCOMES)
-        parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
-        parts += [f"{suspected} suspected"] * (suspected > 0)
-        parts += [f"cannot tell whether {undetectable} time{'s' * (undetectable != 1)} became worse"] * (
-            undetectable > 0
+        texts_by_count = (
+            (failed, f"{failed} failed"),
+            (worse, many(worse, "regression")),
+            (suspected, f"{suspected} suspected"),
+            (undetectable, f"cannot tell whether {many(undetectable, 'time')} became worse"),
         )
-        return " and ".join(parts) or "no regression" + (
-            f" found, {unsure} cannot tell (not blocking)" if unsure else ""
-        )
+        headline = " and ".join(text for count, text in texts_by_count if count)
+        if headline or not unsure:
+            return headline or "no regression"
+        return f"no regression found, {unsure} cannot tell (not blocking)"
 
     @property
     def counts(self) -> str:
         count_and_label = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
-        parts, total = [f"{count} {label}" for count, label in count_and_label if count], len(self.judged)
-        return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
+        parts = ", ".join(f"{count} {label}" for count, label in count_and_label if count)
+        total = many(len(self.judged), "figure")
+        return f"{total}: {parts}" if parts else total
 
 
 _HEADLINE_OUTCOMES = (

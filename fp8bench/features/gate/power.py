@@ -130,7 +130,8 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     assert change.noise is not None
     if change.evidence is Evidence.PAIRED:
         # The second duel starts fresh processes on both sides, so it has as much noise as the first duel.
-        error, min_evidence = change.noise.error, math.log1p(verdicts.BAND) + _half_width_of_log(change)
+        error = change.noise.error
+        min_evidence = math.log1p(verdicts.BAND) + _half_width_of_log(change)
         evidence = max(min_evidence, error * student_quantile(1 - p_limit, change.noise.freedom))
         min_logs = (evidence, min_evidence) if remeasurement is Remeasurement.DUEL else (evidence,)
         return [_make_requirement(0.0, min_log, error, change.noise.freedom) for min_log in min_logs]
@@ -139,10 +140,8 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
         if is_from_few_runs(change)
         else _compute_many_runs_limits(change, p_limit)
     )
-    freedom, band = (
-        change.noise.freedom or math.inf,
-        math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND),
-    )
+    freedom = change.noise.freedom or math.inf
+    band = math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND)
     if remeasurement is Remeasurement.NONE:  # without a second measurement, the first look decides alone
         return [_make_requirement(band, first_evidence, error, freedom)]
     if remeasurement is Remeasurement.DUEL:  # compared with stored runs, a duel has negligible noise
@@ -157,7 +156,8 @@ def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[floa
     """Returns four numbers for comparisons of few runs. The first two are the minimum logarithms of the first and of
     the second look (measurement). The other two are the standard errors of the two looks.
     """
-    change, spread = figure.comparison, figure.spread
+    change = figure.comparison
+    spread = figure.spread
     assert change.noise is not None
     half_width = _half_width_of_log(change)
     if spread is None:
@@ -174,7 +174,9 @@ def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[floa
 
 def _compute_many_runs_limits(change: Comparison, p_limit: float) -> tuple[float, float, float, float]:
     assert change.noise is not None and change.ratio is not None
-    error, freedom, level = change.noise.error, change.noise.freedom, change.ratio.level
+    error = change.noise.error
+    freedom = change.noise.freedom
+    level = change.ratio.level
     second_error = _second_look_error(error, change.noise)
     return (
         error * student_quantile(max(level, 1 - p_limit), freedom),
@@ -212,7 +214,8 @@ def history_detection_limits(
     """Returns, for each series, the smallest step (change of level) that the history would show. `changes` is the
     number of steps that the history already shows.
     """
-    p_limit, limits = FALSE_SUSPECT_SHARE / (1 + changes), []
+    p_limit = FALSE_SUSPECT_SHARE / (1 + changes)
+    limits = []
     for comparison, level in series:
         threshold = find_threshold(comparison, rules)
         if threshold.ignored:

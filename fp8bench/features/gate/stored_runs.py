@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
@@ -17,8 +18,8 @@ from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
-from fp8bench.features.duel.run import SESSIONS, run_duel, sessions_of
-from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
+from fp8bench.features.duel.run import SESSIONS, count_default_sessions, run_duel
+from fp8bench.features.duel.sides import FP8BENCH_TITLE, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import compare_means, comparisons
 from fp8bench.features.gate.judging import (
@@ -53,8 +54,7 @@ from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
 ConfirmCallback = Callable[[Sequence[Comparison]], SecondLook]
-# The sessions of second duels, by commit and case. Each further duel adds its sessions.
-SessionPool = dict[tuple[str, str], CaseResult]
+
 # Suspects are measured again at most this many times.
 MAX_LOOKS = 4
 
@@ -63,10 +63,10 @@ MAX_LOOKS = 4
 class GateSource:
     """The comparisons to judge, and how to measure suspects (figures that seem worse) again.
 
-    `confirm` measures suspects again, by the method `second`. If nothing can be judged, `problem` is the reason, and
-    `code` its exit code. `lost` are cases that the first side measured and that cannot be compared now. `duel` is set
-    if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds` per look. Both
-    numbers are None if unknown.
+    `confirm` measures suspects again, by the method `remeasurement`. If nothing can be judged, `problem` is the
+    reason, and `code` its exit code. `lost_cases` are those that the first side measured and that cannot be compared
+    now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about
+    `look_seconds` per look. Both numbers are None if unknown.
 
     For a history, `comparisons` are only the changes, and `newest` is the latest state of each series. `unchanged`
     has all figures, so that a rule for an unchanged figure counts as used.
@@ -78,11 +78,11 @@ class GateSource:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    second: Remeasurement = Remeasurement.AGAIN
+    remeasurement: Remeasurement = Remeasurement.AGAIN
     newest: tuple[SeriesState, ...] = ()
     unchanged: tuple[Comparison, ...] = ()
     duel: Duel | None = None
-    lost: frozenset[str] = frozenset()
+    lost_cases: frozenset[str] = frozenset()
     budget: float | None = None
     look_seconds: float | None = None
 
@@ -107,23 +107,23 @@ def find_unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[C
         yield make_failed_comparison(name, suite, evidence, f"run {run.id} was interrupted before it was measured")
 
 
-def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
+def judge_comparisons(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
     """Returns the gate's verdict on all comparisons of `source`. Figures that seem worse are suspects. With `rerun`
     they are measured again, which confirms them or rules them out. A time counts as undecided if the gate would not
     have noticed a slow-down of it.
     """
     figures = judge_first_look(source.comparisons, rules)
-    remeasurement = source.second if rerun and source.confirm is not None else Remeasurement.NONE
+    remeasurement = source.remeasurement if rerun and source.confirm is not None else Remeasurement.NONE
     if source.newest:
         limits = history_detection_limits(source.newest, rules, len(figures), remeasurement)
     else:
         limits = detection_limits(figures, remeasurement)
     if not source.problem:
         settled_figures = _note_same_work(_settle_suspects(figures, source, rules, rerun, observer))
-        figures = mark_undetectable(settled_figures, limits, source.lost)
+        figures = mark_undetectable(settled_figures, limits, source.lost_cases)
         changed_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable(
-            judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost
+            judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost_cases
         )
         figures += tuple(
             figure
@@ -140,7 +140,8 @@ def _settle_suspects(
     budget of seconds is used up. Returns all figures.
     """
     measure_again = source.confirm if rerun else None
-    start, last_look_seconds = time.monotonic(), 0.0
+    start = time.monotonic()
+    last_look_seconds = 0.0
     # Each further duel adds its sessions, so that intervals become narrower until all suspects are decided.
     for number in range(MAX_LOOKS):
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
@@ -177,49 +178,78 @@ def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
     return noted
 
 
-def duel_suspects(
-    question: DuelQuestion,
-    request: Request,
-    store: Path,
-    suspects: Sequence[Comparison],
-    observer: JobObserver,
-    pool: SessionPool,
-) -> SecondLook:
-    """Measures the suspected figures in a duel, and judges its sessions together with those of earlier duels. A duel
-    times both sides in the same rounds. So the change of a time is also the change of its ratio to the reference.
+@dataclass
+class Remeasurer:
+    """Measures suspects (figures that seem worse) again, in a duel or alone. The sessions of all duels with the same
+    commit add up, so that intervals become narrower.
     """
-    # 1. A quick run has few rounds, so its duel gets more sessions.
-    if request.quick:
-        question = replace(question, sessions=question.sessions or SESSIONS)
-    # 2. If the duel is impossible, return a refused look instead of an error, because other suspects may still be
-    # measured.
-    try:
-        refuse_code_of_others("what was measured", request.imports)
-        import_user_modules(request.imports)
-        duel = run_duel(question, _with_full_rounds(request), store, observer, {suspect.case for suspect in suspects})
-    except Fp8benchError as error:
-        return SecondLook({}, refused=str(error).rstrip("."))
-    if not duel.finished:
-        raise KeyboardInterrupt
-    # 3. Add the sessions of earlier duels with the same commit.
-    duel = replace(
-        duel, results=tuple(add_earlier_sessions(result, duel.before.commit, pool) for result in duel.results)
-    )
-    figures = {case_and_metric(comparison): comparison for comparison in (*comparisons(duel), *compare_means(duel))}
-    # Both sides are timed in the same rounds, so the change of the time is the change of its ratio to the reference.
-    for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
-        figures |= {(case, relative): comparison for (case, name), comparison in figures.items() if name == metric}
-    return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
+    store: Path
+    observer: JobObserver
+    _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
 
-def add_earlier_sessions(result: CaseResult, commit: str, pool: SessionPool) -> CaseResult:
-    """Adds the sessions of earlier duels before those of a result, and stores all sessions for the next duel."""
-    key = commit, result.after.case.id
-    if result.is_measured and key in pool:
-        result = replace(result, sessions=(*pool[key].sessions, *result.sessions))
-    if result.is_measured:
-        pool[key] = result
-    return result
+    def duel(self, question: DuelQuestion, request: Request, suspects: Sequence[Comparison]) -> SecondLook:
+        """Measures suspects in a duel, and judges its sessions together with those of earlier duels."""
+        # 1. A quick run has few rounds, so its duel gets more sessions.
+        if request.quick:
+            question = replace(question, sessions=question.sessions or SESSIONS)
+        # 2. If the duel is impossible, return a refused look instead of an error, because other suspects may still be
+        # measured.
+        cases = {suspect.case for suspect in suspects}
+        try:
+            refuse_code_of_others("what was measured", request.imports)
+            import_user_modules(request.imports)
+            duel = run_duel(question, _with_full_rounds(request), self.store, self.observer, cases)
+        except Fp8benchError as error:
+            return SecondLook({}, refused=str(error).rstrip("."))
+        if not duel.finished:
+            raise KeyboardInterrupt
+        # 3. Add the sessions of earlier duels with the same commit.
+        results = (self.add_earlier_sessions(result, duel.before.commit) for result in duel.results)
+        duel = replace(duel, results=tuple(results))
+        figures = {case_and_metric(figure): figure for figure in (*comparisons(duel), *compare_means(duel))}
+        # Both sides are timed in the same rounds, so the change of a time is also that of its ratio to the reference.
+        for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
+            figures |= {(case, relative): figure for (case, name), figure in figures.items() if name == metric}
+        return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
+
+    def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
+        """Adds the sessions of earlier duels before those of a result, and keeps all sessions for the next duel."""
+        key = commit, result.after.case.id
+        if not result.is_measured:
+            return result
+        if key in self._results:
+            result = replace(result, sessions=(*self._results[key].sessions, *result.sessions))
+        self._results[key] = result
+        return result
+
+    def duel_with_commit(self, commit: str, request: Request, suspects: Sequence[Comparison]) -> SecondLook | None:
+        """Measures suspects of the current code in a duel with a commit. Returns None if the repository does not have
+        the commit.
+        """
+        if find_commit(commit, Path()) is None:
+            return None
+        is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
+        question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
+        look = self.duel(question, request, suspects)
+        if look.refused:
+            self.observer.note(f"gate: no duel is possible ({look.refused}); suspects are measured again without one")
+        return look
+
+    def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
+        """Measures cases of a run again. Returns the new run, or None with the reason why there is none."""
+        store = store_of(Path(run.path)) or self.store
+        run = replace(run, request=_with_full_rounds(run.request))
+        try:
+            with self.observer.measuring() as progress:
+                rerun = measure_again(run, cases, store, progress, command_line())
+        except Fp8benchError as error:
+            return None, str(error).rstrip(".")
+        if not rerun.finished:
+            raise KeyboardInterrupt
+        if sentence := add_to_history(rerun, store):
+            self.observer.note(sentence)
+        return rerun, ""
 
 
 def second_look_time_factor(request: Request, sessions: int) -> float:
@@ -236,38 +266,6 @@ def _with_full_rounds(request: Request) -> Request:
     return replace(request, trace=None, rounds=rounds)
 
 
-def duel_with_commit(
-    commit: str, request: Request, store: Path, suspects: Sequence[Comparison], observer: JobObserver, pool: SessionPool
-) -> SecondLook | None:
-    """Measures the suspects of the current code in a duel with a commit. Returns None if the repository does not have
-    the commit.
-    """
-    if find_commit(commit, Path()) is None:
-        return None
-    is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
-    question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
-    look = duel_suspects(question, request, store, suspects, observer, pool)
-    if look.refused:
-        observer.note(f"gate: no duel is possible ({look.refused}); suspects are measured again without one")
-    return look
-
-
-def remeasure_cases(run: Run, cases: Collection[str], store: Path, observer: JobObserver) -> tuple[Run | None, str]:
-    run_store = store_of(Path(run.path)) or store
-    try:
-        with observer.measuring() as progress:
-            rerun = measure_again(
-                replace(run, request=_with_full_rounds(run.request)), cases, run_store, progress, command_line()
-            )
-    except Fp8benchError as error:
-        return None, str(error).rstrip(".")
-    if not rerun.finished:
-        raise KeyboardInterrupt
-    if sentence := add_to_history(rerun, run_store):
-        observer.note(sentence)
-    return rerun, ""
-
-
 _MAX_LISTED_CASES = 5
 
 
@@ -277,7 +275,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     """
     title = f"{name_b} against {name_a}"
     # 1. The first build has no baseline, so its first side may be missing. A missing second side is a mistake.
-    missing: list[StoreError] = []
+    missing = []
     sides = []
     for name in (name_a, name_b):
         try:
@@ -293,42 +291,30 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     if missing:
         raise missing[0]
     # 2. If the sides cannot be compared, explain why.
-    comparison_of_sides = compare_runs(name_a, old, name_b, new, observer)
-    title = f"{describe_side(comparison_of_sides.after)}; against {describe_side(comparison_of_sides.before)}"
-    problem, code = _explain_unjudgeable(comparison_of_sides)
+    compared = compare_runs(name_a, old, name_b, new, observer)
+    title = f"{describe_side(compared.after)}; against {describe_side(compared.before)}"
+    problem, code = _explain_unjudgeable(compared)
     if problem:
-        return GateSource(title, comparison_of_sides.comparisons, problem=problem, code=code)
-
-    # 3. Measure suspects in a duel if the first side's commit is known, and otherwise again without a duel.
-    pool: SessionPool = {}
-
-    def measure_suspects_again(suspects: Sequence[Comparison]) -> SecondLook:
-        return _remeasure_suspects(comparison_of_sides, suspects, store, observer, pool)
-
-    # 4. Collect unmeasured cases, changed conditions, and cases that only one side has.
-    interrupted_cases = find_unmeasured_cases(comparison_of_sides.after.runs, Evidence.CROSS_RUN)
-    remeasurement = (
-        Remeasurement.DUEL
-        if _commit_to_duel(comparison_of_sides, comparison_of_sides.after.runs[-1]) is not None
-        else Remeasurement.AGAIN
-    )
-    notes = [describe_difference(fact, " was {} and is {}") for fact in comparison_of_sides.differing]
-    for change, cases in (("is gone", comparison_of_sides.only_before), ("is new", comparison_of_sides.only_after)):
+        return GateSource(title, compared.comparisons, problem=problem, code=code)
+    # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
+    interrupted_cases = find_unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
+    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing]
+    for change, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
             notes.append(f"and {len(cases) - _MAX_LISTED_CASES} more")
-    lost_cases = frozenset(
-        case for case, sightings in comparison_of_sides.before.sightings.items() if sightings[-1].record.is_ok
-    )
-    budget = comparison_of_sides.after.runs[-1].request.budget
+    lost_cases = [case for case, sightings in compared.before.sightings.items() if sightings[-1].record.is_ok]
+    # 4. Measure suspects in a duel if the first side's commit is known, and otherwise again without a duel.
+    newest = compared.after.runs[-1]
+    can_duel = _commit_to_duel(compared, newest) is not None
     return GateSource(
         title,
-        (*comparison_of_sides.comparisons, *interrupted_cases),
-        measure_suspects_again,
+        (*compared.comparisons, *interrupted_cases),
+        partial(_remeasure_suspects, compared, Remeasurer(store, observer)),
         tuple(notes),
-        second=remeasurement,
-        lost=lost_cases,
-        budget=budget,
+        remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.AGAIN,
+        lost_cases=frozenset(lost_cases),
+        budget=newest.request.budget,
     )
 
 
@@ -350,33 +336,24 @@ def _explain_unjudgeable(compared: Compared) -> tuple[str, int]:
     return "", 0
 
 
-def _remeasure_suspects(
-    compared: Compared, suspects: Sequence[Comparison], store: Path, observer: JobObserver, pool: SessionPool
-) -> SecondLook:
+def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
     """Measures each suspect again, with the request of the newest run that has its case. Each suite may have a
     separate run.
     """
     newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
     by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
-    looks = (
-        _remeasure_for_run(newest[group[0].case], compared, group, store, observer, pool) for group in by_run.values()
-    )
-    return join_looks(list(looks))
+    looks = [_remeasure_for_run(newest[group[0].case], compared, remeasurer, group) for group in by_run.values()]
+    return join_looks(looks)
 
 
 def _remeasure_for_run(
-    newest: Run,
-    compared: Compared,
-    suspects: Sequence[Comparison],
-    store: Path,
-    observer: JobObserver,
-    pool: SessionPool,
+    newest: Run, compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest)
-    look = duel_with_commit(commit, newest.request, store, suspects, observer, pool) if commit is not None else None
+    look = None if commit is None else remeasurer.duel_with_commit(commit, newest.request, suspects)
     if look is not None and not look.refused:
         return look
-    rerun, refusal = remeasure_cases(newest, {suspect.case for suspect in suspects}, store, observer)
+    rerun, refusal = remeasurer.measure_cases(newest, {suspect.case for suspect in suspects})
     if rerun is None:
         return SecondLook({}, refused=refusal)
     figures = compare(compared.before, make_side("again", [(rerun, findings(rerun))]), extra=compared.after).comparisons
@@ -400,7 +377,7 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
 
 
 def duel_revision(question: DuelQuestion, request: Request, store: Path, observer: JobObserver) -> GateSource:
-    sessions = question.sessions or sessions_of(request)
+    sessions = question.sessions or count_default_sessions(request)
     time_factor = second_look_time_factor(request, sessions) * (1 if request.budget is not None else MAX_LOOKS)
     observer.note(
         "gate: the time shown is that of the first measurement. If something seems worse, it is measured again, "
@@ -425,26 +402,25 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
     if not any(result.is_measured or result.has_failed for result in duel.results):
         return GateSource(title, notes=notes, problem="the duel measured nothing.", code=EXIT_FAILED, duel=duel)
     # 2. Measure suspects in a second duel of the same commits.
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         refusal = _explain_moved_head(duel)
         if refusal:
             return SecondLook({}, refused=refusal)
         # A name like HEAD may mean a different commit now, so use the commit itself.
-        commit, is_fp8bench = duel.before.commit or None, duel.before.title.startswith(OWN)
-        against, against_self = (None, commit) if is_fp8bench else (commit, None)
+        commit = duel.before.commit or None
+        against, against_self = (None, commit) if duel.before.title.startswith(FP8BENCH_TITLE) else (commit, None)
         sessions = max(SESSIONS, duel.sessions)
         question = DuelQuestion(duel.before.python, duel.after.python, against, against_self, sessions)
-        return duel_suspects(question, duel.request, store, suspects, observer, pool)
+        return remeasurer.duel(question, duel.request, suspects)
 
     # 3. Planned cases that were not measured because of an interrupt fail.
     figures = comparisons(duel)
     compared_cases = {comparison.case for comparison in figures}
+    reason = "the duel was interrupted before it was measured"
     interrupted_cases = [
-        make_failed_comparison(
-            case, case.partition("[")[0], Evidence.PAIRED, "the duel was interrupted before it was measured"
-        )
+        make_failed_comparison(case, case.partition("[")[0], Evidence.PAIRED, reason)
         for case in duel.cases
         if case not in compared_cases
     ]
@@ -456,9 +432,9 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
         (*figures, *interrupted_cases),
         confirm,
         notes,
-        second=remeasurement,
+        remeasurement=remeasurement,
         duel=duel,
-        lost=lost_cases,
+        lost_cases=lost_cases,
         budget=duel.request.budget,
     )
 
@@ -466,7 +442,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
 def _explain_moved_head(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(OWN) else Path())
+    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
     if head == duel.after.commit:
         return ""
     return f"the duel was of commit {duel.after.commit[:8]}, and here is {head[:8] if head else 'no repository'}"

@@ -11,7 +11,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.duel.run import IDLE
+from fp8bench.features.duel.run import IDLE_NOTE
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.gate.judging import (
     DETECTION_PROBABILITY,
@@ -26,7 +26,7 @@ from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import explain_labels, show_change, split_case_id, value
-from fp8bench.report.elements import Code, Element, Items, Page, Part, Table, Text, Tone, printable
+from fp8bench.report.elements import Code, Element, Field, Items, Page, Part, Table, Text, Tone, printable
 from fp8bench.report.page import markdown
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
@@ -55,8 +55,12 @@ def render_junit(verdict: GateVerdict) -> str:
     if verdict.problem:
         suite = ET.SubElement(document, "testsuite", name="gate")
         test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-        problem = ET.SubElement(test, "error", message=_printable_text(verdict.headline), type="problem")
-        problem.text = _printable_text(verdict.problem)
+        ET.SubElement(test, "error", message=verdict.headline, type="problem").text = verdict.problem
+    # XML does not allow control characters.
+    for element in document.iter():
+        element.text = _remove_control_characters(element.text or "")
+        for name, text in element.items():
+            element.set(name, _remove_control_characters(text))
     for element in (*document, document):
         element.set("tests", str(len(element.findall(".//testcase"))))
         for name, tag in _JUNIT_COUNTS.items():
@@ -68,28 +72,21 @@ def render_junit(verdict: GateVerdict) -> str:
 def _add_test_suite(
     root: ET.Element, name: str, judged: Iterable[JudgedFigure], limits: Mapping[FigureKey, DetectionLimit]
 ) -> None:
-    suite = ET.SubElement(root, "testsuite", name=_printable_text(name))
+    suite = ET.SubElement(root, "testsuite", name=name)
     for figure in judged:
-        test = ET.SubElement(
-            suite, "testcase", classname=_printable_text(name), name=_printable_text(_figure_title(figure)), time="0"
-        )
+        test = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
         if figure.key in limits:
             properties = ET.SubElement(test, "properties")
-            ET.SubElement(
-                properties, "property", name=_SMALLEST_LABEL, value=_printable_text(limits[figure.key].smallest_text)
-            )
+            ET.SubElement(properties, "property", name=_SMALLEST_LABEL, value=limits[figure.key].smallest_text)
         outcome_tag = _JUNIT_TAGS.get(figure.outcome)
+        summary = _summarize_figure(figure)
+        details = "\n".join(_describe_looks(figure))
         if outcome_tag == "skipped":
-            ET.SubElement(test, outcome_tag, message=_printable_text(figure.why or figure.outcome.value))
+            ET.SubElement(test, outcome_tag, message=figure.why or figure.outcome.value)
         elif outcome_tag is not None:
-            outcome_element = ET.SubElement(
-                test, outcome_tag, message=_printable_text(_summarize_figure(figure)), type=figure.outcome.value
-            )
-            outcome_element.text = _printable_text("\n".join(_describe_looks(figure)))
+            ET.SubElement(test, outcome_tag, message=summary, type=figure.outcome.value).text = details
         elif figure.outcome is not GateOutcome.FINE:
-            ET.SubElement(test, "system-out").text = _printable_text(
-                "\n".join((_summarize_figure(figure), *_describe_looks(figure)))
-            )
+            ET.SubElement(test, "system-out").text = f"{summary}\n{details}"
 
 
 def _figure_title(figure: JudgedFigure) -> str:
@@ -122,7 +119,7 @@ def _show_values(change: Comparison) -> str:
     return values if change.ratio is None else f"{values}, {show_change(change.ratio)}"
 
 
-def _printable_text(text: str) -> str:
+def _remove_control_characters(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -163,14 +160,10 @@ def render_page(verdict: GateVerdict) -> Page:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     # 2. Explain only the terms that the page shows.
     listed = verdict.of(*_PART_TITLES)
-    comparisons = (
-        *(figure.comparison for figure in listed),
-        *(figure.again for figure in listed if figure.again is not None),
-    )
-    labels = explain_labels(comparisons)
-    footer = (
-        [*([_AGAIN_LEGEND] if any(figure.again for figure in listed) else []), _WORSE_LEGEND, *labels] if listed else []
-    )
+    second_looks = [figure.again for figure in listed if figure.again is not None]
+    footer = [_AGAIN_LEGEND] if second_looks else []
+    if listed:
+        footer += [_WORSE_LEGEND, *explain_labels([*(figure.comparison for figure in listed), *second_looks])]
     facts = [("judged", verdict.counts)] if verdict.judged else []
     # 3. State the smallest detectable slow-down: without it, a pass means little.
     if verdict.sights:
@@ -180,38 +173,50 @@ def render_page(verdict: GateVerdict) -> Page:
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
+def _show_before(figure: JudgedFigure) -> str:
+    return value(figure.comparison, figure.comparison.before)
+
+
+def _show_after(figure: JudgedFigure) -> str:
+    return value(figure.comparison, figure.comparison.after)
+
+
+def _show_first_change(figure: JudgedFigure) -> str:
+    return show_change(figure.comparison.ratio)
+
+
 def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
+    tone = _OUTCOME_TONES.get(outcome, Tone.PLAIN)
     cols: list[Col[JudgedFigure]] = [
         Col("setting", lambda figure: split_case_id(figure.comparison.case)[0], shared=True),
         Col("figure", lambda figure: f"{split_case_id(figure.comparison.case)[1]} {figure.comparison.metric}"),
-        Col("A", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
-        Col("B", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
-        Col("change", lambda figure: show_change(figure.comparison.ratio)),
+        Col("A", _show_before, number=True),
+        Col("B", _show_after, number=True),
+        Col("change", _show_first_change),
         Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
         Col("worse is", show_threshold),
-        Col(
-            "verdict",
-            lambda figure: figure.outcome.value,
-            tone=lambda figure: _OUTCOME_TONES.get(figure.outcome, Tone.PLAIN),
-        ),
+        Col("verdict", lambda figure: Field(figure.outcome.value, tone=tone)),
         Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
-    rows, hidden_count = table(name, "", cols, judged[:MAX_ROWS]), len(judged) - MAX_ROWS
-    return Part(name, title, (rows, Text(f"and {hidden_count} more")) if hidden_count > 0 else (rows,))
+    elements: list[Element] = [table(name, "", cols, judged[:MAX_ROWS])]
+    if len(judged) > MAX_ROWS:
+        elements.append(Text(f"and {len(judged) - MAX_ROWS} more"))
+    return Part(name, title, tuple(elements))
 
 
 def summarize_limits(limits: Sequence[DetectionLimit]) -> str:
     """Returns the worst detection limit, for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
-    worst, count = limits[0], len(limits)
+    worst = limits[0]
+    count = len(limits)
     worst_name = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
     return f"{worst.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
 
 
 def show_threshold(figure: JudgedFigure) -> str:
     threshold = figure.threshold
-    smallest = value(figure.comparison, threshold.smallest) if threshold.smallest else ""
-    return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))
+    share = units.percent(threshold.relative)
+    return f"{share} and {value(figure.comparison, threshold.smallest)}" if threshold.smallest else share
 
 
 _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
@@ -268,22 +273,23 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
             reason = result.after.reason or result.before.reason or levels
             reasons_by_status[status].append(f"{result.after.case.id}: {reason}")
     # 2. A worse numerical result is a problem of quality, and has a different status than a worse time.
+    causes: list[str] = []
     for figure in verdict.of(GateOutcome.REGRESSION):
-        is_numeric_metric = spec_of(figure.comparison.metric).of_workload
-        reasons_by_status[ReviewStatus.QUALITY if is_numeric_metric else ReviewStatus.REGRESSION].append(
-            _summarize_change(figure)
-        )
+        is_numeric = spec_of(figure.comparison.metric).of_workload
+        status = ReviewStatus.QUALITY if is_numeric else ReviewStatus.REGRESSION
+        reasons_by_status[status].append(_summarize_change(figure))
+        if is_numeric and not causes:
+            causes.append("numbers became worse")
+    if ReviewStatus.QUALITY in unequal_status.values():
+        causes.append("a case fails on head alone")
     # 3. Cases that failed, and duels that were impossible.
-    failed_figures = [
-        figure for figure in verdict.of(GateOutcome.FAILED) if unequal_status.get(figure.comparison.case) is None
-    ]
-    reasons_by_status[ReviewStatus.INFRASTRUCTURE] += [
-        f"{figure.comparison.case}: {figure.why}" for figure in failed_figures
-    ]
-    reasons_by_status[ReviewStatus.INFRASTRUCTURE] += (
-        [verdict.problem] if verdict.problem and not any(unequal_status.values()) else []
-    )
-    reasons_by_status[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
+    for figure in verdict.of(GateOutcome.FAILED):
+        if unequal_status.get(figure.comparison.case) is None:
+            reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(f"{figure.comparison.case}: {figure.why}")
+    if verdict.problem and not any(unequal_status.values()):
+        reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(verdict.problem)
+    if IDLE_NOTE in duel.notes:
+        reasons_by_status[ReviewStatus.MISMATCH].append(IDLE_NOTE)
     # 4. Figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
@@ -292,21 +298,17 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
         reasons_by_status[status] += [f"{_summarize_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
     # The statuses are ordered by their importance. The first one that has a reason is chosen.
     status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
-    failed_text = "a case fails on head alone" if ReviewStatus.QUALITY in unequal_status.values() else ""
-    is_worse = any(spec_of(figure.comparison.metric).of_workload for figure in verdict.of(GateOutcome.REGRESSION))
-    quality = " and ".join(filter(None, ("numbers became worse" * is_worse, failed_text)))
-    return Review(status, tuple(reasons_by_status[status]), _show_largest_threshold(verdict), quality)
+    reasons = tuple(reasons_by_status[status])
+    return Review(status, reasons, _show_largest_threshold(verdict), " and ".join(causes))
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
     """Returns, in percent, the largest slow-down of a time that the gate lets pass. If no times were measured,
     returns the largest threshold of all tested figures.
     """
-    threshold_shares = [limit.threshold for limit in verdict.sights]
-    threshold_shares = threshold_shares or [
-        figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED
-    ]
-    return f"{100 * max(threshold_shares, default=0.0):.3g}%"
+    time_shares = [limit.threshold for limit in verdict.sights]
+    all_shares = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
+    return f"{100 * max(time_shares or all_shares, default=0.0):.3g}%"
 
 
 def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
@@ -323,7 +325,7 @@ def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
 
 
 def _summarize_change(figure: JudgedFigure) -> str:
-    return f"{_figure_title(figure)}: {show_change(figure.comparison.ratio)}"
+    return f"{_figure_title(figure)}: {_show_first_change(figure)}"
 
 
 def render_comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
@@ -331,20 +333,19 @@ def render_comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | N
     further reasons.
     """
     reasons = [shorten_line(reason, 300) for reason in reviewed.whys[:_MAX_COMMENT_REASONS]]
-    hidden_count = len(reviewed.whys) - len(reasons)
+    if len(reviewed.whys) > len(reasons):
+        reasons.append(f"and {len(reviewed.whys) - len(reasons)} more")
     elements: list[Element] = [Text(reason) for reason in reasons[:1]]
     if verdict is not None and verdict.sights and not reasons:
         elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
+    further_reasons = Items(tuple(map(Text, reasons[1:])))
     if duel is not None and verdict is not None:
-        elements.append(_figures_table(verdict))
-    elements.append(
-        Items(tuple(map(Text, (*reasons[1:], *([f"and {hidden_count} more"] if hidden_count > 0 else [])))))
-    )
-    if duel is not None and verdict is not None:
-        elements.append(Text(f"{verdict.counts}. {_describe_sides(duel)}"))
-    return markdown.render(
-        Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(command))),))
-    )
+        ending = Text(f"{verdict.counts}. {_describe_sides(duel)}")
+        elements += [_figures_table(verdict), further_reasons, ending]
+    else:
+        elements.append(further_reasons)
+    elements.append(Code(command))
+    return markdown.render(Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", tuple(elements)),)))
 
 
 def _describe_sides(duel: Duel) -> str:
@@ -360,12 +361,10 @@ _URGENT_OUTCOMES = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSP
 
 def _figures_table(verdict: GateVerdict) -> Table:
     limits = {limit.key: limit for limit in verdict.sights}
-    limit_ranks = {key: rank for rank, key in enumerate(limits)}
+    ranks = {key: rank for rank, key in enumerate(limits)}
     figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _URGENT_OUTCOMES]
     # Failures come first, because a long table loses its last rows.
-    figures.sort(
-        key=lambda figure: (figure.outcome not in _URGENT_OUTCOMES, limit_ranks.get(figure.key, len(limit_ranks)))
-    )
+    figures.sort(key=lambda figure: (figure.outcome not in _URGENT_OUTCOMES, ranks.get(figure.key, len(ranks))))
 
     def show_smallest_slow_down(figure: JudgedFigure) -> str:
         if figure.key in limits:
@@ -374,9 +373,9 @@ def _figures_table(verdict: GateVerdict) -> Table:
 
     cols: list[Col[JudgedFigure]] = [
         Col("figure", _figure_title),
-        Col("base", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
-        Col("head", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
-        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: show_change(figure.comparison.ratio)),
+        Col("base", _show_before, number=True),
+        Col("head", _show_after, number=True),
+        Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", _show_first_change),
         Col(_SMALLEST_LABEL, show_smallest_slow_down),
         Col("worse is", show_threshold),
         Col("verdict", lambda figure: figure.outcome.value),

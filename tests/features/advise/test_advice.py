@@ -46,7 +46,7 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
 
 
 @for_each(
-    ("rule", "records", "wanted"),
+    ("rule", "records", "expected"),
     [
         ("amdahl", group(fp8=FP8), Met.YES),
         # An emulation does not show how fast products are, and 5% of a step is too little anyway.
@@ -57,8 +57,8 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ("casts", group(bf16=WHOLE, fp8=WHOLE), Met.UNKNOWN),
         ("memory", group(fp8=FP8), Met.UNKNOWN),
         *(
-            ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), wanted)
-            for gemm, cast, wanted in (
+            ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), expected)
+            for gemm, cast, expected in (
                 (3000, 600, Met.YES),
                 (3000, 4000, Met.NO),
                 (6000, 600, Met.NO),
@@ -67,8 +67,8 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ),
     ],
 )
-def test_each_rule_gives_its_advice(rule: str, records: list[Record], wanted: Met) -> None:
-    assert met(rule, records) is wanted
+def test_each_rule_gives_its_advice(rule: str, records: list[Record], expected: Met) -> None:
+    assert met(rule, records) is expected
 
 
 ESTIMATED = " (estimated from shares of the step)"
@@ -76,21 +76,24 @@ ESTIMATED = " (estimated from shares of the step)"
 
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     """Products take 60% of 10 ms there, and 40% of 7.5 ms with 10% casts: an estimate, so no bound."""
-    looked = [
+    profiled = [
         Shares((Share(ShareKind.GEMM, "", False, 0.6, 1),), 1.0),
         Shares((Share(ShareKind.GEMM, "", False, 0.4, 1), Share(ShareKind.CAST, "", False, 0.1, 1)), 1.0),
     ]
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": 7500})
-    records = [replace(lead, shares=looked[0]), replace(case, shares=looked[1])]
-    found = advise(records)
-    amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
+    records = [replace(lead, shares=profiled[0]), replace(case, shares=profiled[1])]
+    advised = advise(records)
+    amdahl = answer(advised, "amdahl")
+    casts = answer(advised, "casts")
     assert (amdahl.met, amdahl.figure) == (
         Met.YES,
         "60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
     )
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
-    unlooked = advise([lead, case])
-    assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
+    unprofiled = advise([lead, case])
+    assert (
+        "--shares tells them" in answer(unprofiled, "amdahl").figure and answer(unprofiled, "casts").met is Met.UNKNOWN
+    )
 
 
 def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
@@ -112,8 +115,8 @@ def test_the_converted_share_of_a_model_is_reported() -> None:
     coverage = Coverage(
         (holder("attn", "linear", 18), holder("mlp", "experts", 73, False), holder("head", "head", 9)), flops=100
     )
-    found = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
-    covered = answer(found, "coverage")
+    advised = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
+    covered = answer(advised, "coverage")
     assert covered.met is Met.NO and "mlp is not: no product" in covered.figure
     assert not {"coverage", "compile"} & {each.rule for each in advise(group(fp8=FP8)).answers}
 
@@ -122,8 +125,8 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     before = MemoryUse(1000 << 20, (("weights", 400 << 20), ("optimizer", 600 << 20)))
     after = MemoryUse(1010 << 20, (*before.roles, ("low_precision_weights", 10 << 20)))
     lead = record("bf16", BF16, reference=True, memory=before)
-    found = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
-    assert found.met is Met.NO and found.figure == (
+    advised = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
+    assert advised.met is Met.NO and advised.figure == (
         "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); larger: "
         "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
@@ -142,7 +145,9 @@ def study(*gaps: float) -> Study:
     """Losses of candidates, relative to the reference's 2.0: all layers low, then with a high head."""
     maps = ((), (("head", "bf16"),), (("head", "bf16"), ("blocks.0", "bf16")))
     low = (("blocks.0.mlp", "head"), ("blocks.0.mlp",), ())
-    made = [LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)]
+    candidates = [
+        LayerTrial(f"c{n}", "", "fp8", maps[n], low[n], losses=(2 * (1 + gap),)) for n, gap in enumerate(gaps)
+    ]
     probes = (
         LayerTrial("head", "head", "bf16", low=("head",), losses=(2.2,)),
         LayerTrial("blocks.0.mlp", "mlp", "bf16", low=("blocks.0.mlp",), losses=(2.0,)),
@@ -161,15 +166,15 @@ def study(*gaps: float) -> Study:
         LayerTrial("reference", "", "bf16", losses=(2.0,)),
         (LayerTrial("draw 1", "", "bf16", draw=1, losses=(2.004,)),),
         probes,
-        tuple(made),
+        tuple(candidates),
         started="2026-01-05",
         path="study.json",
     )
 
 
-@for_each(("gaps", "wanted"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
-def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], wanted: Met) -> None:
-    assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is wanted
+@for_each(("gaps", "expected"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
+def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: Met) -> None:
+    assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is expected
     if len(gaps) > 1:  # with the study's map, the case is within the tolerance
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
@@ -259,10 +264,10 @@ def test_advice_to_do_nothing_has_a_reason(
 def test_thresholds_decide_what_is_worth_adopting() -> None:
     only(advise(group(fp8=FP8), least=0.3), ADOPT)
     only(advise(group(fp8=FP8), least=0.4), NOTHING)
-    made = basis(group(fp8=FP8))
-    (case,) = (key for key in made.findings if key.endswith("/fp8"))
-    unsure = replace(made.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
-    advice = only(advise_on(replace(made, findings={**made.findings, case: unsure})), NOTHING)
+    evidence = basis(group(fp8=FP8))
+    (case,) = (key for key in evidence.findings if key.endswith("/fp8"))
+    unsure = replace(evidence.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
+    advice = only(advise_on(replace(evidence, findings={**evidence.findings, case: unsure})), NOTHING)
     assert advice.gain is None and "its speed is unknown here" in advice.sentence
 
 
@@ -280,20 +285,20 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     1.085x is within the pass's error.
     """
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
-    looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
-    bound = amdahl_bound(basis([looked, case]).cases[0])
+    profiled = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
+    bound = amdahl_bound(basis([profiled, case]).cases[0])
     assert bound is not None and bound.point == pytest.approx(1 / 0.93)
-    advice = only(advise([looked, case]), NOTHING)
+    advice = only(advise([profiled, case]), NOTHING)
     assert advice.gain is None and "allows at most 1.08x" in advice.sentence
-    only(advise([looked, record("fp8", {"unattributed": 9217})], least=0.05), ADOPT)
+    only(advise([profiled, record("fp8", {"unattributed": 9217})], least=0.05), ADOPT)
 
 
 def test_labels_are_named_in_advice_that_depends_on_these_times() -> None:
-    made = basis(group(fp8={**BF16, "cast": 100}))
-    reference, case = made.findings
+    evidence = basis(group(fp8={**BF16, "cast": 100}))
+    reference, case = evidence.findings
     labels = {case: (Label.NOISY, Label.POWER_CAPPED), reference: (Label.CONTENDED, Label.NOISY)}
-    findings = {name: replace(made.findings[name], labels=several, floor=0.5) for name, several in labels.items()}
-    advice = only(advise_on(replace(made, findings=findings)), NOTHING)
+    findings = {name: replace(evidence.findings[name], labels=several, floor=0.5) for name, several in labels.items()}
+    advice = only(advise_on(replace(evidence, findings=findings)), NOTHING)
     assert advice.doubtful and "fp8 perhaps takes 1% longer" in advice.sentence
     assert advice.sentence.endswith("; labelled noisy; its reference labelled contended")
 
@@ -308,10 +313,10 @@ def test_layers_that_a_study_found_stay_high() -> None:
 def test_an_empty_map_is_described_by_its_high_layers() -> None:
     """A suite keeps its head high without a map, so the map of all other layers is empty."""
     low, high = study(0.1, 0.005).candidates
-    made = replace(low, precision_map=(("head", "fp8"),)), replace(high, precision_map=())
+    trials = replace(low, precision_map=(("head", "fp8"),)), replace(high, precision_map=())
     records = group(fp8=FP8)
-    records[1] = replace(records[1], case=replace(records[1].case, precision_map=made[0].precision_map))
-    advice = only(advise(records, studies=(replace(study(), candidates=made),)), ROUTE, "fp8{head=fp8}")
+    records[1] = replace(records[1], case=replace(records[1].case, precision_map=trials[0].precision_map))
+    advice = only(advise(records, studies=(replace(study(), candidates=trials),)), ROUTE, "fp8{head=fp8}")
     assert advice.recipe == "--dtypes bf16,fp8 --precision-map head=bf16"
     adopted = advise(records)
     assert only(adopted, ADOPT, "fp8{head=fp8}").recipe == "--dtypes bf16,fp8 --precision-map head=fp8"
@@ -328,14 +333,14 @@ def test_no_advice_is_above_amdahls_bound(
     bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, least: float
 ) -> None:
     level = Level.EMULATED if emulated else Level.NATIVE
-    made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
-    found = advise_on(made)
-    (pair,) = made.cases
+    evidence = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
+    advised = advise_on(evidence)
+    (pair,) = evidence.cases
     bound = amdahl_bound(pair)
     whole = sum(bf16.values())
     assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
-    assert found.advice and all(each.kind in (ADOPT, NOTHING) for each in found.advice)
-    for each in found.advice:
+    assert advised.advice and all(each.kind in (ADOPT, NOTHING) for each in advised.advice)
+    for each in advised.advice:
         if each.kind is ADOPT:
             assert not emulated and each.grounds and each.recipe and each.gain is not None
             assert 1 + least <= each.gain.low <= 1.02 * bound.high
@@ -345,8 +350,8 @@ def test_no_advice_is_above_amdahls_bound(
 
 def trained(gap: float) -> JudgedTraining:
     """fp8 with a loss above bf16's by that share, in five seeds."""
-    found = lines({"fp8": [gap + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]})
-    return JudgedTraining(KeptTraining(training(), tuple(found), True, "x/steps.jsonl"))
+    advised = lines({"fp8": [gap + off for off in (0.0001, -0.0001, 0.0002, -0.0002, 0.0)]})
+    return JudgedTraining(KeptTraining(training(), tuple(advised), True, "x/steps.jsonl"))
 
 
 def test_what_a_training_says_of_the_loss_decides() -> None:
@@ -356,18 +361,18 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
     assert answer(tolerated, "learns").met is Met.TOLERATED
     assert "its loss is worse by +0.500% [" in only(tolerated, ADOPT).sentence
     assert "real, inside the 1% you tolerate" in only(tolerated, ADOPT).sentence
-    found = advise(group(fp8=FP8), training=trained(0.05))
-    assert answer(found, "learns").met is Met.NO
-    assert "it does not learn as well; does it learn as well: no, worse" in only(found, NOTHING).sentence
+    advised = advise(group(fp8=FP8), training=trained(0.05))
+    assert answer(advised, "learns").met is Met.NO
+    assert "it does not learn as well; does it learn as well: no, worse" in only(advised, NOTHING).sentence
 
 
 @for_each(("count", "items"), [(3, 3), (5, 1)])
 def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int) -> None:
     slow = {**FP8, "gemm": 9000}
     groups = [group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, count + 1)]
-    told = advice_items(advise(*groups))
-    assert len(told.items) == items
-    assert ("similar in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
+    pieces = advice_items(advise(*groups)).items
+    assert len(pieces) == items
+    assert ("similar in 4 more settings, down to 0." in str(pieces[0])) == (items == 1)
 
 
 def test_different_reasons_give_separate_advice() -> None:
@@ -375,18 +380,18 @@ def test_different_reasons_give_separate_advice() -> None:
     groups = [group({**NANO, "batch": number}, fp8=FP8) for number in range(1, 5)]
     for records, reason in zip(groups, reasons, strict=True):
         records[1] = replace(records[1], status=Status.FAILED, timing=None, reason=reason)
-    found = advise(*groups)
-    told = advice_items(found)
-    assert len(told.items) == 4
-    assert all(reason in str(item) for reason, item in zip(reasons, told.items, strict=True))
-    assert [each.met for each in found.answers if each.rule == "errors"] == [Met.UNKNOWN, Met.NO, *2 * [Met.UNKNOWN]]
+    advised = advise(*groups)
+    pieces = advice_items(advised).items
+    assert len(pieces) == 4
+    assert all(reason in str(piece) for reason, piece in zip(reasons, pieces, strict=True))
+    assert [each.met for each in advised.answers if each.rule == "errors"] == [Met.UNKNOWN, Met.NO, *2 * [Met.UNKNOWN]]
 
 
 def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
     lead, case = group(fp8=FP8)
     labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
-    found = advise_on(Basis(run([lead, case]), labelled))
-    assert answer(found, "amdahl").met is Met.UNKNOWN
+    advised = advise_on(Basis(run([lead, case]), labelled))
+    assert answer(advised, "amdahl").met is Met.UNKNOWN
 
 
 @for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])
@@ -405,18 +410,18 @@ def test_advice_for_several_settings_follows_the_majority() -> None:
 
 
 def test_three_questions_in_order_and_the_next_command_of_each() -> None:
-    found = advise(group({**NANO, "compile": "no"}, fp8=FP8))
-    assert [table.caption for table in question_tables(found, everything=True)] == [
+    advised = advise(group({**NANO, "compile": "no"}, fp8=FP8))
+    assert [table.caption for table in question_tables(advised, everything=True)] == [
         question.value for question in Question
     ]
-    (advice, pays, following) = render_page(found, []).parts
+    (advice, pays, following) = render_page(advised, []).parts
     assert pays.name == "question-1" and advice.name == "advice"
     commands = [str(item) for item in following.elements[1].items]  # type: ignore[union-attr]
     assert len(commands) == 3 and "fp8bench suite transformer" in commands[0] and "fp8bench train" in commands[2]
 
 
 def test_two_suites_of_a_run_are_told_apart() -> None:
-    found = advise(group(fp8=FP8), group({"m": 512}, workload="gemm", fp8={**FP8, "cast": 9000}))
-    pays, *_ = question_tables(found, everything=False)
+    advised = advise(group(fp8=FP8), group({"m": 512}, workload="gemm", fp8={**FP8, "cast": 9000}))
+    pays, *_ = question_tables(advised, everything=False)
     steps = {row[0].text: row[2].text for row in pays.rows if row[1].text == "Is the whole step faster?"}
     assert steps == {"fp8 in transformer on cuda:0": "yes", "fp8 in gemm on cuda:0": "no"}

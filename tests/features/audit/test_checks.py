@@ -16,7 +16,7 @@ from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import Shape
 from fp8bench.features.audit.host import count_operators
 from fp8bench.features.audit.times import CHECKS
-from fp8bench.features.audit.values import AuditOutcome, CallWork
+from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
@@ -52,10 +52,11 @@ _FP8 = signed("product", "fp8")
 
 
 def test_operators_of_a_call_are_recorded() -> None:
-    a, b = torch.randn(8, 16), torch.randn(4, 16)
-    assert count_operators(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
-    work = count_operators(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
-    assert (work.casts, work.copies, work.products, work.allocations) == (2, 1, 1, 4)
+    a = torch.randn(8, 16)
+    b = torch.randn(4, 16)
+    assert count_operators(partial(torch.mm, a, b.t())) == {"casts": 0, "products": 1, "copies": 0, "allocations": 1}
+    work = count_operators(lambda: (a.bfloat16().float() @ b.t().contiguous()).add_(1))
+    assert work == {"casts": 2, "products": 1, "copies": 1, "allocations": 4}
 
 
 @for_each(
@@ -88,6 +89,12 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
     assert least == 64 / (2.5 * 1e15)
 
 
+def test_right_results_above_the_speed_of_the_machine_are_too_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "_TIMING_SECONDS", 0.0)
+    monkeypatch.setattr(times, "iterate_shortest_times", lambda *_: [(1e6, "torch's speed")])
+    assert codes_of(result_of(_BY_NAME["emulated fp8"], "cpu", [BY_NAME["speed"]])) == "too-fast"
+
+
 @for_each(("name", "check"), [("a NaN that is lost", "special values"), ("one result for all calls", "memory")])
 def test_a_mistake_that_many_calls_show_is_told_once(name: str, check: str) -> None:
     findings = result_of(_BY_NAME[name], "cpu", [BY_NAME[check]]).findings
@@ -106,7 +113,7 @@ def test_a_kernel_that_does_not_wait_for_its_callers_stream(monkeypatch: pytest.
         stream["early"] = False
 
     def made(waits: bool) -> Any:
-        old: dict[torch.Size, tuple[Tensor, Tensor]] = {}
+        old = {}
 
         def kernel(a: Tensor, b: Tensor) -> Tensor:
             if stream["early"] and not waits:

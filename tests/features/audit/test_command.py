@@ -151,7 +151,7 @@ CEILINGS = Ceilings((Rate(Limit.PRODUCT, "fp32", shape=(1,), runs=(1e12,) * 5),)
 
 
 def test_ceilings_are_measured_once_where_there_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[object] = []
+    measured = []
     worker = SimpleNamespace(software=lambda: {"torch": "2"})
     monkeypatch.setattr("fp8bench.features.audit.command.measure_ceilings", lambda *_: measured.append(1) or CEILINGS)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
-from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, run_checks
+from fp8bench.features.audit.auditor import SUBJECTS, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, is_lazy, pack_results, pack_tensor, unpack_results, unpack_tensor
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import AuditOutcome
-from fp8bench.model.promises import AuditKind
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
 from suites.audit_hidden_lies import HIDDEN_LIES, UNUSUAL, LazyTensor, MarkedTensor
@@ -26,11 +24,13 @@ from suites.audit_kernels import Kernel, product
 from tests.commands import Say
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.features.audit.auditors import make_auditor
 
 BY_NAME = {check.name: check for check in CHECKS}
 ROWS = {kernel.name: kernel for kernel in (*HIDDEN_LIES, *UNUSUAL)}
 _FP8 = signed("product", "fp8")
 SEEDS = (0, 1, 2)
+ONES = (pack_tensor(torch.ones(4, 16)), pack_tensor(torch.ones(4, 16)))
 
 
 @pytest.mark.nightly
@@ -72,11 +72,6 @@ def test_rare_lies_are_found_by_many_calls(name: str, code: str) -> None:
     assert codes_of(result_of(ROWS[name], "cpu", [BY_NAME["memory"]])).split(", ")[0] == code
 
 
-def _with(sizes: tuple[Shape, ...], kind: AuditKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SUBJECTS[kind], "real_shapes", sizes)
-    monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
-
-
 @pytest.mark.slow
 @for_each(
     ("name", "shape", "is_lie"),
@@ -94,7 +89,8 @@ def _with(sizes: tuple[Shape, ...], kind: AuditKind, monkeypatch: pytest.MonkeyP
 def test_sizes_that_are_not_everyday_are_judged_by_a_sample(
     name: str, shape: Shape, is_lie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _with((shape,), ROWS[name].signature.kind, monkeypatch)
+    monkeypatch.setattr(SUBJECTS[ROWS[name].signature.kind], "real_shapes", (shape,))
+    monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
     for seed in SEEDS:
         assert (codes_of(result_of(ROWS[name], "cpu", [BY_NAME["sizes"]], seed=seed)) != "-") is is_lie
 
@@ -124,10 +120,6 @@ def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) 
     assert codes_of(audit) == "timed-wrong"
 
 
-def _auditor(function: Callable[..., Tensor], kind: type[KernelHost] = KernelHost) -> Auditor:
-    return Auditor(SUBJECTS[AuditKind.PRODUCT](kind(function, _FP8, CPU), _FP8, CPU), 0)
-
-
 def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "_TIMING_SECONDS", 0.0)
 
@@ -136,8 +128,8 @@ def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
             return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
     shape = Shape(1024, 1024, 1024)  # long compared with reaching the kernel and returning
-    assert times._time_calls(_auditor(product, Wrong), shape, judged_calls=0).wrong_clock
-    assert not times._time_calls(_auditor(product), shape, judged_calls=0).wrong_clock
+    assert times._time_calls(make_auditor(product, host=Wrong), shape, judged_calls=0).wrong_clock
+    assert not times._time_calls(make_auditor(product), shape, judged_calls=0).wrong_clock
 
 
 def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,11 +141,11 @@ def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: 
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
+    order = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
     monkeypatch.setattr(kernel, "_synchronize", lambda: order.append("wait"))
-    kernel.place_arguments(0, tuple(map(pack_tensor, (torch.ones(4, 16), torch.ones(4, 16)))))
+    kernel.place_arguments(0, ONES)
     kernel.measure_calls([0])
     assert order == ["flush", "wait", "call", "wait"]
 
@@ -167,17 +159,17 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
         return result
 
     kernel = KernelHost(compute_later, _FP8, CPU)
-    kernel.place_arguments(0, tuple(map(pack_tensor, (torch.ones(4, 16), torch.ones(4, 16)))))
+    kernel.place_arguments(0, ONES)
     kernel.measure_calls([0])
     copied.set()
-    assert not bool(unpack_results(kernel.read_timed_results(0))["product"].any())
+    assert not unpack_results(kernel.read_timed_results(0))["product"].any()
 
 
 def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
-    seen: list[tuple[int, int]] = []
+    seen = []
     kernel = KernelHost(lambda a, b: seen.append((a.data_ptr(), a._version)) or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     for moved, fill in ((True, 1.0), (False, 2.0), (True, 2.0)):
-        kernel.place_arguments(0, tuple(map(pack_tensor, (torch.full((4, 16), fill), torch.ones(4, 16)))), moved)
+        kernel.place_arguments(0, (pack_tensor(torch.full((4, 16), fill)), ONES[1]), moved)
         results, _ = kernel.call_kernel(0)
         assert float(unpack_results(results)["product"][0, 0]) == 16 * fill
     assert seen[0] == seen[1] != seen[2]
@@ -189,11 +181,7 @@ def test_tensors_are_sent_with_their_strides_and_all_of_their_memory(dtype: torc
     part = unpack_tensor(pack_tensor(wide[1:, 2:4].t()))
     assert part.dtype is dtype and part.stride() == (1, 6) and part.storage_offset() == 8
     assert part.untyped_storage().nbytes() == wide.untyped_storage().nbytes()
-    assert torch.equal(part.view(torch.uint8) if dtype.itemsize == 1 else part, _bits_of(wide[1:, 2:4].t()))
-
-
-def _bits_of(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+    assert torch.equal(part.float(), wide[1:, 2:4].t().float())
 
 
 def test_a_class_of_tensors_is_lazy_if_it_does_something_in_its_own_way() -> None:
@@ -227,7 +215,7 @@ def looks_for_the_judge(a, b):
     from fp8bench.formats.recipes import TENSOR
 
     if "fp8bench.features.audit.results" in sys.modules:
-        return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).to(torch.bfloat16)
+        return (values(a, E4M3, TENSOR) @ values(b, E4M3, TENSOR).t()).bfloat16()
     return a @ b.t()
 
 

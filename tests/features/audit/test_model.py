@@ -26,8 +26,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.narrow = nn.Linear(64, 64), nn.Linear(64, 50)
-        self.wide, self.last = nn.Linear(50, 64), nn.Linear(64, 64, bias=False)
+        self.first = nn.Linear(64, 64)
+        self.narrow = nn.Linear(64, 50)
+        self.wide = nn.Linear(50, 64)
+        self.last = nn.Linear(64, 64, bias=False)
 
     def forward(self, x: Tensor) -> Any:
         return self.last(self.wide(self.narrow(self.first(x))))
@@ -39,7 +41,8 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embedding, self.blocks = nn.Embedding(64, 64), nn.Sequential(Block(), Block())
+        self.embedding = nn.Embedding(64, 64)
+        self.blocks = nn.Sequential(Block(), Block())
         self.head = nn.Linear(64, 64, bias=False)
         self.head.weight = self.embedding.weight
 
@@ -92,8 +95,11 @@ def transformer_engine(monkeypatch: pytest.MonkeyPatch, linear: type[nn.Module])
     """Accelerate's conversion with a fake of the package that needs CUDA."""
     from accelerate.utils import transformer_engine as own
 
-    package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    inner.Linear, inner.LayerNorm, package.pytorch = linear, nn.LayerNorm, inner  # type: ignore[attr-defined]
+    package = ModuleType("transformer_engine")
+    inner = ModuleType("transformer_engine.pytorch")
+    inner.Linear = linear  # type: ignore[attr-defined]
+    inner.LayerNorm = nn.LayerNorm
+    package.pytorch = inner
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "transformer_engine", package)
         patched.setitem(sys.modules, "transformer_engine.pytorch", inner)
@@ -130,7 +136,7 @@ def test_accelerate_stops_at_an_odd_layer_and_cuts_ties(monkeypatch: pytest.Monk
 
 def test_a_class_of_low_precision_that_runs_in_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Like Transformer Engine's layers outside autocast."""
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).bfloat16()
     with transformer_engine(monkeypatch, WideLinear) as convert:
         convert(model)
     audit = audit_model(model, torch.randn(8, 64, dtype=torch.bfloat16))
@@ -152,7 +158,8 @@ def test_running_means_stay_as_they_were() -> None:
 
 
 def test_a_product_that_no_cast_changes_is_checked_on_random_numbers() -> None:
-    whole, size = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(0)).float(), (8, 64)
+    whole = torch.randint(-3, 4, (64, 64), generator=torch.Generator().manual_seed(0)).float()
+    size = (8, 64)
     for kind, batch, weight, expected in (
         (LowLinear, torch.zeros(size), whole, set()),
         (LowLinear, whole[:8], 0 * whole, set()),

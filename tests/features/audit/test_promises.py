@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, Subject
+from fp8bench.features.audit.auditor import SUBJECTS, AuditInput, Auditor, Shape
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.features.audit.operands import DATA, round_operand
 from fp8bench.features.audit.values import AuditFinding
@@ -12,25 +12,21 @@ from fp8bench.formats.operators import values
 from fp8bench.model.promises import AuditKind
 from fp8bench.registry import precisions
 from fp8bench.user_code.named import signed
-from suites.audit_kernels import MXFP8, product
+from suites.audit_kernels import MXFP8, Product, product
 from suites.audit_lies import HONEST, LIES
 from tests.counts import for_each
 from tests.facts import CPU
+from tests.features.audit.auditors import make_auditor
 
 RECIPES = ("fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6", "mxfp4", "nvfp4", "fp8-e5m2")
 SHAPE = Shape(32, 48, 256)
 _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
 
 
-def subject(function: object, kind: str, precision: str) -> Subject:
-    signature = signed(kind, precision)
-    return SUBJECTS[AuditKind(kind)](KernelHost(function, signature, CPU), signature, CPU)  # type: ignore[arg-type]
-
-
-def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
-    matrices = audited.draw_operands(data, shape, 0)
-    (name,) = audited.expected_results(matrices)
-    return audited.expected_results(matrices)[name].judge(Auditor(audited, 0).compute_results(matrices)[name])
+def judged(auditor: Auditor, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
+    matrices = auditor.draw_matrices(AuditInput(data, shape))
+    ((name, expected),) = auditor.subject.expected_results(matrices).items()
+    return expected.judge(auditor.compute_results(matrices)[name])
 
 
 @for_each("name", RECIPES)
@@ -56,8 +52,8 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
         (lambda a, b: (a @ b.t()) / 0, "fp8", "normal", "not-finite"),
     ],
 )
-def test_products_are_judged_by_their_promise(function: object, precision: str, data: str, code: str) -> None:
-    assert judged(subject(function, "product", precision), data).code == code
+def test_products_are_judged_by_their_promise(function: Product, precision: str, data: str, code: str) -> None:
+    assert judged(make_auditor(function, precision), data).code == code
 
 
 LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
@@ -69,6 +65,7 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
         "bf16 under the name of fp8",
         "scales rounded up",
         "blocks along the wrong dimension",
+        "the first block's scale for all",
         "cast to a different format",
         "codes read as another format's",
         "the codes of a byte exchanged",
@@ -89,11 +86,12 @@ LARGE, SMALL = Shape(64, 4, 64), Shape(33, 3, 128)
 )
 def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     kernel = _BY_NAME[name]
-    kind, code = kernel.signature.kind, kernel.code
+    kind = kernel.signature.kind
+    code = kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
-    kernel_subject = SUBJECTS[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
+    subject = SUBJECTS[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
     for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):
-        assert judged(kernel_subject, data, shape).code == code
+        assert judged(Auditor(subject, 0), data, shape).code == code
 
 
 @for_each("data", ["normal", "zeros", "infinite"])
@@ -108,7 +106,7 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
 @for_each("precision", ["nvfp4", "mxfp4", "fp8"])
 def test_products_of_zeros_keep_a_promise_of_any_casts(precision: str) -> None:
     """Two random casts of zeros have no error to compare."""
-    layer = subject(product, "linear", precision)
+    layer = make_auditor(product, precision, "linear").subject
     promises = layer.expected_results(layer.draw_operands("zeros", Shape(64, 64, 64), 0))
     verdicts = {name: promise.judge(torch.zeros(64, 64)) for name, promise in promises.items()}
     assert len(verdicts) > 1 and not [name for name, verdict in verdicts.items() if verdict.has_failed]

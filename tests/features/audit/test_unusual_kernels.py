@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Auditor, ProductSubject, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost
+from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Shape
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import Audit
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
 from fp8bench.user_code.named import signed
-from suites.audit import codes_of
+from suites.audit import codes_of, result_of
 from suites.audit_kernels import (
     BF16,
     FP8,
     LARGEST,
     MXFP8,
+    Kernel,
     Operand,
     Product,
     Step,
@@ -35,10 +35,9 @@ from suites.audit_kernels import (
     to_steps,
 )
 from tests.counts import for_each
-from tests.facts import CPU
+from tests.features.audit.auditors import make_auditor
 
 F16, EXACT = torch.float16, ScaleRounding.EXACT
-SPEED = [check for check in CHECKS if check.name == "speed"]
 
 
 def half(sums: Tensor) -> Tensor:
@@ -56,14 +55,17 @@ def padded(a: Tensor, b: Tensor) -> Tensor:
 
 
 def any_order(a: Tensor, b: Tensor) -> Tensor:
-    left, right, total = rounded(a, FP8), rounded(b, FP8), torch.zeros(len(a), len(b))
+    left = rounded(a, FP8)
+    right = rounded(b, FP8)
+    total = torch.zeros(len(a), len(b))
     for start in (32 * torch.randperm(-(-a.shape[1] // 32))).tolist():
         total += left[:, start : start + 32] @ right[:, start : start + 32].t()
     return total.to(BF16)
 
 
 def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
-    rows, columns = a.any(1), b.any(1)
+    rows = a.any(1)
+    columns = b.any(1)
     result = torch.zeros(len(a), len(b), dtype=BF16)
     if rows.any() and columns.any():
         result[rows.nonzero(), columns.nonzero().t()] = product(a[rows], b[columns])
@@ -71,7 +73,8 @@ def without_zero_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def without_zero_columns(a: Tensor, b: Tensor) -> Tensor:
-    left, right = rounded(a, FP8), rounded(b, FP8)
+    left = rounded(a, FP8)
+    right = rounded(b, FP8)
     used = left.any(0) & right.any(0)
     return (left[:, used] @ right[:, used].t()).to(BF16) if used.any() else torch.zeros(len(a), len(b), dtype=BF16)
 
@@ -125,20 +128,14 @@ UNUSUAL: dict[str, tuple[str, Product]] = {
 
 def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> Audit:
     precision, function = UNUSUAL[name]
-    signature = signed("product", precision)
-    return run_checks(name, KernelHost(function, signature, CPU), signature, CPU, seed, checks)
-
-
-def auditor_of(precision: str, function: Product, seed: int = 0) -> Auditor:
-    signature = signed("product", precision)
-    return Auditor(ProductSubject(KernelHost(function, signature, CPU), signature, CPU), seed)
+    return result_of(Kernel(name, signed("product", precision), function), "cpu", checks, seed=seed)
 
 
 @for_each("name", ["results in fp16, ties away from zero", "results in fp16, the reciprocal of a scale"])
 def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> None:
     precision, function = UNUSUAL[name]
     for seed in range(3):
-        auditor = auditor_of(precision, function, seed)
+        auditor = make_auditor(function, precision, seed=seed)
         for data in ("large", "rows of different sizes"):
             verdicts = auditor.find_problems(AuditInput(data, Shape(64, 96, 256)))
             assert not any(verdict.has_failed for verdict in verdicts.values())
@@ -146,8 +143,7 @@ def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> 
 
 @for_each("wrong", [lambda sums: half(sums) * 2, lambda sums: half(sums).nan_to_num(0, 0, 0), lambda sums: -half(sums)])
 def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
-    auditor = auditor_of("fp8", kernel(out=wrong))
-    verdicts = auditor.find_problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
+    verdicts = make_auditor(kernel(out=wrong)).find_problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
     assert verdicts["product"].code == "too-bad"
 
 
@@ -164,14 +160,14 @@ def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
 
 
 @pytest.mark.slow
-@for_each("name", ["rows of zeros are skipped"])
-def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
-    audit = audit_of(name, SPEED)
+def test_zeros_may_be_skipped_block_by_block() -> None:
+    audit = audit_of("rows of zeros are skipped", [check for check in CHECKS if check.name == "speed"])
     assert codes_of(audit) == "-" and "skips-zeros" in {finding.code for finding in audit.findings}
 
 
 def why(precision: str, function: Product) -> str:
-    auditor, given = auditor_of(precision, function), AuditInput("normal", Shape(64, 96, 256))
+    auditor = make_auditor(function, precision)
+    given = AuditInput("normal", Shape(64, 96, 256))
     (pair,) = auditor.find_problems(given).items()
     return auditor.make_finding(given, *pair).why
 

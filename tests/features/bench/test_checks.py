@@ -116,7 +116,8 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
         return float((result.double() - wanted).norm() / wanted.norm())
 
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
-    own, theirs = run_callable(f"{file}:low", inputs)[0], run_callable("torch:matmul", inputs)[0]
+    own = run_callable(f"{file}:low", inputs)[0]
+    theirs = run_callable("torch:matmul", inputs)[0]
     errors = Callables().error(setup_of(f"{file}:low"))
     assert errors == {
         "output_error": pytest.approx(apart(own, exact), rel=1e-9),
@@ -139,7 +140,8 @@ def test_a_reference_that_rounds_inside_is_no_float64(file: str) -> None:
 
 
 def test_differences_of_odd_results() -> None:
-    nan, inf = math.nan, math.inf
+    nan = math.nan
+    inf = math.inf
     one = [torch.tensor([1.0, nan, inf])]
     assert measure_difference(one, [torch.tensor([1.0, nan, inf])]) == 0
     assert measure_difference([torch.tensor([1.5, nan, inf])], one) == 0.5
@@ -170,12 +172,14 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
             check_targets(targets, against)
     with pytest.raises(UsageError, match=r"the inputs of torch:abs are unknown. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
-    with pytest.raises(UsageError, match="or omit both"):
-        choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")
-    with pytest.raises(UsageError, match="or omit both"):
-        choose_axes(("torch:relu", mine), (), "bf16", None, "hot")
-    with pytest.raises(UsageError, match="this file does not exist"):
-        choose_axes(("torch:relu", mine), (), None, "absent.pt", "hot")
+    for shapes, dtype, source, sentence in (
+        (("8x8",), None, "mine.py:inputs", "Give one of the two"),
+        ((), "bf16", None, "Add --shape, or omit --dtype"),
+        ((), None, "absent.pt", "this file does not exist"),
+        ((), None, "batch.npz", "neither file.py:function nor a file of tensors"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            choose_axes(("torch:relu", mine), shapes, dtype, source, "hot")
 
 
 def test_shapes_of_arguments_are_parsed() -> None:

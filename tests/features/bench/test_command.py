@@ -140,7 +140,8 @@ def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store:
     code, out, err = fp8bench("bench", "mine.py:slowed", "mine.py:twin", *words)
     assert code == 0, err
     by_name = {finding.case.precision: finding for finding in findings(load_run(next(store.rglob("*.jsonl")))).values()}
-    slowed, twin = by_name["mine.py:slowed"], by_name["mine.py:twin"]
+    slowed = by_name["mine.py:slowed"]
+    twin = by_name["mine.py:twin"]
     assert slowed.verdict is Verdict.SLOWER and slowed.ratio is not None and slowed.ratio.low > 1, out
     assert twin.verdict in (Verdict.SAME, Verdict.UNSURE), out
     assert "equal to torch:matmul; as exact: both " in " ".join(out.split())

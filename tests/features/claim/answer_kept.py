@@ -32,7 +32,7 @@ def answer_again(folder: Path, file: ClaimsFile, claims: Sequence[Claim]) -> lis
     questions = parse_run_texts(file)
     stored = [load_stored_run(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
     without_gpu = RunSource(folder, questions, "cpu", SILENT, TrainingObserver)  # type: ignore[arg-type]
-    runs: dict[str, StoredRun] = {}
+    runs = {}
 
     def find_run(claim: Claim) -> StoredRun:
         for run in stored:
@@ -54,7 +54,8 @@ def unpublished(file: ClaimsFile) -> list[Claim]:
 
 def table_of(answers: Sequence[StoredAnswer]) -> str:
     """Returns the table of docs/claims.md, and the addresses of its sources."""
-    text, sources = HEADING, {}
+    text = HEADING
+    sources = {}
     for answer in answers:
         claim = answer.row
         figure = "-" if answer.value is None else format_figure(answer.value, claim.unit)

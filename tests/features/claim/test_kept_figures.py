@@ -61,7 +61,8 @@ def test_the_table_of_an_h200_has_the_recomputed_figures(figures: dict[str, floa
     joules = {mode: f"{figures[f'{mode}-8192-energy']:.2f} J" for mode in ("bf16", "fp8")}
     fastest = f"up to {figures['bf16-fastest-slots'] / 1e12:.0f}"
     assert f"bf16 | {rates['bf16']} TFLOP/s | {joules['bf16']} | {slots['bf16']} next to fp8, {fastest} |" in page
-    speed, energy = figures["fp8-8192-sustained-speedup"], figures["fp8-8192-energy-ratio"]
+    speed = figures["fp8-8192-sustained-speedup"]
+    energy = figures["fp8-8192-energy-ratio"]
     assert f"fp8 | {rates['fp8']} TFLOP/s ({speed:.2f}) | {joules['fp8']} ({energy:.2f}) | {slots['fp8']} |" in page
 
 
@@ -70,7 +71,9 @@ def test_a_sum_is_that_of_the_figures_in_the_csv(figures: dict[str, float], fp8b
     code, out, _ = fp8bench("show", str(H200 / "runs" / "7816318e.jsonl"), "--csv", "-")
     rows = [row for row in csv.DictReader(io.StringIO(out)) if row["phase"] == "step"]
     assert code == 0
-    base, times, joules = 0.0, 0.0, Counter[str]()
+    base = 0.0
+    times = 0.0
+    joules = Counter[str]()
     for row in rows:
         if row["metric"] == "energy":
             joules[row["mode"]] += float(row["median_in_unit"])

@@ -224,7 +224,8 @@ def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write, written = DuelWriter._append_numbered_lines, [0]
+    write = DuelWriter._append_numbered_lines
+    written = [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
         written[0] += 1
@@ -298,7 +299,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
 ) -> None:
     """Nothing can differ between them; this is printed before measuring, and stored."""
     words = "neither side has loaded any code of this repository"
-    said: list[int] = []
+    said = []
     monkeypatch.setattr(duel_commands, "restart_workers", lambda *_: said.append(capsys.readouterr().err.count(words)))
     assert words in run_duel(of_two_trees({}, {}), 1).notes[1] and said == [1]
 

@@ -72,8 +72,8 @@ def brute_chance(before: Seconds, after: Seconds) -> float:
     pools = [centred(old, new) for old, new in zip(before, after, strict=True)]
     apart = []
     for deal in itertools.product(*(itertools.combinations(range(len(pool)), 2) for pool in pools)):
-        first_side: list[float] = []
-        second_side: list[float] = []
+        first_side = []
+        second_side = []
         for pool, places in zip(pools, deal, strict=True):
             for place, value in enumerate(pool):
                 (second_side if place in places else first_side).append(value)
@@ -234,7 +234,8 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
-    early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
+    early = timing([900_000], [1_000_000], [1_000_000])
+    late = timing([1_000_000], [1_000_000], start=1)
     times = known([Session((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
     assert "2 rounds per session are too few" in explain_unsure(times)

@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from fp8bench.features.gate.judging import (
     judge_first_look,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import GateSource, SessionPool, add_earlier_sessions, judge_source
+from fp8bench.features.gate.stored_runs import GateSource, Remeasurer, judge_comparisons
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
@@ -85,12 +86,12 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
         again = _comparisons(before, [setting.run(draw, planted)], after)
         return SecondLook({case_and_metric(case): case for case in again}, "again")
 
-    return judge_source(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
+    return judge_comparisons(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
     """Judges a duel of one case whose processes vary by `spread`; sessions of repeated duels are added."""
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(Path(), SILENT)
 
     def duel() -> Duel:
         sessions = []
@@ -104,10 +105,12 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         again = duel()
-        again = replace(again, results=tuple(add_earlier_sessions(one, "a", pool) for one in again.results))
+        again = replace(again, results=tuple(remeasurer.add_earlier_sessions(one, "a") for one in again.results))
         return SecondLook({case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
 
-    return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Remeasurement.DUEL), (), True, SILENT)
+    return judge_comparisons(
+        GateSource("duel", comparisons(duel()), confirm, remeasurement=Remeasurement.DUEL), (), True, SILENT
+    )
 
 
 def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:

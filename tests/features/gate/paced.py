@@ -42,7 +42,8 @@ class PacedFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path, self.store = path, path / ".fp8bench"
+        self.path = path
+        self.store = path / ".fp8bench"
         (path / "mine.py").write_text(SUITE)
 
     def pace(self, steps: int, fails: str = "") -> None:

@@ -11,8 +11,8 @@ import pytest
 from junitparser import JUnitXml
 
 from fp8bench.cli.main import build_parser
-from fp8bench.features.gate import stored_runs as sides_source
 from fp8bench.features.gate.judging import SecondLook
+from fp8bench.features.gate.stored_runs import Remeasurer
 from fp8bench.model import Record, Run, Scalar, Status
 from fp8bench.store.runs.listing import run_files
 from tests.commands import Say, git, only_sentence, unfolding
@@ -56,13 +56,13 @@ def test_a_regression_that_cannot_be_confirmed_here(store: Path, say: Say) -> No
 
 
 def test_suspects_of_each_run_are_measured_again(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, set[str]]] = []
+    asked = []
 
-    def again(run: Run, cases: set[str], *_: object) -> tuple[None, str]:
+    def again(_: object, run: Run, cases: set[str]) -> tuple[None, str]:
         asked.append((run.id, cases))
         return None, "not here"
 
-    monkeypatch.setattr(sides_source, "remeasure_cases", again)
+    monkeypatch.setattr(Remeasurer, "measure_cases", again)
     for number, time in ((0, 1.0), (1, 1.5)):
         others = tuple(replace(one, case=replace(one.case, workload="copy")) for one in records(time))
         for hour, some in ((1, tuple(records(time))), (1.5, others)):
@@ -115,16 +115,17 @@ def test_a_duel_runs_only_for_the_current_code(
     monkeypatch.chdir(tmp_path)
     git(Path(), "init", "-q")
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
-    here, store = git(Path(), "rev-parse", "HEAD"), Path(".fp8bench")
+    here = git(Path(), "rev-parse", "HEAD")
+    store = Path(".fp8bench")
     old = keep(store, run_at(0, facts={"commit": here}))
     new = keep(store, run_at(1, records=tuple(records(1.5)), facts={"commit": here, **facts}))
-    asked: list[str] = []
+    asked = []
 
-    def duel_with_commit(commit: str, *_: object) -> SecondLook:
+    def duel_with_commit(_: object, commit: str, *__: object) -> SecondLook:
         asked.append(commit)
         return SecondLook({}, refused="here is none")
 
-    monkeypatch.setattr(sides_source, "duel_with_commit", duel_with_commit)
+    monkeypatch.setattr(Remeasurer, "duel_with_commit", duel_with_commit)
     assert say(old.stem, new.stem)[0] == 1
     assert asked == ([] if facts else [here])
 

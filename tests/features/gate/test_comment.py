@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from fp8bench.cli.progress import TERMINAL
-from fp8bench.features.duel.run import IDLE
+from fp8bench.features.duel.run import IDLE_NOTE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
-from fp8bench.features.gate.stored_runs import GateSource, judge_source, make_failed_comparison
+from fp8bench.features.gate.stored_runs import GateSource, judge_comparisons, make_failed_comparison
 from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, Review, ReviewStatus, render_comment, review_duel
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
@@ -63,7 +63,7 @@ def case(
 def verdict_of(results: Sequence[CaseResult], notes: tuple[str, ...] = ()) -> tuple[GateVerdict, Duel]:
     duel: Duel = header(results=tuple(results), notes=notes, finished=True, sessions=4)
     source = GateSource("duel", comparisons(duel), None, notes, duel=duel)
-    return judge_source(source, (), False, TERMINAL), duel
+    return judge_comparisons(source, (), False, TERMINAL), duel
 
 
 REFUSED = {"status": Status.SKIPPED, "reason": "side A: no unit; side B: no unit"}
@@ -85,7 +85,7 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
     "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.MISMATCH),
     "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.MISMATCH),
     "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CANNOT_TELL),
-    "neither side has loaded the code": ([case()], (IDLE,), ReviewStatus.MISMATCH),
+    "neither side has loaded the code": ([case()], (IDLE_NOTE,), ReviewStatus.MISMATCH),
 }  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     lost = GateSource(
         "duel", (make_failed_comparison("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),)
     )
-    for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
+    for unfinished in (judge_comparisons(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
         assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
     assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
         CODE_AND_TEXT_BY_STATUS
@@ -148,7 +148,7 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
         reason = record.reason and record.reason + "\n# x" * 99
         return replace(record, case=replace(record.case, params=(("m", place),)), reason=reason)
 
-    results: list[CaseResult] = []
+    results = []
     for some, _, _ in [*CASES.values()] * 2:
         results += some
     many = [
@@ -172,7 +172,8 @@ class Job:
     """A job on a checkout with two commits: the action's own scripts, in the shell that GitHub uses."""
 
     def __init__(self, path: Path) -> None:
-        self.repository, self.temp = PacedFolder(path), path.parent / "temp"
+        self.repository = PacedFolder(path)
+        self.temp = path.parent / "temp"
         (path / "fp8bench.yaml").write_text(CONFIG)
         programs = self.temp / "bin"
         programs.mkdir(parents=True)
@@ -257,7 +258,8 @@ def test_the_action_sets_a_check_with_its_verdict(
     tmp_path: Path, code: str, may_write: bool, strict: str, conclusion: str, expected: int, said: str
 ) -> None:
     (tmp_path / "checkout").mkdir(exist_ok=True)
-    job, words = Job(tmp_path / "checkout"), {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
+    job = Job(tmp_path / "checkout")
+    words = {"CODE": code, "STATUS": "a word", "CHECK": "mine", "STRICT": strict}
     (job.temp / "comment.md").write_text("# fp8bench: a word\n")
     job.program("gh", f'printf "%s\\n" "$@" > {job.temp}/calls; exit {int(not may_write)}')
     (job.temp / "output").write_text("")

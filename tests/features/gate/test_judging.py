@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from fp8bench.features.gate.judging import (
     select_discoveries,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, SessionPool, add_earlier_sessions, judge_source
+from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, Remeasurer, judge_comparisons
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.features.gate.view import summarize_limits
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
@@ -204,7 +205,7 @@ def test_what_would_confirm_is_named() -> None:
 @for_each(("launches", "is_noted"), [(5.0, True), (6.0, False)])
 def test_a_suspect_that_does_the_same_work_says_so(launches: float, is_noted: bool) -> None:
     counted = exact(1.0, metric="launches", unit="count", before=5.0, after=launches)
-    judged = judge_source(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
+    judged = judge_comparisons(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
     assert judged[0].outcome is GateOutcome.SUSPECTED
     assert ("its operators and bytes are the same in both" in judged[0].why) is is_noted
 
@@ -303,9 +304,9 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def sights(
-    *figures: Comparison, second: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
+    *figures: Comparison, remeasurement: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
 ) -> tuple[DetectionLimit, ...]:
-    return detection_limits(judge_first_look(figures, rules), second)
+    return detection_limits(judge_first_look(figures, rules), remeasurement)
 
 
 @counts(60, 400)
@@ -321,18 +322,18 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_raises_the_smallest_detectable_slow_down() -> None:
-    (usual,) = sights(figure(1.0, noise=DUEL), second=Remeasurement.DUEL)
+    (usual,) = sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.DUEL)
     assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.can_detect_threshold
     wide = Interval(1.0, 0.96, 1.04, 0.99)
-    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Remeasurement.DUEL)
+    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), remeasurement=Remeasurement.DUEL)
     assert noisy.smallest > 0.05 and not noisy.can_detect_threshold
     among = sights(
-        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Remeasurement.DUEL
+        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), remeasurement=Remeasurement.DUEL
     )
     assert all(other.smallest > usual.smallest for other in among)
-    assert sights(figure(1.0, noise=DUEL), second=Remeasurement.NONE)[0].smallest < usual.smallest
+    assert sights(figure(1.0, noise=DUEL), remeasurement=Remeasurement.NONE)[0].smallest < usual.smallest
     # A difference of 5 us exceeds 5% of a time of 10 us.
-    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Remeasurement.DUEL)
+    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), remeasurement=Remeasurement.DUEL)
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
@@ -343,7 +344,7 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     for sight in sights(*dozen):
         assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.can_detect_threshold
     # A later duel may fail figures that stored runs may not.
-    assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Remeasurement.DUEL))
+    assert all(sight.smallest < 0.1 for sight in sights(*dozen, remeasurement=Remeasurement.DUEL))
     (alone,) = sights(dozen[0])
     assert "fp8bench duel suite gemm --against" in alone.unknown
     assert alone.unknown and alone.smallest > 0.1 and not alone.can_detect_threshold
@@ -357,7 +358,9 @@ def test_a_duel_without_an_interval() -> None:
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
-    (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Remeasurement.DUEL)
+    (sight,) = sights(
+        figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), remeasurement=Remeasurement.DUEL
+    )
     assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.can_detect_threshold
     # Memory, ignored figures and failed cases do not vary.
     assert sights(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
@@ -387,14 +390,17 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLim
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
     source = GateSource("a history", newest=(SeriesState(FLAT, level),))
-    verdict = judge_source(source, (), True, SILENT)
+    verdict = judge_comparisons(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
     # Figures other than times are only listed, and a rule with a higher threshold lets it pass.
     memory = replace(source, newest=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
-    assert judge_source(memory, (), True, SILENT).exit_code == 0 and judge_source(memory, (), True, SILENT).sights
-    assert judge_source(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
+    assert (
+        judge_comparisons(memory, (), True, SILENT).exit_code == 0
+        and judge_comparisons(memory, (), True, SILENT).sights
+    )
+    assert judge_comparisons(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
@@ -412,7 +418,8 @@ def test_the_least_step_is_the_code_s_own() -> None:
 
 
 def test_the_summary_names_the_worst_figure() -> None:
-    blind, young = history(0.05, 30), history(0.05, 3)
+    blind = history(0.05, 30)
+    young = history(0.05, 3)
     assert summarize_limits((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summarize_limits(
         (blind, young)
     )
@@ -447,8 +454,8 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
     ],
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
-    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Remeasurement.DUEL)
-    verdict = judge_source(replace(source, lost=frozenset({change.case})), (), True, SILENT)
+    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), remeasurement=Remeasurement.DUEL)
+    verdict = judge_comparisons(replace(source, lost_cases=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
     assert verdict.exit_code == (4 if outcome is GateOutcome.CANNOT_TELL else 0)
@@ -456,13 +463,14 @@ def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOut
 
 
 def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> None:
-    suspect, unsettled = figure(1.36, noise=DUEL), figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
+    suspect = figure(1.36, noise=DUEL)
+    unsettled = figure(1.3, direction=Direction.UNSURE, ratio=WIDE)
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
         left = iter(answers)
         confirm = lambda _: SecondLook({case_and_metric(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
-        source = GateSource("b against a", (suspect,), confirm, second=Remeasurement.DUEL, budget=budget)
-        code = judge_source(source, (), True, SILENT).exit_code
+        source = GateSource("b against a", (suspect,), confirm, remeasurement=Remeasurement.DUEL, budget=budget)
+        code = judge_comparisons(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
     assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
@@ -478,14 +486,10 @@ def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> N
 
 
 def test_sessions_of_second_duels_add_up() -> None:
-    pool: SessionPool = {}
+    remeasurer = Remeasurer(Path(), SILENT)
     measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
-    assert [len(add_earlier_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [
-        1,
-        2,
-        1,
-        3,
-    ]
+    counts = [len(remeasurer.add_earlier_sessions(measured, commit).sessions) for commit in "aaba"]
+    assert counts == [1, 2, 1, 3]
 
 
 # Spread of processes within a side, and the slow-down of one case.

@@ -1,0 +1,22 @@
+"""Auditors of kernels that run in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fp8bench.features.audit.auditor import SUBJECTS, Auditor
+from fp8bench.features.audit.host import KernelHost
+from fp8bench.user_code.named import signed
+from tests.facts import CPU
+
+
+def make_auditor(
+    function: Callable[..., Any],
+    precision: str = "fp8",
+    kind: str = "product",
+    seed: int = 0,
+    host: type[KernelHost] = KernelHost,
+) -> Auditor:
+    signature = signed(kind, precision)
+    return Auditor(SUBJECTS[signature.kind](host(function, signature, CPU), signature, CPU), seed)
