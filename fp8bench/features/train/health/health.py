@@ -29,6 +29,7 @@ class Health:
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
         # The rules that read a line, by its seed, its arm, and what the rules choose by.
         self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
+        self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
         self._last_alarms: dict[tuple[int, str, str, str, str], int] = {}
 
@@ -55,7 +56,10 @@ class Health:
         if isinstance(line, StepFigure):
             kind = (line.name,)
         elif isinstance(line, LayerReading):
-            kind = (line.role, may_be_cast(line))
+            tensor = (line.seed, line.arm, line.layer, line.role)
+            if may_be_cast(line):
+                self._cast_tensors.add(tensor)
+            kind = (line.role, tensor in self._cast_tensors)
         key = line.seed, line.arm, kind
         readers = self._readers.get(key)
         if readers is None:
@@ -84,6 +88,7 @@ class Health:
         rules = self._find_rules(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
         self._readers.clear()
+        self._cast_tensors.clear()
 
     def _make_watched_arm(self, arm: Arm) -> WatchedArm:
         min_rate_factor = min((factor for _, factor in self._settings.rates), default=1.0)
