@@ -8,8 +8,9 @@ from dataclasses import field
 from statistics import median
 from typing import Any
 
+from fp8bench.features.train.health.jumps import finite_octaves
 from fp8bench.features.train.health.steps import HealthRule, Remedy
-from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings, TensorRule, name_tensor, to_octaves
+from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings, TensorRule, name_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
@@ -48,8 +49,8 @@ class SlowGrowth(TensorRule):
         )
         if len(previous) < self.min_earlier + reading_count - 1:
             return ""
-        start, end = to_octaves(previous[1 - reading_count].amax), to_octaves(reading.amax)
-        if start is None or end is None or abs(end - start) < octaves:
+        ends = finite_octaves([previous[1 - reading_count].amax, reading.amax])
+        if len(ends) < 2 or abs(ends[1] - ends[0]) < octaves:
             return ""
         readings = (*previous, reading)
         course = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]

@@ -8,12 +8,12 @@ from dataclasses import field
 from statistics import fmean, median, stdev
 from typing import Any
 
+from fp8bench.features.train.health.jumps import find_jump
 from fp8bench.features.train.health.steps import LEARNED_SHARE, HealthRule, Remedy, measure_noise, newest_values
 from fp8bench.features.train.health.tensors import (
     FigureRule,
     PreviousReadings,
     TensorRule,
-    find_jump,
     name_tensor,
 )
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
+from fp8bench.features.train.health.jumps import find_jump, finite_octaves
 from fp8bench.features.train.health.steps import HealthRule, Remedy, newest_values
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
@@ -56,39 +56,9 @@ def may_be_cast(reading: LayerReading) -> bool:
     return is_cast or not reading.amax
 
 
-def to_octaves(scale: float) -> float | None:
-    """Returns log2 of a scale; None unless it is positive and finite."""
-    return math.log2(scale) if 0 < scale < math.inf else None
-
-
-def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
-    """Returns log2 of each magnitude that is positive and finite."""
-    return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
-
-
 def usable_scale(reading: LayerReading) -> float:
     """Returns a reading's scale; 0 for a tensor of zeros, because its scale is always 1."""
     return reading.scale if reading.amax else 0.0
-
-
-# A jump is only judged if there are this many earlier values, and must exceed all of them by this factor.
-_MIN_EARLIER, _MIN_FACTOR = 4, 4.0
-
-
-def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
-    """Returns how many octaves a value is away from the median of earlier ones. Values that are 0 or not finite are
-    left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves beyond all
-    earlier ones.
-    """
-    # A jump exceeds all earlier values and thus also the last, which is the check that takes the least time.
-    if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
-        return 0.0
-    octaves = finite_octaves(earlier)
-    if len(octaves) < _MIN_EARLIER:
-        return 0.0
-    distance = math.log2(value) - median(octaves)
-    distance_beyond_all = math.log2(value) - max(octaves) if distance > 0 else min(octaves) - math.log2(value)
-    return distance if abs(distance) >= limit and distance_beyond_all >= math.log2(_MIN_FACTOR) else 0.0
 
 
 class _Jump(TensorRule):
@@ -182,13 +152,11 @@ class Lag(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        if reading.lag is None or reading.lag <= self.lag_octaves:
-            return ""
-        lags = [layer_reading.lag for layer_reading in (*previous, reading) if layer_reading.lag is not None]
-        if len(lags) <= self.window or min(lags) <= self.lag_octaves:
+        readings = (*previous, reading)
+        if len(readings) <= self.window or not all((old.lag or 0.0) > self.lag_octaves for old in readings):
             return ""
         return (
-            f"{name_tensor(reading)} exceeds its format by {reading.lag:.1f} octaves, {len(lags)} readings in a row"
+            f"{name_tensor(reading)} exceeds its format by {reading.lag:.1f} octaves, {len(readings)} readings in a row"
             f"{describe_stale_history(reading, previous)}"
         )
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8bench.features.train.lab.low_precision import Parameters, Tensors
@@ -94,7 +95,7 @@ class LoopHabits:
         self._present_mistakes: set[str] = set()
 
     @property
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer_ref()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -189,13 +190,13 @@ class LoopHabits:
             self._note_mistake(OTHERS_TRAIN, True)
 
     def _list_rates(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
+        return ((float(group["lr"]), group) for group in self.optimizer.param_groups if group.get("lr") is not None)
 
     def _mark_gradients(self) -> None:
         self._marks: list[GradientMark] = []
         self._without_gradient: list[Tensor] = []
         # A single loop without function calls: it runs twice a step for every parameter.
-        for parameter in list_parameters(self._optimizer):
+        for parameter in list_parameters(self.optimizer):
             gradient = parameter.grad
             if gradient is None:
                 self._without_gradient.append(parameter)
@@ -208,7 +209,7 @@ class LoopHabits:
         """Returns the number of parameters with optimizer state, and the optimizer's step count. A count that is on a
         GPU is returned as 0, because reading it would wait.
         """
-        state = self._optimizer.state
+        state = self.optimizer.state
         steps = next(iter(state.values())).get("step", 0) if state else 0
         would_wait = isinstance(steps, Tensor) and steps.device.type != "cpu"
         return len(state), 0.0 if would_wait else float(steps)
@@ -303,8 +304,8 @@ def measure_inputs(inputs: Any) -> dict[str, Number]:
         values = rows[:, :: -(-rows.shape[1] // _SAMPLED_VALUES)].to(torch.float64)
         fingerprints = (values * _fingerprint_weights(values.shape[1:], values.device)).sum(1).sort().values
         is_equal = fingerprints[1:] == fingerprints[:-1]
-        is_end = torch.zeros_like(fingerprints[:1], dtype=torch.bool)
-        figures["duplicates"] = (torch.cat([is_equal, is_end]) | torch.cat([is_end, is_equal])).to(torch.float64).mean()
+        is_duplicate = pad(is_equal, (0, 1)) | pad(is_equal, (1, 0))
+        figures["duplicates"] = is_duplicate.to(torch.float64).mean()
     return figures
 
 

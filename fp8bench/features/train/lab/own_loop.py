@@ -95,17 +95,11 @@ class OwnLoop:
         # A weak reference: when a script drops its optimizer, watching ends and the module is freed.
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model())
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer_ref()
-        assert optimizer is not None, "the optimizer is gone"
-        return optimizer
-
     def __enter__(self) -> Self:
         guard = self._guard
         handles = [
-            self._optimizer.register_step_pre_hook(guard(self._begin_update)),
-            self._optimizer.register_step_post_hook(guard(self._end_update)),
+            self._habits.optimizer.register_step_pre_hook(guard(self._begin_update)),
+            self._habits.optimizer.register_step_post_hook(guard(self._end_update)),
         ]
         if self._is_hookable:
             handles.append(self._module.register_forward_pre_hook(guard(self._record_inputs), with_kwargs=True))
@@ -183,7 +177,7 @@ class OwnLoop:
 
     @property
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        optimized_ids = set(map(id, list_parameters(self._optimizer)))
+        optimized_ids = set(map(id, list_parameters(self._habits.optimizer)))
         return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in optimized_ids}
 
     def _begin(self, is_late: bool = False) -> None:
@@ -246,8 +240,8 @@ class OwnLoop:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
             if scale is not None:
                 self._loss_scale = scale.to(loss.device, copy=True)
-                loss = loss / self._loss_scale
-            self._backward_losses.append(loss)
+            # A copy, because the loop may change its loss in place.
+            self._backward_losses.append(loss.clone() if scale is None else loss / self._loss_scale)
 
     def _begin_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -272,7 +266,7 @@ class OwnLoop:
 
     @torch.no_grad()
     def _read_gradients(self) -> None:
-        optimizer = self._optimizer
+        optimizer = self._habits.optimizer
         parameters: list[Tensor] = []
         without_gradient: list[Tensor] = []
         for parameter in list_parameters(optimizer):
@@ -412,7 +406,7 @@ class OwnLoop:
 
     def _explain_unseen(self) -> str:
         parameters = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(parameter) in parameters for parameter in list_parameters(self._optimizer)):
+        if not any(id(parameter) in parameters for parameter in list_parameters(self._habits.optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._gradient_norm is None:
             return "no parameter had a gradient. Call backward before the optimizer's step"

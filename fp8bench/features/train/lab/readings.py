@@ -298,9 +298,10 @@ def _float_from_bits(bits: int, is_bfloat16: bool = False) -> float:
     return value
 
 
-def read_figures(figures: Sequence[Figures]) -> list[dict[str, float]]:
+def read_figures(figures: Sequence[Mapping[Any, Number]]) -> list[dict[Any, float]]:
     """Returns figures as numbers on the host. This is the only function here that waits for a device."""
-    tensors = [value for value in chain.from_iterable(map(dict.values, figures)) if isinstance(value, Tensor)]
+    values = chain.from_iterable(figure.values() for figure in figures)
+    tensors = [value for value in values if isinstance(value, Tensor)]
     if tensors and tensors[0].device.type != "cpu":
         numbers = iter(torch.stack([value.to(torch.float64) for value in tensors]).tolist())
     else:

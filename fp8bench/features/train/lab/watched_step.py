@@ -86,7 +86,7 @@ class ModelWatch:
         )
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
         self._tables = {path: module for path, module in inner.named_modules() if _is_embedding(path, module)}
-        self.embeddings = {path for path in self.weights if path in self._tables or _is_embedding(path)}
+        self.embeddings = [path for path in self.weights if path in self._tables or _is_embedding(path)]
         self.gains = find_norm_gains(inner)
         self.device = next(iter(self.parameters.values())).device
 
@@ -104,13 +104,11 @@ class ModelWatch:
 
     def make_lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """Yields the readings and figures of a watched step. This waits for the device once."""
-        numbers = iter(
-            read_figures([*watched.tensors.values(), *({"": number} for number in watched.figures.values())])
-        )
-        for layer, role in watched.tensors:
-            yield self._make_reading(step, layer, role, next(numbers))
-        for name, layer in watched.figures:
-            yield StepFigure(self._arm, self._seed, step, name, next(numbers)[""], layer)
+        *tensors, numbers = read_figures([*watched.tensors.values(), watched.figures])
+        for (layer, role), tensor in zip(watched.tensors, tensors, strict=True):
+            yield self._make_reading(step, layer, role, tensor)
+        for (name, layer), number in numbers.items():
+            yield StepFigure(self._arm, self._seed, step, name, number, layer)
 
     def _make_reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
@@ -297,10 +295,9 @@ class WatchedStep:
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
-            module.core = partial(self._record_scores, path, module.core)
+            module.core = partial(self._record_attention_core, path, module.core)
         if find_running_mean(module) is not None:
-            hook = self._guard(partial(self._record_norm, path))
-            stack.callback(module.register_forward_pre_hook(hook).remove)
+            stack.callback(module.register_forward_pre_hook(self._guard(partial(self._record_norm, path))).remove)
 
     def _record_cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
@@ -347,28 +344,26 @@ class WatchedStep:
         del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        path = "".join(self._running_modules[-1:])
-        if ("attention_score", path) not in self.figures:
-            with torch.no_grad():
-                score = max_attention_score(q, k, causal)
-                factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
-                self.figures["attention_score", path] = score * factor
+        self._record_score("".join(self._running_modules[-1:]), q, k, causal, scale)
 
-    def _record_scores(self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if ("attention_score", path) not in self.figures:
-            with torch.no_grad():
-                self.figures["attention_score", path] = max_attention_score(
-                    q, k, getattr(compute_attention, "causal", True)
-                )
+    def _record_attention_core(
+        self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        self._record_score(path, q, k, getattr(compute_attention, "causal", True))
         return compute_attention(q, k, v)
 
+    @torch.no_grad()
+    def _record_score(self, path: str, q: Tensor, k: Tensor, causal: bool, scale: float | None = None) -> None:
+        if ("attention_score", path) not in self.figures:
+            factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+            self.figures["attention_score", path] = max_attention_score(q, k, causal) * factor
+
+    @torch.no_grad()
     def _record_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        mean, channels_last = find_running_mean(module), isinstance(module, BatchNorm)
+        mean = find_running_mean(module)
         if mean is not None and ("batch_norm_drift", path) not in self.figures:
-            with torch.no_grad():
-                self.figures["batch_norm_drift", path] = measure_batch_norm_drift(
-                    inputs[0], mean, channels_last=channels_last
-                )
+            drift = measure_batch_norm_drift(inputs[0], mean, channels_last=isinstance(module, BatchNorm))
+            self.figures["batch_norm_drift", path] = drift
 
     def _record_tensor(
         self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
