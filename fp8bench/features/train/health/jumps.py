@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import median
 
+from fp8bench.features.train.values import LayerReading
+
 # A jump is only judged if there are this many earlier values, and must exceed all of them by this factor.
 _MIN_EARLIER, _MIN_FACTOR = 4, 4.0
 
@@ -13,6 +15,11 @@ _MIN_EARLIER, _MIN_FACTOR = 4, 4.0
 def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
     """Returns log2 of each magnitude that is positive and finite."""
     return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
+
+
+def usable_scale(reading: LayerReading) -> float:
+    """Returns a reading's scale; 0 for a tensor of zeros, because its scale is always 1."""
+    return reading.scale if reading.amax else 0.0
 
 
 def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:

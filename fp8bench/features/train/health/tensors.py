@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.jumps import find_jump, finite_octaves
+from fp8bench.features.train.health.jumps import find_jump, finite_octaves, usable_scale
 from fp8bench.features.train.health.steps import HealthRule, Remedy, newest_values
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
@@ -54,11 +55,6 @@ def may_be_cast(reading: LayerReading) -> bool:
     """Returns whether a tensor may have been rounded. Zeros look the same with and without a cast."""
     is_cast = reading.lag is not None or reading.signal_to_noise is not None or reading.scale != 1
     return is_cast or not reading.amax
-
-
-def usable_scale(reading: LayerReading) -> float:
-    """Returns a reading's scale; 0 for a tensor of zeros, because its scale is always 1."""
-    return reading.scale if reading.amax else 0.0
 
 
 class _Jump(TensorRule):
@@ -389,6 +385,8 @@ class LayerStill(HealthRule[Any]):
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
+    # All positive and finite update ratios, sorted: collecting them for each matrix would take too long.
+    _moving_ratios: list[float] = field(default_factory=list)
     _no_matrices: set[str] = field(default_factory=set)
     _low_updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
@@ -406,7 +404,7 @@ class LayerStill(HealthRule[Any]):
         # Embeddings and norms change at other rates, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
             self._no_matrices.add(line.layer)
-            self._update_ratios.pop(line.layer, None)
+            self._set_update_ratio(line.layer, math.nan)
         if line.name == "rate_share":
             self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
@@ -417,6 +415,14 @@ class LayerStill(HealthRule[Any]):
         if line.name == "steps_without_gradient":
             return self._judge_gap(line)
         return self._judge_update(line) if line.name == "update_ratio" else ""
+
+    def _set_update_ratio(self, layer: str, ratio: float) -> None:
+        previous_ratio = self._update_ratios.get(layer, math.nan)
+        if 0 < previous_ratio < math.inf:
+            del self._moving_ratios[bisect_left(self._moving_ratios, previous_ratio)]
+        if 0 < ratio < math.inf:
+            insort(self._moving_ratios, ratio)
+        self._update_ratios[layer] = ratio
 
     def _judge_gap(self, line: StepFigure) -> str:
         gap, longest_gap = self._gaps.get(line.layer, (0.0, 0.0))
@@ -430,12 +436,11 @@ class LayerStill(HealthRule[Any]):
     def _judge_update(self, line: StepFigure) -> str:
         step, gradient = self._gradients.get(line.layer, (line.step, math.nan))
         if self._gradients and (step != line.step or math.isnan(gradient)):
-            self._update_ratios[line.layer] = math.nan
+            self._set_update_ratio(line.layer, math.nan)
             return ""
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
-        self._update_ratios[line.layer] = line.value if gradient else math.nan
-        moving_ratios = [value for value in self._update_ratios.values() if 0 < value < math.inf]
-        usual_ratio = median(moving_ratios) if moving_ratios else 0.0
+        self._set_update_ratio(line.layer, line.value if gradient else math.nan)
+        usual_ratio = median(self._moving_ratios) if self._moving_ratios else 0.0
         # A layer may be slow intentionally, by --rates or by the rate of its group.
         rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
         # A rate of 0 from the start is intended. A layer that stops while others learn is a mistake.
