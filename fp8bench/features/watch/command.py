@@ -34,23 +34,44 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: those of the script; 2 wrong usage, before the script starts."
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
-    help_text = "the new file for the rows; default watched/SCRIPT-N.jsonl. A second optimizer gets FILE.2.jsonl"
-    parser.add_argument("--stream", type=types.path, metavar="FILE", help=help_text)
-    help_text = "measure all tensors in one of every N steps; default 10"
-    parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=help_text)
-    help_text = (
-        "the precision in which the script trains, or that you consider, such as fp8: measures what casting each "
-        "layer to it loses; default fp32"
+    parser.add_argument(
+        "--stream",
+        type=types.path,
+        metavar="FILE",
+        help="the new file for the rows; default watched/SCRIPT-N.jsonl. A second optimizer gets FILE.2.jsonl",
     )
-    parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=help_text)
-    help_text = (
-        "run measured steps of compiled modules without compilation, to see their tensors; numbers differ slightly"
+    parser.add_argument(
+        "--stride",
+        type=types.whole(whole_number(1)),
+        default=10,
+        metavar="N",
+        help="measure all tensors in one of every N steps; default 10",
     )
-    parser.add_argument("--eager", action="store_true", help=help_text)
-    help_text = "write the page there while the script runs, for a browser. A second optimizer gets FILE.2.html"
-    parser.add_argument("--live", type=types.path, metavar="FILE", help=help_text)
-    help_text = "run a shell command for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
-    parser.add_argument("--on-alarm", default="", metavar="COMMAND", help=help_text)
+    parser.add_argument(
+        "--precision",
+        default="fp32",
+        metavar="PRECISION",
+        help="the precision in which the script trains, or that you consider, such as fp8: measures what casting each "
+        "layer to it loses; default fp32",
+    )
+    parser.add_argument(
+        "--eager",
+        action="store_true",
+        help="run measured steps of compiled modules without compilation, to see their tensors; numbers differ "
+        "slightly",
+    )
+    parser.add_argument(
+        "--live",
+        type=types.path,
+        metavar="FILE",
+        help="write the page there while the script runs, for a browser. A second optimizer gets FILE.2.html",
+    )
+    parser.add_argument(
+        "--on-alarm",
+        default="",
+        metavar="COMMAND",
+        help="run a shell command for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment",
+    )
     add_common(parser, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
     add_common(parser, "--store", help="the folder for streams; default .fp8bench")
 

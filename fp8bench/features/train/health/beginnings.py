@@ -8,6 +8,7 @@ from dataclasses import field
 from statistics import median
 from typing import Any
 
+from fp8bench.features.train.health.jumps import finite_octaves
 from fp8bench.features.train.health.steps import HealthRule, Remedy
 from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings, TensorRule, name_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
@@ -24,6 +25,7 @@ class SlowGrowth(TensorRule):
     """
 
     name = "slow-growth"
+    roles = (Role.INPUT, Role.WEIGHT)
     window = 20
     weight_readings = 5
     weight_octaves = 1.3
@@ -45,14 +47,17 @@ class SlowGrowth(TensorRule):
         reading_count, octaves = (
             (self.weight_readings, self.weight_octaves) if is_weight else (self.input_readings, self.input_octaves)
         )
-        if reading.role == Role.GRADIENT or len(previous) < self.min_earlier + reading_count - 1:
+        if len(previous) < self.min_earlier + reading_count - 1:
+            return ""
+        ends = finite_octaves([previous[1 - reading_count].amax, reading.amax])
+        if len(ends) < 2 or abs(ends[1] - ends[0]) < octaves:
             return ""
         readings = (*previous, reading)
         course = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
-        change = (
-            self.find_change(course[:-reading_count], course[-reading_count:]) if len(course) == len(readings) else 0.0
-        )
-        if abs(change) < octaves:
+        if len(course) < len(readings):
+            return ""
+        change = self.find_change(course[:-reading_count], course[-reading_count:])
+        if not change:
             return ""
         return (
             f"the largest magnitude of {name_tensor(reading)} changed by {change:+.1f} octaves since step "

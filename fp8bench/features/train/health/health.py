@@ -8,6 +8,7 @@ from typing import Any
 
 from fp8bench.features.train.health import batches, beginnings, loops, tensors  # noqa: F401 - their rules register themselves
 from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, WatchedArm
+from fp8bench.features.train.health.tensors import may_be_cast
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StepFigure, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
@@ -26,8 +27,9 @@ class Health:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
-        # The rules that read a line, by seed, arm, type of line and name of its figure.
-        self._readers: dict[tuple[int, str, type, str], list[HealthRule[Any]]] = {}
+        # The rules that read a line, by its seed, its arm, and what the rules choose by.
+        self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
+        self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
         self._last_alarms: dict[tuple[int, str, str, str, str], int] = {}
 
@@ -50,12 +52,20 @@ class Health:
         return tuple(map(_merge_tensors, alarms.values()))
 
     def _find_readers(self, line: StreamLine) -> list[HealthRule[Any]]:
-        figure = line.name if isinstance(line, StepFigure) else ""
-        key = line.seed, line.arm, type(line), figure
-        if key not in self._readers:
+        kind: tuple[object, ...] = (type(line),)
+        if isinstance(line, StepFigure):
+            kind = (line.name,)
+        elif isinstance(line, LayerReading):
+            tensor = (line.seed, line.arm, line.layer, line.role)
+            if may_be_cast(line):
+                self._cast_tensors.add(tensor)
+            kind = (line.role, tensor in self._cast_tensors)
+        key = line.seed, line.arm, kind
+        readers = self._readers.get(key)
+        if readers is None:
             rules = self._find_rules(line.seed, line.arm)
-            self._readers[key] = [rule for rule in rules if rule.accepts(line)]
-        return self._readers[key]
+            readers = self._readers[key] = [rule for rule in rules if rule.accepts(line)]
+        return readers
 
     def _find_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
         """Returns the rules that read the lines of an arm: the rules about this arm, and the rules that compare
@@ -78,6 +88,7 @@ class Health:
         rules = self._find_rules(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
         self._readers.clear()
+        self._cast_tensors.clear()
 
     def _make_watched_arm(self, arm: Arm) -> WatchedArm:
         min_rate_factor = min((factor for _, factor in self._settings.rates), default=1.0)

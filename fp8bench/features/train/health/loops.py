@@ -8,15 +8,13 @@ from dataclasses import field
 from statistics import fmean, median, stdev
 from typing import Any
 
+from fp8bench.features.train.health.jumps import find_jump
 from fp8bench.features.train.health.steps import LEARNED_SHARE, HealthRule, Remedy, measure_noise, newest_values
 from fp8bench.features.train.health.tensors import (
     FigureRule,
     PreviousReadings,
     TensorRule,
-    find_jump,
-    finite_octaves,
     name_tensor,
-    to_octaves,
 )
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
@@ -271,6 +269,7 @@ class AmaxJump(TensorRule):
     """
 
     name = "amax-jump"
+    roles = (Role.INPUT, Role.WEIGHT)
     window = 6
     jump_octaves = 3.5
     alarms_at = (
@@ -280,11 +279,10 @@ class AmaxJump(TensorRule):
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *previous)):
-            return ""
-        magnitudes = finite_octaves(old.amax for old in previous)
-        distance = find_jump(to_octaves(reading.amax), magnitudes, self.jump_octaves)
+        distance = find_jump(reading.amax, [old.amax for old in previous], self.jump_octaves)
         if not distance or (distance < 0 and reading.role == Role.WEIGHT):
+            return ""
+        if any(layer_reading.scale != 1 for layer_reading in (reading, *previous)):
             return ""
         direction = "rose" if distance > 0 else "fell"
         return (
@@ -300,6 +298,7 @@ class DeadUnits(TensorRule):
     """
 
     name = "dead-units"
+    roles = (Role.INPUT,)
     window = 6
     zero_share = 0.97
     added_share = 0.2
@@ -312,16 +311,14 @@ class DeadUnits(TensorRule):
     _first_layer: str = ""
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        if reading.role != Role.INPUT:
-            return ""
         self._first_layer = self._first_layer or reading.layer
-        usual_share = median(layer_reading.zeros for layer_reading in previous) if previous else math.nan
-        has_risen = bool(previous) and reading.zeros >= max(self.zero_share, usual_share + self.added_share)
+        if not previous or reading.zeros < self.zero_share:
+            return ""
+        usual_share = median(layer_reading.zeros for layer_reading in previous)
+        has_risen = reading.zeros >= usual_share + self.added_share
         # The data of the first layer may be sparse. Later layers read outputs of layers.
         is_always_zero = (
-            reading.layer != self._first_layer
-            and previous
-            and min(reading.zeros, previous[-1].zeros) >= self.constant_share
+            reading.layer != self._first_layer and min(reading.zeros, previous[-1].zeros) >= self.constant_share
         )
         if not has_risen and not is_always_zero:
             return ""

@@ -203,6 +203,7 @@ class LossPlateau(HealthRule[Any]):
     entropy_distance = 0.03
     min_steps = 100
     check_interval = 10
+    check_share = 0.005
     mean_count = 4
     flat_share = 0.01
     max_error = 0.0075
@@ -211,13 +212,14 @@ class LossPlateau(HealthRule[Any]):
         f"{mean_count} means over the last half of all steps (at least {min_steps}) are within {flat_share:.1%}, "
         f"each known to {max_error:.2%}; gradients are at least {gradient_share:g} of those before, the rate at "
         f"least half of its peak, and the entropy of predictions, if known, {entropy_distance:.0%} away from the "
-        f"loss. Checked every {check_interval} steps"
+        f"loss. Checked every {check_interval} steps, and from step 2,000 on once per {check_share:.1%} of all steps"
     )
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
     _entropies: deque[float] = newest_values(10)
+    _next_check: int = 0
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
@@ -229,8 +231,10 @@ class LossPlateau(HealthRule[Any]):
         self._norms.append(line.gradient_norm)
         self._rates.append(line.rate)
         length = len(self._losses) // 2 // self.mean_count * self.mean_count
-        if length < self.min_steps or len(self._losses) % self.check_interval:
+        if length < self.min_steps or len(self._losses) % self.check_interval or len(self._losses) < self._next_check:
             return ""
+        # A check takes longer the more steps there are, so checks become rarer.
+        self._next_check = round(len(self._losses) * (1 + self.check_share))
         # At a low learning rate a flat loss is normal.
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
             return ""

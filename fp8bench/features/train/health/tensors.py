@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import bisect_left, insort
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
+from fp8bench.features.train.health.jumps import find_jump, finite_octaves, usable_scale
 from fp8bench.features.train.health.steps import HealthRule, Remedy, newest_values
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
@@ -22,13 +23,22 @@ _MIN_E8M0, _MAX_E8M0 = 2.0**-127, 2.0**127
 
 
 class TensorRule(HealthRule[LayerReading]):
-    """A rule about the readings of each tensor: `judge` receives a reading and the `window` previous ones."""
+    """A rule about the readings of each tensor with one of `roles`: `judge` receives a reading and the `window`
+    previous ones. A rule `about_casts` does not read tensors that are not rounded.
+    """
 
     reads = LayerReading
+    roles: ClassVar[tuple[str, ...]] = tuple(Role)
+    about_casts: ClassVar[bool] = False
     window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self._previous: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.window))
+        self._previous: dict[tuple[str, str], PreviousReadings] = defaultdict(lambda: deque(maxlen=self.window))
+
+    def accepts(self, line: Any) -> bool:
+        return (
+            isinstance(line, LayerReading) and line.role in self.roles and (may_be_cast(line) or not self.about_casts)
+        )
 
     def read_line(self, line: LayerReading) -> str:
         previous = self._previous[line.layer, line.role]
@@ -41,38 +51,16 @@ class TensorRule(HealthRule[LayerReading]):
         """Returns the text of an alarm; '' if nothing is wrong."""
 
 
-def to_octaves(scale: float) -> float | None:
-    """Returns log2 of a scale; None unless it is positive and finite."""
-    return math.log2(scale) if 0 < scale < math.inf else None
-
-
-def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
-    """Returns log2 of each magnitude that is positive and finite."""
-    return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
-
-
-def scale_octaves(reading: LayerReading) -> float | None:
-    """Returns log2 of a reading's scale; None without a scale, or for zeros, whose scale is always 1."""
-    return to_octaves(reading.scale) if reading.amax else None
-
-
-# A jump is only judged if there are this many earlier values, and must exceed all of them by this many octaves.
-_MIN_EARLIER, _MIN_GAP = 4, 2
-
-
-def find_jump(value: float | None, earlier: Sequence[float], limit: float) -> float:
-    """Returns how many octaves a value is away from the median of earlier ones. Returns 0 if that is less than
-    `limit`, or if the value is not at least two octaves beyond all earlier ones."""
-    if value is None or len(earlier) < _MIN_EARLIER:
-        return 0.0
-    distance = value - median(earlier)
-    distance_beyond_all = value - max(earlier) if distance > 0 else min(earlier) - value
-    return distance if abs(distance) >= limit and distance_beyond_all >= _MIN_GAP else 0.0
+def may_be_cast(reading: LayerReading) -> bool:
+    """Returns whether a tensor may have been rounded. Zeros look the same with and without a cast."""
+    is_cast = reading.lag is not None or reading.signal_to_noise is not None or reading.scale != 1
+    return is_cast or not reading.amax
 
 
 class _Jump(TensorRule):
     """Detects a scale that jumps away from the median of earlier readings: up if `sign` is 1, down if it is -1."""
 
+    about_casts = True
     window = 6
     jump_octaves = 4.0
     gradient_octaves = 8.0
@@ -82,11 +70,9 @@ class _Jump(TensorRule):
     sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        # Scales are compared in octaves (powers of two), as formats count.
-        scales = [value for value in map(scale_octaves, previous) if value is not None]
         # Even in a healthy training, gradients of rare tokens jump by six octaves.
         octave_limit = self.gradient_octaves if reading.role == Role.GRADIENT else self.jump_octaves
-        distance = self.sign * find_jump(scale_octaves(reading), scales, octave_limit)
+        distance = self.sign * find_jump(usable_scale(reading), list(map(usable_scale, previous)), octave_limit)
         if distance <= 0:
             return ""
         direction = "rose" if self.sign > 0 else "fell"
@@ -113,6 +99,7 @@ class ScaleUnsettled(TensorRule):
     """Detects a scale that swings back and forth. Such a scale is wrong in half of the steps."""
 
     name = "scale-never-settles"
+    about_casts = True
     window = 9
     swing_octaves = 2.0
     min_turns = 6
@@ -120,17 +107,16 @@ class ScaleUnsettled(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        scales = map(scale_octaves, (*previous, reading))
-        valid_scales = [scale for scale in scales if scale is not None]
-        if len(valid_scales) <= self.window:
+        scales = finite_octaves(map(usable_scale, (*previous, reading)))
+        if len(scales) <= self.window or max(scales) - min(scales) < self.swing_octaves:
             return ""
-        moves = [new - old for old, new in pairwise(valid_scales)]
+        moves = [new - old for old, new in pairwise(scales)]
         turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing_octaves for old, move in pairwise(moves))
         if turns < self.min_turns:
             return ""
         median_swing = median(abs(move) for move in moves)
         return (
-            f"the scale of {name_tensor(reading)} turned {turns} times in {len(valid_scales)} readings, by "
+            f"the scale of {name_tensor(reading)} turned {turns} times in {len(scales)} readings, by "
             f"{median_swing:.1f} octaves each time"
         )
 
@@ -139,6 +125,7 @@ class ScaleAtEdge(TensorRule):
     """Detects a scale at the end of its range. Values that were rounded with such a scale are lost."""
 
     name = "scale-at-edge"
+    about_casts = True
     alarms_at = "a scale is 0, infinite or NaN, or at an end of E8M0's range, 2^-127 or 2^127"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
@@ -154,17 +141,18 @@ class Lag(TensorRule):
     hundredths of an octave. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
 
     name = "lag"
+    about_casts = True
     window = 2
     lag_octaves = 0.75
     alarms_at = f"values exceed the format's range by more than {lag_octaves:g} octaves in 3 readings in a row"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        lags = [layer_reading.lag for layer_reading in (*previous, reading) if layer_reading.lag is not None]
-        if len(lags) <= self.window or min(lags) <= self.lag_octaves:
+        readings = (*previous, reading)
+        if len(readings) <= self.window or not all((old.lag or 0.0) > self.lag_octaves for old in readings):
             return ""
         return (
-            f"{name_tensor(reading)} exceeds its format by {lags[-1]:.1f} octaves, {len(lags)} readings in a row"
+            f"{name_tensor(reading)} exceeds its format by {reading.lag:.1f} octaves, {len(readings)} readings in a row"
             f"{describe_stale_history(reading, previous)}"
         )
 
@@ -174,6 +162,7 @@ class OverflowBurst(TensorRule):
     down: 0.6% of normally distributed values, and 3.5% with NVFP4."""
 
     name = "overflow-burst"
+    about_casts = True
     window = 6
     saturated_share = 0.05
     rise_factor = 5.0
@@ -184,8 +173,10 @@ class OverflowBurst(TensorRule):
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        if reading.saturated < self.saturated_share:
+            return ""
         usual_share = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
-        if reading.saturated < self.saturated_share or reading.saturated < self.rise_factor * usual_share:
+        if reading.saturated < self.rise_factor * usual_share:
             return ""
         return (
             f"{reading.saturated:.1%} of {name_tensor(reading)} saturates; {usual_share:.2%} was usual"
@@ -197,6 +188,7 @@ class UnderflowCreep(TensorRule):
     """Detects more underflow than before. The share that underflows usually stays the same within a few percent."""
 
     name = "underflow-creep"
+    about_casts = True
     window = 8
     added_share = 0.25
     alarms_at = (
@@ -211,6 +203,8 @@ class UnderflowCreep(TensorRule):
         first_shares = self._first_shares.setdefault((reading.layer, reading.role), [])
         if len(first_shares) < self.window:
             first_shares.append(reading.underflow)
+            return ""
+        if reading.underflow < self.added_share:
             return ""
         usual_share = median(first_shares)
         last_shares = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
@@ -227,6 +221,8 @@ class WeightsBehind(TensorRule):
     depends on the format. It stays within 0.4 dB in any precision."""
 
     name = "weights-behind"
+    roles = (Role.WEIGHT,)
+    about_casts = True
     window = 20
     drop_db = 2.0
     low_readings = 3
@@ -238,8 +234,6 @@ class WeightsBehind(TensorRule):
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
-        if reading.role != Role.WEIGHT:
-            return ""
         ratios = [layer_reading.signal_to_noise for layer_reading in (*previous, reading)]
         rounding_ratios = [value for value in ratios if value is not None and value < self.exact_db]
         if (
@@ -326,12 +320,9 @@ class KeptScale(FigureRule):
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.SHORTER_HISTORY)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        scale, earlier_scales = to_octaves(line.value), finite_octaves(list(last)[:-1])
-        if scale is None or len(earlier_scales) < _MIN_EARLIER:
-            return ""
-        distance = scale - median(earlier_scales)
         octave_limit = self.gradient_octaves if "grad" in line.layer else self.jump_octaves
-        if abs(distance) < octave_limit or min(abs(scale - old) for old in earlier_scales) < _MIN_GAP:
+        distance = find_jump(line.value, list(last)[:-1], octave_limit)
+        if not distance:
             return ""
         return f"{line.layer}, which a layer stores, moved by {distance:+.1f} octaves to {line.value:.3g}"
 
@@ -394,6 +385,8 @@ class LayerStill(HealthRule[Any]):
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
+    # All positive and finite update ratios, sorted: collecting them for each matrix would take too long.
+    _moving_ratios: list[float] = field(default_factory=list)
     _no_matrices: set[str] = field(default_factory=set)
     _low_updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
@@ -411,7 +404,7 @@ class LayerStill(HealthRule[Any]):
         # Embeddings and norms change at other rates, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
             self._no_matrices.add(line.layer)
-            self._update_ratios.pop(line.layer, None)
+            self._set_update_ratio(line.layer, math.nan)
         if line.name == "rate_share":
             self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
@@ -422,6 +415,14 @@ class LayerStill(HealthRule[Any]):
         if line.name == "steps_without_gradient":
             return self._judge_gap(line)
         return self._judge_update(line) if line.name == "update_ratio" else ""
+
+    def _set_update_ratio(self, layer: str, ratio: float) -> None:
+        previous_ratio = self._update_ratios.get(layer, math.nan)
+        if 0 < previous_ratio < math.inf:
+            del self._moving_ratios[bisect_left(self._moving_ratios, previous_ratio)]
+        if 0 < ratio < math.inf:
+            insort(self._moving_ratios, ratio)
+        self._update_ratios[layer] = ratio
 
     def _judge_gap(self, line: StepFigure) -> str:
         gap, longest_gap = self._gaps.get(line.layer, (0.0, 0.0))
@@ -435,12 +436,11 @@ class LayerStill(HealthRule[Any]):
     def _judge_update(self, line: StepFigure) -> str:
         step, gradient = self._gradients.get(line.layer, (line.step, math.nan))
         if self._gradients and (step != line.step or math.isnan(gradient)):
-            self._update_ratios[line.layer] = math.nan
+            self._set_update_ratio(line.layer, math.nan)
             return ""
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
-        self._update_ratios[line.layer] = line.value if gradient else math.nan
-        moving_ratios = [value for value in self._update_ratios.values() if 0 < value < math.inf]
-        usual_ratio = median(moving_ratios) if moving_ratios else 0.0
+        self._set_update_ratio(line.layer, line.value if gradient else math.nan)
+        usual_ratio = median(self._moving_ratios) if self._moving_ratios else 0.0
         # A layer may be slow intentionally, by --rates or by the rate of its group.
         rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
         # A rate of 0 from the start is intended. A layer that stops while others learn is a mistake.

@@ -1,6 +1,6 @@
 """Figures of the batches of a user's loop: how often inputs repeat within the last 100 batches, whether targets
-repeat, and how frequent each label is. In every step, only fingerprints are computed, on the batch's device. The host
-reads and compares them in watched steps.
+repeat, and how frequent each label is. In most steps only a sample of the batch is copied. All samples are compared in
+the next watched step.
 """
 
 from __future__ import annotations
@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.loop_figures import compute_fingerprint, find_loss_function, measure_inputs, tensors_in
+from fp8bench.features.train.lab.loop_figures import (
+    compute_fingerprint,
+    find_loss_function,
+    measure_inputs,
+    sample_values,
+    tensors_in,
+)
 from fp8bench.features.train.lab.readings import Figures
 
 # The inputs of a batch are compared with the inputs of this many earlier batches.
@@ -23,17 +29,11 @@ _MIN_EXAMPLES = 8
 _MIN_COUNTED_BATCHES = 3
 
 
-class _Fingerprints(NamedTuple):
-    """Fingerprints of one batch: one of all inputs, and one of its condition. The condition is an input with one
-    number per example, such as the time of a diffusion model. `first_number` is the condition's first number.
-    `usual_sizes` holds the sizes of all inputs, or None if the condition is a single number. A condition equal to one
-    of these sizes may be a length or a setting.
-    """
+class _Batch(NamedTuple):
+    """What is stored of one batch: a sample of each input's values, and the shapes of all inputs."""
 
-    inputs: Tensor
-    condition: Tensor
-    first_number: Tensor
-    usual_sizes: frozenset[int] | None
+    samples: list[Tensor]
+    shapes: list[torch.Size]
 
 
 class BatchMemory:
@@ -41,7 +41,7 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self._steps, self._examples = 0, 0
-        self._unread_fingerprints: list[_Fingerprints] = []
+        self._unread_batches: list[_Batch] = []
         # For each batch of the last 100 steps, by fingerprint: the last step that had it.
         self._last_steps: dict[float, int] = {}
         # Five numbers, in the order of the names. In how many steps in a row the batch was that of the previous step.
@@ -60,17 +60,22 @@ class BatchMemory:
 
     def add_inputs(self, inputs: Any, is_watched: bool = False) -> None:
         self._watched_figures, self._awaits_targets = measure_inputs(inputs) if is_watched else {}, is_watched
-        fingerprint, self._examples = compute_fingerprint(inputs)
-        if fingerprint is None:
+        self._examples = 0
+        self.add_examples(inputs)
+        tensors = [tensor for tensor in tensors_in(inputs) if tensor.numel()]
+        if not tensors:
             return
+        # A loop may overwrite its batch, so the samples are copies.
+        batch = _Batch([sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors])
         if is_watched:
+            fingerprint = compute_fingerprint(batch.samples)
             self._same_inputs, self._last_inputs = fingerprint == self._last_inputs, fingerprint
-        self._unread_fingerprints.append(_Fingerprints(fingerprint, *_find_condition(inputs, fingerprint)))
-        if len(self._unread_fingerprints) > _COMPARED_BATCHES:
-            self._compare_fingerprints()
+        self._unread_batches.append(batch)
+        if len(self._unread_batches) > _COMPARED_BATCHES:
+            self._compare_batches()
 
     def add_examples(self, inputs: Any) -> None:
-        """Counts the examples of a step's second or later micro-batch."""
+        """Counts the examples of a micro-batch."""
         first_tensor = next(tensors_in(inputs), None)
         self._examples += len(first_tensor) if first_tensor is not None and first_tensor.ndim else 0
 
@@ -84,8 +89,7 @@ class BatchMemory:
         if target is None or target.numel() < _MIN_EXAMPLES:
             return
         if target.is_floating_point():
-            fingerprint, _ = compute_fingerprint(target)
-            assert fingerprint is not None
+            fingerprint = compute_fingerprint([sample_values(target)])
             # Targets of one value, as those of a GAN's discriminator, repeat intentionally.
             is_same = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
             self._same_targets, self._last_targets = (self._same_targets + 1) * is_same, fingerprint
@@ -94,7 +98,7 @@ class BatchMemory:
             self._compare_labels(target.flatten())
 
     def list_figures(self) -> dict[tuple[str, str], Tensor | float]:
-        self._compare_fingerprints()
+        self._compare_batches()
         counts = {
             "inputs_again": self._repeated_steps,
             "inputs_cycled": self._cycled_steps,
@@ -106,33 +110,50 @@ class BatchMemory:
         figures = self._watched_figures | {name: float(count) for name, count in counts.items()}
         return {(name, ""): value for name, value in figures.items()}
 
-    def _compare_fingerprints(self) -> None:
-        """Reads the fingerprints since the last watched step, and compares each with the fingerprints of earlier
-        batches.
-        """
-        if not self._unread_fingerprints:
+    def _compare_batches(self) -> None:
+        """Compares each batch since the last watched step with earlier batches. Waits for the device once."""
+        if not self._unread_batches:
             return
-        rows = torch.stack([number for batch in self._unread_fingerprints for number in batch[:3]]).view(-1, 3).tolist()
-        for batch, (inputs, condition, first_number) in zip(self._unread_fingerprints, rows, strict=True):
-            age = self._steps - self._last_steps.get(inputs, -_COMPARED_BATCHES - 1)
-            is_repeated = age <= _COMPARED_BATCHES
-            self._repeated_steps = self._repeated_steps + 1 if age == 1 else 0
-            self._cycled_steps, self._longest_cycle = (
-                (self._cycled_steps + 1, max(self._longest_cycle, age)) if is_repeated else (0, 0)
-            )
-            self._new_batches += not is_repeated
-            self._last_steps[inputs] = self._steps
-            self._steps += 1
-            if not math.isnan(condition):
-                is_setting = batch.usual_sizes is None or first_number in batch.usual_sizes
-                self._compare_condition(condition, age == 1, is_setting)
+        # 1. Compute all fingerprints, and read them at once.
+        device_numbers: list[Tensor] = []
+        conditions = list(map(_find_condition, self._unread_batches))
+        for batch, condition in zip(self._unread_batches, conditions, strict=True):
+            fingerprint = compute_fingerprint(batch.samples)
+            device_numbers.append(fingerprint)
+            if condition is not None:
+                device_numbers += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
+        numbers = iter(torch.stack(device_numbers).tolist())
+        # 2. Compare them, in the order of the batches.
+        for batch, condition in zip(self._unread_batches, conditions, strict=True):
+            age = self._count_batch(next(numbers))
+            if condition is not None:
+                condition_fingerprint, first_number = next(numbers), next(numbers)
+                # A single number, or a size of an input, may be a length or a setting.
+                is_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
+                self._compare_condition(condition_fingerprint, age == 1, is_setting)
         self._last_steps = {
             key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCHES
         }
-        self._unread_fingerprints = []
+        self._unread_batches = []
+
+    def _count_batch(self, fingerprint: float) -> int:
+        """Counts the next batch. Returns how many steps ago the same batch occurred, if it did."""
+        age = self._steps - self._last_steps.get(fingerprint, -_COMPARED_BATCHES - 1)
+        self._repeated_steps = self._repeated_steps + 1 if age == 1 else 0
+        if age <= _COMPARED_BATCHES:
+            self._cycled_steps += 1
+            self._longest_cycle = max(self._longest_cycle, age)
+        else:
+            self._new_batches += 1
+            self._cycled_steps = self._longest_cycle = 0
+        self._last_steps[fingerprint] = self._steps
+        self._steps += 1
+        return age
 
     def _compare_condition(self, condition: float, is_same_batch: bool, is_setting: bool) -> None:
         """Counts steps in a row whose condition stayed equal although the batch changed."""
+        if math.isnan(condition):
+            return
         is_same = condition == self._last_condition
         self._condition_changed |= not is_same and not math.isnan(self._last_condition)
         # Lengths, masks and single settings are often constant from the first step on, and are not counted.
@@ -162,21 +183,17 @@ class BatchMemory:
         self._counted_batches += 1
 
 
-def _find_condition(inputs: Any, fingerprint: Tensor) -> tuple[Tensor, Tensor, frozenset[int] | None]:
-    """Finds the condition of a batch: the last input with one number per example. Returns its fingerprint and its
-    first number (both NaN without such an input), and the sizes that may be a length or a setting.
+def _find_condition(batch: _Batch) -> Tensor | None:
+    """Returns a sample of the condition of a batch: of the last input with one number per example, such as the time of
+    a diffusion model. Returns None if there is no such input.
     """
-    first_tensor, *further_tensors = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel())
-    sizes = {1, *first_tensor.shape[:1]}
-    conditions = [tensor for tensor in further_tensors if tensor.numel() in sizes and tensor.dtype != torch.bool]
-    if not conditions:
-        nan_figure = torch.full_like(fingerprint, math.nan)
-        return nan_figure, nan_figure, None
-    condition = conditions[-1].flatten().to(fingerprint)
-    weighted_sum = (condition * torch.arange(1, len(condition) + 1, device=condition.device).sqrt()).sum()
-    shapes = (tensor.shape for tensor in (first_tensor, *further_tensors))
-    usual_sizes = None if len(condition) == 1 else frozenset({0, 1}.union(*shapes))
-    return weighted_sum, condition[0], usual_sizes
+    sizes = {1, *batch.shapes[0][:1]}
+    conditions = [
+        sample
+        for sample, shape in zip(batch.samples[1:], batch.shapes[1:], strict=True)
+        if shape.numel() in sizes and sample.dtype != torch.bool
+    ]
+    return conditions[-1] if conditions else None
 
 
 def _find_target(loss: Tensor) -> Tensor | None:

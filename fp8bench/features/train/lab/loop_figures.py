@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8bench.features.train.lab.low_precision import Parameters, Tensors
@@ -50,22 +51,32 @@ def unwrap_module(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 class GradientMark(NamedTuple):
-    """Identifies a gradient by a weak reference and its version, and also stores the version of its parameter. The
-    weak reference does not keep the gradient in memory. An `id` would be ambiguous, because the next gradient often
-    gets the same memory. Two weak references to the same tensor are the same object.
+    """Identifies a parameter's gradient by a weak reference and its version, and also stores the version of the
+    parameter. The weak reference does not keep the gradient in memory. An `id` would be ambiguous, because the next
+    gradient often gets the same memory. Two weak references to the same tensor are the same object.
     """
 
+    parameter: Tensor
     gradient: weakref.ref[Tensor]
     version: int
     weight_version: int
 
-    def is_untouched(self, parameter: Tensor) -> bool:
-        gradient = parameter.grad
+    @property
+    def is_untouched(self) -> bool:
+        gradient = self.parameter.grad
         return (
             gradient is not None
             and weakref.ref(gradient) is self.gradient
             and local_shard(gradient)._version == self.version
         )
+
+    @property
+    def is_cleared(self) -> bool:
+        gradient = self.parameter.grad
+        if gradient is None:
+            return True
+        # An unchanged gradient was not cleared. Reading its values would wait for the device.
+        return not self.is_untouched and not bool(local_shard(gradient).any())
 
 
 class LoopHabits:
@@ -77,14 +88,14 @@ class LoopHabits:
         # A script may replace its optimizer by a new one: watching must not keep the old one in memory.
         self._optimizer_ref = weakref.ref(optimizer)
         self._module_ids = {id(parameter) for parameter in module.parameters()}
-        self._marks = self._mark_gradients()
+        self._mark_gradients()
         self._are_gradients_cleared = self._had_backward = self._others_stepped = False
         self._state_count, self._state_steps = 0, 0.0
         self._new_mistakes: list[str] = []
         self._present_mistakes: set[str] = set()
 
     @property
-    def _optimizer(self) -> torch.optim.Optimizer:
+    def optimizer(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer_ref()
         assert optimizer is not None, "the optimizer is gone"
         return optimizer
@@ -113,55 +124,39 @@ class LoopHabits:
             if (rate_share := rate_shares.get(id(parameter), 1.0)) < 1
         }
 
-    @torch.no_grad()
     def begin_backward(self) -> None:
         """Detects that the loop did not clear its gradients before this backward. In that case no gradient has
         changed since the last backward, and the new gradients would be added to the old ones.
         """
         self._had_backward = True
-        if self._are_gradients_cleared:
-            return
-        # Usually the first gradient was cleared, and the check ends there.
-        marked = self._list_marked_gradients()
-        self._are_gradients_cleared = not marked or not all(mark.is_untouched(parameter) for parameter, mark in marked)
+        if not self._are_gradients_cleared:
+            # Usually the first gradient was cleared, and the check ends there.
+            are_untouched = all(mark.is_untouched for mark in self._marks)
+            self._are_gradients_cleared = not self._marks or not are_untouched
 
     def end_backward(self) -> bool:
         """Returns whether the backward changed gradients of the optimizer's parameters."""
-        has_reached = any(
-            not mark.is_untouched(parameter) if mark is not None else parameter.grad is not None
-            for parameter, mark in zip(list_parameters(self._optimizer), self._marks, strict=False)
-        )
-        self._marks, self._others_stepped = self._mark_gradients(), False
+        has_changed = any(not mark.is_untouched for mark in self._marks)
+        has_reached = has_changed or any(parameter.grad is not None for parameter in self._without_gradient)
+        self._mark_gradients()
+        self._others_stepped = False
         return has_reached
 
-    @torch.no_grad()
     def find_discarded_gradients(self) -> str:
         """Returns what happened to the last backward's gradients before they were cleared. 'skipped': the weights
         were not updated. 'used': the weights have changed, or another optimizer has stepped since. Returns '' if the
         gradients were not cleared, or if no backward ran.
         """
-        marked = self._list_marked_gradients() if self._had_backward else []
-        if not marked or not all(self._is_cleared(parameter, mark) for parameter, mark in marked):
+        if not (self._had_backward and self._marks) or not all(mark.is_cleared for mark in self._marks):
             return ""
         # Another optimizer's loss may pass through this module, as a GAN's does.
-        has_changed = any(parameter._version != mark.weight_version for parameter, mark in marked)
+        has_changed = any(mark.parameter._version != mark.weight_version for mark in self._marks)
         return "used" if self._others_stepped or has_changed else "skipped"
-
-    def _list_marked_gradients(self) -> list[tuple[Tensor, GradientMark]]:
-        pairs = zip(list_parameters(self._optimizer), self._marks, strict=False)
-        return [(parameter, mark) for parameter, mark in pairs if mark is not None]
-
-    @staticmethod
-    def _is_cleared(parameter: Tensor, mark: GradientMark) -> bool:
-        gradient = parameter.grad
-        if gradient is None:
-            return True
-        # An unchanged gradient was not cleared. Reading its values would wait for the device.
-        return not mark.is_untouched(parameter) and not bool(local_shard(gradient).any())
 
     def forget_gradients(self) -> None:
         """Treats the next backward as the first of a step."""
-        self._marks, self._are_gradients_cleared, self._had_backward = self._mark_gradients(), True, False
+        self._mark_gradients()
+        self._are_gradients_cleared, self._had_backward = True, False
 
     def begin_update(self, moments_zeroed: bool = False) -> None:
         self._note_mistake(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
@@ -175,7 +170,8 @@ class LoopHabits:
         return max((rate for rate, _ in self._list_rates()), default=math.nan)
 
     def end_update(self) -> None:
-        self._marks, self._are_gradients_cleared, self._had_backward = self._mark_gradients(), False, False
+        self._mark_gradients()
+        self._are_gradients_cleared = self._had_backward = False
         self._state_count, self._state_steps = self._measure_state()
 
     def pop_mistakes(self) -> list[str]:
@@ -194,26 +190,26 @@ class LoopHabits:
             self._note_mistake(OTHERS_TRAIN, True)
 
     def _list_rates(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        return ((float(group["lr"]), group) for group in self._optimizer.param_groups if group.get("lr") is not None)
+        return ((float(group["lr"]), group) for group in self.optimizer.param_groups if group.get("lr") is not None)
 
-    def _mark_gradients(self) -> list[GradientMark | None]:
-        marks: list[GradientMark | None] = []
+    def _mark_gradients(self) -> None:
+        self._marks: list[GradientMark] = []
+        self._without_gradient: list[Tensor] = []
         # A single loop without function calls: it runs twice a step for every parameter.
-        for parameter in list_parameters(self._optimizer):
+        for parameter in list_parameters(self.optimizer):
             gradient = parameter.grad
             if gradient is None:
-                marks.append(None)
+                self._without_gradient.append(parameter)
                 continue
             # FSDP2 adds to the shard, which does not change the version of the DTensor.
             shard = gradient if type(gradient) is Tensor else local_shard(gradient)
-            marks.append(GradientMark(weakref.ref(gradient), shard._version, parameter._version))
-        return marks
+            self._marks.append(GradientMark(parameter, weakref.ref(gradient), shard._version, parameter._version))
 
     def _measure_state(self) -> tuple[int, float]:
         """Returns the number of parameters with optimizer state, and the optimizer's step count. A count that is on a
         GPU is returned as 0, because reading it would wait.
         """
-        state = self._optimizer.state
+        state = self.optimizer.state
         steps = next(iter(state.values())).get("step", 0) if state else 0
         would_wait = isinstance(steps, Tensor) and steps.device.type != "cpu"
         return len(state), 0.0 if would_wait else float(steps)
@@ -278,24 +274,19 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
             yield from tensors_in(value)
 
 
-def compute_fingerprint(inputs: Any) -> tuple[Tensor | None, int]:
-    """Returns a fingerprint of inputs, and the number of examples. The fingerprint is a number. Equal inputs have the
-    same fingerprint, and different inputs almost surely have different ones.
-    """
-    total: Tensor | None = None
-    examples = 0
-    for tensor in tensors_in(inputs):
-        if not tensor.numel():
-            continue
-        # A sample of evenly spaced values takes the same time for a batch of any size.
-        flat = tensor.detach().flatten()
-        values = flat[:: -(-len(flat) // _SAMPLED_VALUES)].to(torch.float64)
-        number = (values * _fingerprint_weights(values.shape, values.device)).sum()
-        if total is None:
-            total, examples = number, len(tensor) if tensor.ndim else 1
-        else:
-            total = total + number.to(total.device)
-    return total, examples
+def sample_values(tensor: Tensor) -> Tensor:
+    """Returns at most 4,096 evenly spaced values of a tensor, so that comparing takes the same time at any size."""
+    flat = tensor.detach().flatten()
+    return flat[:: -(-len(flat) // _SAMPLED_VALUES)]
+
+
+def compute_fingerprint(samples: Sequence[Tensor]) -> Tensor:
+    """Returns a number that is equal for equal samples, and almost surely different for different ones."""
+    total = torch.zeros((), dtype=torch.float64, device=samples[0].device)
+    for sample in samples:
+        weighted = sample.to(torch.float64) * _fingerprint_weights(sample.shape, sample.device)
+        total = total + weighted.sum().to(total.device)
+    return total
 
 
 def measure_inputs(inputs: Any) -> dict[str, Number]:
@@ -306,16 +297,15 @@ def measure_inputs(inputs: Any) -> dict[str, Number]:
     tensor = next(tensors, None)
     if tensor is None or tensor.is_complex():
         return {}
-    flat = tensor.flatten()
-    values = flat[:: -(-len(flat) // _SAMPLED_VALUES)].to(torch.float64)
+    values = sample_values(tensor).to(torch.float64)
     figures: dict[str, Number] = {"input_mean": values.mean(), "input_deviation": values.std()}
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _MIN_EXAMPLES:
         values = rows[:, :: -(-rows.shape[1] // _SAMPLED_VALUES)].to(torch.float64)
         fingerprints = (values * _fingerprint_weights(values.shape[1:], values.device)).sum(1).sort().values
         is_equal = fingerprints[1:] == fingerprints[:-1]
-        is_end = torch.zeros_like(fingerprints[:1], dtype=torch.bool)
-        figures["duplicates"] = (torch.cat([is_equal, is_end]) | torch.cat([is_end, is_equal])).to(torch.float64).mean()
+        is_duplicate = pad(is_equal, (0, 1)) | pad(is_equal, (1, 0))
+        figures["duplicates"] = is_duplicate.to(torch.float64).mean()
     return figures
 
 
@@ -331,6 +321,8 @@ def find_norm_gains(model: nn.Module) -> dict[str, Tensor]:
 # Between its loss function and the backward, a loss passes at most this many operations, such as scaling or
 # averaging.
 _MAX_LOSS_OPERATIONS = 8
+# The mean entropy of predictions is computed from at most this many examples.
+_SAMPLED_EXAMPLES = 256
 
 
 def find_loss_function(loss: Tensor, *names: str) -> Any:
@@ -347,8 +339,8 @@ def find_loss_function(loss: Tensor, *names: str) -> Any:
 
 
 def measure_predictions(loss: Tensor) -> dict[str, Number]:
-    """Returns figures of a cross entropy: the number of classes, the mean entropy of predictions, and the largest
-    range of logits. Returns {} for any other loss.
+    """Returns figures of a cross entropy: the number of classes, the mean entropy of a sample of predictions, and the
+    largest range of logits. Returns {} for any other loss.
     """
     node = find_loss_function(loss, "NllLoss")
     log_softmax: Any = node.next_functions[0][0] if node is not None else None
@@ -357,7 +349,22 @@ def measure_predictions(loss: Tensor) -> dict[str, Number]:
     dim = log_softmax._saved_dim
     dim -= (dim > 1 << 63) << 64  # autograd stores a negative dimension as an unsigned number
     with torch.no_grad():
-        log_probabilities = log_softmax._saved_result.to(torch.float32)
-        spread = log_probabilities.amax(dim) - log_probabilities.amin(dim)
-        entropy = -(log_probabilities.exp() * log_probabilities.clamp(min=-1e4)).sum(dim).mean()
-        return {"classes": float(log_probabilities.shape[dim]), "entropy": entropy, "logit_range": spread.amax()}
+        log_probabilities: Tensor = log_softmax._saved_result.movedim(dim, -1)
+        log_probabilities = log_probabilities[None] if log_probabilities.ndim == 1 else log_probabilities
+        # On a CPU aminmax() takes ten times as long.
+        spread = log_probabilities.amax(-1).to(torch.float32) - log_probabilities.amin(-1)
+        # The exponentials of all examples would take as much memory as the logits.
+        places = torch.unravel_index(_sample_places(spread.numel(), spread.device), spread.shape)
+        sample = log_probabilities[places].to(torch.float32)
+        entropy = -(sample.exp() * sample.clamp(min=-1e4)).sum(-1).mean()
+        return {"classes": float(log_probabilities.shape[-1]), "entropy": entropy, "logit_range": spread.amax()}
+
+
+def _sample_places(count: int, device: torch.device) -> Tensor:
+    """Returns which of `count` examples a sample has: all, or 256 that are spread by the golden ratio. Places at equal
+    distances could always be the first of a sequence.
+    """
+    if count <= _SAMPLED_EXAMPLES:
+        return torch.arange(count, device=device)
+    fractions = torch.arange(_SAMPLED_EXAMPLES, dtype=torch.float64, device=device) * ((math.sqrt(5) - 1) / 2) % 1
+    return (fractions * count).to(torch.int64)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8bench.features.train.lab.loop_figures import list_parameters
 from fp8bench.features.train.lab.low_precision import Parameters
 from fp8bench.features.train.lab.readings import Number
 
@@ -25,14 +25,13 @@ class LoopState:
         # Identity and version of the moments of the optimizer's first parameter after the last update.
         self._moment_marks: list[tuple[int, int]] = []
 
-    def begin_update(self, optimizer: Optimizer) -> bool:
+    def begin_update(self, optimizer: Optimizer, without_gradient: Sequence[Tensor]) -> bool:
         """Counts steps without a gradient for each parameter. Returns whether moments were zeroed since the last
         update."""
-        for parameter in list_parameters(optimizer):
-            if parameter.grad is None:
-                self._steps_without_gradient[id(parameter)] = self._steps_without_gradient.get(id(parameter), 0) + 1
-            elif self._steps_without_gradient:
-                self._steps_without_gradient.pop(id(parameter), None)
+        counts = self._steps_without_gradient
+        self._steps_without_gradient = {
+            id(parameter): counts.get(id(parameter), 0) + 1 for parameter in without_gradient
+        }
         moments = _moments_of_first_parameter(optimizer)
         # Reading moments waits for the device. So only moments are read that were written outside of a step.
         written = [

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import wraps
 from typing import Any, Self, cast
 
 import torch
@@ -96,17 +95,11 @@ class OwnLoop:
         # A weak reference: when a script drops its optimizer, watching ends and the module is freed.
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model())
 
-    @property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._optimizer_ref()
-        assert optimizer is not None, "the optimizer is gone"
-        return optimizer
-
     def __enter__(self) -> Self:
         guard = self._guard
         handles = [
-            self._optimizer.register_step_pre_hook(guard(self._begin_update)),
-            self._optimizer.register_step_post_hook(guard(self._end_update)),
+            self._habits.optimizer.register_step_pre_hook(guard(self._begin_update)),
+            self._habits.optimizer.register_step_post_hook(guard(self._end_update)),
         ]
         if self._is_hookable:
             handles.append(self._module.register_forward_pre_hook(guard(self._record_inputs), with_kwargs=True))
@@ -147,7 +140,6 @@ class OwnLoop:
     def _guard(self, hook: Hook) -> Hook:
         """Returns a hook whose first exception ends watching but not the training."""
 
-        @wraps(hook)
         def run(*arguments: Any, **named: Any) -> Any:
             if self._has_ended:
                 return None
@@ -185,7 +177,7 @@ class OwnLoop:
 
     @property
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        optimized_ids = set(map(id, list_parameters(self._optimizer)))
+        optimized_ids = set(map(id, list_parameters(self._habits.optimizer)))
         return {path: parameter for path, parameter in self._watch.parameters.items() if id(parameter) in optimized_ids}
 
     def _begin(self, is_late: bool = False) -> None:
@@ -197,19 +189,17 @@ class OwnLoop:
             self._watched_step = self._step_hooks.enter_context(self._watch.watch_step(self._guard))
         self._step_start = time.perf_counter()
 
-    def _record_inputs(self, module: nn.Module, *inputs: Any) -> None:
+    def _record_inputs(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
         self._find_skipped_step(len(self._losses))
         # transformers divides the loss of each micro-batch by the items of all micro-batches. The step's loss is then
         # the sum of these losses.
-        self._is_loss_divided = any(
-            isinstance(some, dict) and some.get("num_items_in_batch") is not None for some in inputs
-        )
+        self._is_loss_divided = named.get("num_items_in_batch") is not None
         if self._is_first_batch:
-            self._batches.add_inputs(inputs, self._watched_step is not None)
+            self._batches.add_inputs((arguments, named), self._watched_step is not None)
         else:
-            self._batches.add_examples(inputs)
+            self._batches.add_examples((arguments, named))
         self._is_first_batch = False
 
     def _find_skipped_step(self, loss_count: int) -> None:
@@ -248,8 +238,10 @@ class OwnLoop:
         self._losses_used = len(self._losses)
         if loss is not None and has_reached and self._module.training:
             scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
-            self._loss_scale = 1.0 if scale is None else scale.to(loss.device, copy=True)
-            self._backward_losses.append(loss / self._loss_scale)
+            if scale is not None:
+                self._loss_scale = scale.to(loss.device, copy=True)
+            # A copy, because the loop may change its loss in place.
+            self._backward_losses.append(loss.clone() if scale is None else loss / self._loss_scale)
 
     def _begin_update(
         self, optimizer: torch.optim.Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -274,39 +266,34 @@ class OwnLoop:
 
     @torch.no_grad()
     def _read_gradients(self) -> None:
-        self._habits.begin_update(self._state.begin_update(self._optimizer))
-        parameters = [parameter for parameter in list_parameters(self._optimizer) if parameter.grad is not None]
+        optimizer = self._habits.optimizer
+        parameters: list[Tensor] = []
+        without_gradient: list[Tensor] = []
+        for parameter in list_parameters(optimizer):
+            (without_gradient if parameter.grad is None else parameters).append(parameter)
+        self._habits.begin_update(self._state.begin_update(optimizer, without_gradient))
+        self._gradient_norm = None
         if not parameters:
-            self._gradient_norm = None
             return
-        scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
-        gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
-        norm = join_norms(
-            self._measure_norms(
-                _join_small_gradients(list(map(local_shard, gradients))) if self._ranks.size == 1 else gradients
-            )
-        )
-        self._gradient_norm = norm if scale is None else norm / scale
+        norms = self._measure_norms([cast(Tensor, parameter.grad) for parameter in parameters])
+        self._gradient_norm = join_norms(norms)
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
+        if scale is not None:
+            self._gradient_norm = self._gradient_norm / scale
         if self._watched_step is not None:
             trained = self._trained_parameters
             self._weights_before = [local_shard(parameter).detach().clone() for parameter in trained.values()]
             self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
             self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
-            matrices = {path: weight.grad for path, weight in trained.items() if weight.ndim > 1}
-            self._record_gradients({path: gradient for path, gradient in matrices.items() if gradient is not None})
+            norm_by_id = dict(zip(map(id, parameters), norms, strict=True))
+            self._watched_step.record_gradients(
+                {path: norm_by_id[id(weight)] for path, weight in trained.items() if id(weight) in norm_by_id}
+            )
 
-    def _record_gradients(self, gradients: dict[str, Tensor]) -> None:
-        assert self._watched_step is not None
-        self._watched_step.record_gradients(
-            dict(zip(gradients, self._measure_norms(list(gradients.values())), strict=True))
-        )
-
-    def _measure_norms(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+    def _measure_norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Returns the norms of tensors or, with several ranks, this rank's contribution to each norm."""
         norms = torch._foreach_norm([dense_values(local_shard(tensor)) for tensor in tensors])
-        if self._ranks.size > 1:
-            norms = torch._foreach_mul(norms, [math.sqrt(self._ranks.norm_share(tensor)) for tensor in tensors])
-        return norms
+        return self._ranks.share_norms(norms, tensors)
 
     @torch.no_grad()
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -316,28 +303,13 @@ class OwnLoop:
         self._in_step = self._in_update = False
         self._begin()
 
-    @torch.no_grad()
     def _end_step(self, is_skipped: bool = False) -> None:
         """Makes the row of a step, and the lines of a watched step."""
         seconds = time.perf_counter() - self._step_start
+        watched_step = self._watched_step
         ratio: Tensor | float = math.nan
-        if self._watched_step is not None and self._weights_before:
-            trained = self._trained_parameters
-            weight_norms = torch._foreach_norm(self._weights_before)
-            # Subtract in place, because allocating new tensors of this size takes as long as the subtraction.
-            torch._foreach_sub_(self._weights_before, list(map(local_shard, trained.values())))
-            change_norms = torch._foreach_norm(self._weights_before)
-            paths = tuple(trained)
-            self._watched_step.record_update(
-                dict(zip(paths, change_norms, strict=True)), dict(zip(paths, weight_norms, strict=True))
-            )
-            shares = [math.sqrt(self._ranks.norm_share(parameter)) for parameter in trained.values()]
-            self._parameter_norm = join_norms(torch._foreach_mul(weight_norms, shares))
-            ratio = join_norms(torch._foreach_mul(change_norms, shares)) / self._parameter_norm
-            self._watched_step.figures |= {(name, ""): value for name, value in self._predictions.items()}
-            self._watched_step.figures |= (
-                self._batches.list_figures() | self._habits.list_figures(trained) | self._state.list_figures(trained)
-            )
+        if watched_step is not None and self._weights_before:
+            ratio = self._record_update(watched_step)
         # A row needs a loss and gradients that the optimizer received. A GradScaler skips gradients that are not
         # finite.
         loss = self._combine_losses()
@@ -347,44 +319,57 @@ class OwnLoop:
         if norm is not None and loss is not None:
             figures = Figures(loss=loss, gradient_norm=norm, parameter_norm=self._parameter_norm, update_ratio=ratio)
             figures["loss_scale"] = self._loss_scale
-            row_seconds = 0.0 if self._watched_step is not None else seconds
             row = StepRow(
                 self._name,
                 0,
                 self._step,
-                math.nan,
-                self._habits.highest_rate(),
-                math.nan,
-                0.0,
-                math.nan,
-                math.nan,
-                1.0,
-                self._tokens,
-                row_seconds,
-                is_skipped_by_scaler,
+                loss=math.nan,
+                rate=self._habits.highest_rate(),
+                gradient_norm=math.nan,
+                clipped=0.0,
+                parameter_norm=math.nan,
+                update_ratio=math.nan,
+                loss_scale=1.0,
+                tokens=self._tokens,
+                seconds=0.0 if watched_step is not None else seconds,
+                skipped=is_skipped_by_scaler,
             )
             self._rows.append((row, figures))
         self._step_hooks.close()
         events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
         habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in self._habits.pop_mistakes()]
-        if self._watched_step is not None or events or habits:
-            seen_lines = (
-                self._watch.make_lines(self._step, self._watched_step) if self._watched_step is not None else ()
-            )
+        if watched_step is not None or events or habits:
+            seen_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
             self._pass_lines((*seen_lines, *habits, *events))
         self._watched_step, self._weights_before, self._gradient_norm = None, [], None
         self._losses, self._backward_losses, self._losses_used = [], [], 0
         self._predictions = {}
         self._step += 1
 
+    def _record_update(self, watched_step: WatchedStep) -> Tensor:
+        """Records the update of a watched step. Returns its norm divided by that of the weights."""
+        trained = self._trained_parameters
+        weights = list(trained.values())
+        weight_norms = torch._foreach_norm(self._weights_before)
+        # Subtract in place, because allocating new tensors of this size takes as long as the subtraction.
+        torch._foreach_sub_(self._weights_before, list(map(local_shard, weights)))
+        change_norms = torch._foreach_norm(self._weights_before)
+        watched_step.record_update(
+            dict(zip(trained, change_norms, strict=True)), dict(zip(trained, weight_norms, strict=True))
+        )
+        self._parameter_norm = join_norms(self._ranks.share_norms(weight_norms, weights))
+        watched_step.figures |= {(name, ""): value for name, value in self._predictions.items()}
+        watched_step.figures |= (
+            self._batches.list_figures() | self._habits.list_figures(trained) | self._state.list_figures(trained)
+        )
+        return join_norms(self._ranks.share_norms(change_norms, weights)) / self._parameter_norm
+
     def _combine_losses(self) -> Tensor | None:
         if self._losses and not (self._is_loss_divided and self._backward_losses):
             return torch.stack(self._losses).mean()
-        return (
-            torch.stack([root.to(torch.float32) for root in self._backward_losses]).sum()
-            if self._backward_losses
-            else None
-        )
+        if not self._backward_losses:
+            return None
+        return torch.stack([loss.to(torch.float32) for loss in self._backward_losses]).sum()
 
     def _find_missing_rows(self, has_row: bool) -> list[TrainingEvent]:
         """Returns an event at the third update in a row that has no row of figures. Then returns none until there are
@@ -421,7 +406,7 @@ class OwnLoop:
 
     def _explain_unseen(self) -> str:
         parameters = {id(parameter) for parameter in self._module.parameters()}
-        if not any(id(parameter) in parameters for parameter in list_parameters(self._optimizer)):
+        if not any(id(parameter) in parameters for parameter in list_parameters(self._habits.optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"
         if self._gradient_norm is None:
             return "no parameter had a gradient. Call backward before the optimizer's step"
@@ -439,22 +424,6 @@ class OwnLoop:
         complete_lines = self._ranks.join(rows, tuple(lines), is_last) if rows or lines or is_last else ()
         if complete_lines:
             self._on_lines(complete_lines)
-
-
-# Gradients with fewer elements than this are concatenated. Each of their norms would take as long as one norm of all
-# of them.
-_SMALL_GRADIENT = 1 << 12
-
-
-def _join_small_gradients(gradients: list[Tensor]) -> list[Tensor]:
-    """Returns gradients, with all small ones concatenated to one tensor. The norm over all gradients is unchanged by
-    this.
-    """
-    small = [tensor for tensor in gradients if tensor.numel() < _SMALL_GRADIENT and not tensor.is_sparse]
-    if len(small) < 2 or len({(tensor.dtype, tensor.device) for tensor in small}) > 1:
-        return gradients
-    large = [tensor for tensor in gradients if tensor.numel() >= _SMALL_GRADIENT or tensor.is_sparse]
-    return [*large, torch.cat([tensor.flatten() for tensor in small])]
 
 
 def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -9,9 +9,11 @@ import json
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -48,12 +50,16 @@ class Ranks:
     def get_rank() -> int:
         return dist.get_rank() if count_ranks() > 1 else 0
 
-    def norm_share(self, tensor: Tensor) -> float:
+    def share_norms(self, norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns this rank's contributions to the norms of tensors over all ranks."""
+        if self.size == 1:
+            return norms
+        return torch._foreach_mul(list(norms), [math.sqrt(self._square_share(tensor)) for tensor in tensors])
+
+    def _square_share(self, tensor: Tensor) -> float:
         """Returns which share of a tensor's squared norm this rank contributes. If several ranks hold the same
         values, each contributes an equal share.
         """
-        if self.size == 1:
-            return 1.0
         placements: Any = getattr(tensor, "placements", None)
         if placements is None:
             return 1 / self.size

@@ -33,6 +33,7 @@ from fp8bench.features.train.lab.readings import (
     TensorCast,
     describe_cast,
     find_running_mean,
+    largest_output,
     make_reading,
     max_attention_score,
     measure_batch_norm_drift,
@@ -44,7 +45,6 @@ from fp8bench.features.train.lab.readings import (
     reset_peak_memory,
 )
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
-from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import Params
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.attention import AttentionCore, SelfAttention
@@ -86,7 +86,7 @@ class ModelWatch:
         )
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
         self._tables = {path: module for path, module in inner.named_modules() if _is_embedding(path, module)}
-        self.embeddings = {path for path in self.weights if path in self._tables or _is_embedding(path)}
+        self.embeddings = [path for path in self.weights if path in self._tables or _is_embedding(path)]
         self.gains = find_norm_gains(inner)
         self.device = next(iter(self.parameters.values())).device
 
@@ -104,13 +104,11 @@ class ModelWatch:
 
     def make_lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
         """Yields the readings and figures of a watched step. This waits for the device once."""
-        numbers = iter(
-            read_figures([*watched.tensors.values(), *({"": number} for number in watched.figures.values())])
-        )
-        for layer, role in watched.tensors:
-            yield self._make_reading(step, layer, role, next(numbers))
-        for name, layer in watched.figures:
-            yield StepFigure(self._arm, self._seed, step, name, next(numbers)[""], layer)
+        *tensors, numbers = read_figures([*watched.tensors.values(), watched.figures])
+        for (layer, role), tensor in zip(watched.tensors, tensors, strict=True):
+            yield self._make_reading(step, layer, role, tensor)
+        for (name, layer), number in numbers.items():
+            yield StepFigure(self._arm, self._seed, step, name, number, layer)
 
     def _make_reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
@@ -257,8 +255,8 @@ class WatchedStep:
 
     @torch.no_grad()
     def record_update(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
-        """Records the update of the weights. Both arguments hold a norm for each parameter: of its change, and of its
-        weights.
+        """Records the weights after an update. Both arguments hold a norm for each parameter, in the same order: of
+        its change, and of its weights before.
         """
         self.figures["memory", ""] = measure_peak_bytes(self._watch.device)
         modules = {path: module for module, path in self._watch.modules.items()}
@@ -272,8 +270,9 @@ class WatchedStep:
             embedding_rows = self._watch.read_embedding(layer)
             self.figures["embedding_spread", layer] = measure_embedding_spread(embedding_rows)
             self.figures["largest_row", layer] = measure_largest_row(embedding_rows)
-        for path, norm in change_norms.items():
-            self.figures["update_ratio", path.removesuffix(".weight")] = norm / weight_norms[path]
+        ratios = torch._foreach_div(list(change_norms.values()), list(weight_norms.values()))
+        for path, ratio in zip(change_norms, ratios, strict=True):
+            self.figures["update_ratio", path.removesuffix(".weight")] = ratio
         for path, gain in self._watch.gains.items():
             shard = local_shard(gain)
             gain_size = math.sqrt(max(shard.numel(), 1))
@@ -289,17 +288,16 @@ class WatchedStep:
         if casts or _has_weights(module):
             hook = self._guard(partial(self._record_output, path, not casts))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        if self._watch.is_foreign:
+        if self._watch.is_foreign and not _is_torch_layer(module):
             begin = self._guard(lambda *_: self._running_modules.append(path))
             stack.callback(module.register_forward_pre_hook(begin).remove)
             end = self._guard(self._end_forward)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
-            module.core = partial(self._record_scores, path, module.core)
+            module.core = partial(self._record_attention_core, path, module.core)
         if find_running_mean(module) is not None:
-            hook = self._guard(partial(self._record_norm, path))
-            stack.callback(module.register_forward_pre_hook(hook).remove)
+            stack.callback(module.register_forward_pre_hook(self._guard(partial(self._record_norm, path))).remove)
 
     def _record_cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
@@ -317,7 +315,7 @@ class WatchedStep:
             return
         # A recomputed block calls its hooks twice.
         if ("output_amax", path) not in self.figures and output.is_floating_point():
-            self.figures["output_amax", path] = largest_magnitude(local_shard(output))
+            self.figures["output_amax", path] = largest_output(local_shard(output))
         if not both_sides:
             return
         first_input = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
@@ -346,28 +344,26 @@ class WatchedStep:
         del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        path = "".join(self._running_modules[-1:])
-        if ("attention_score", path) not in self.figures:
-            with torch.no_grad():
-                score = max_attention_score(q, k, causal)
-                factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
-                self.figures["attention_score", path] = score * factor
+        self._record_score("".join(self._running_modules[-1:]), q, k, causal, scale)
 
-    def _record_scores(self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if ("attention_score", path) not in self.figures:
-            with torch.no_grad():
-                self.figures["attention_score", path] = max_attention_score(
-                    q, k, getattr(compute_attention, "causal", True)
-                )
+    def _record_attention_core(
+        self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        self._record_score(path, q, k, getattr(compute_attention, "causal", True))
         return compute_attention(q, k, v)
 
+    @torch.no_grad()
+    def _record_score(self, path: str, q: Tensor, k: Tensor, causal: bool, scale: float | None = None) -> None:
+        if ("attention_score", path) not in self.figures:
+            factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
+            self.figures["attention_score", path] = max_attention_score(q, k, causal) * factor
+
+    @torch.no_grad()
     def _record_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        mean, channels_last = find_running_mean(module), isinstance(module, BatchNorm)
+        mean = find_running_mean(module)
         if mean is not None and ("batch_norm_drift", path) not in self.figures:
-            with torch.no_grad():
-                self.figures["batch_norm_drift", path] = measure_batch_norm_drift(
-                    inputs[0], mean, channels_last=channels_last
-                )
+            drift = measure_batch_norm_drift(inputs[0], mean, channels_last=isinstance(module, BatchNorm))
+            self.figures["batch_norm_drift", path] = drift
 
     def _record_tensor(
         self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
@@ -395,7 +391,16 @@ def _is_embedding(path: str, module: nn.Module | None = None) -> bool:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return any(parameter.ndim >= _MATRIX_DIMENSIONS for parameter in module.parameters(recurse=False))
+    # Iterating over module.parameters() takes ten times as long.
+    parameters = module._parameters.values()
+    return any(parameter is not None and parameter.ndim >= _MATRIX_DIMENSIONS for parameter in parameters)
+
+
+def _is_torch_layer(module: nn.Module) -> bool:
+    """Returns whether a module is a layer of torch without parts, such as nn.Linear. Such a layer computes no
+    attention.
+    """
+    return not module._modules and type(module).__module__.startswith("torch.nn.modules.")
 
 
 def _list_modules(module: nn.Module, path: str, with_compiled: bool) -> Iterator[tuple[str, nn.Module]]:

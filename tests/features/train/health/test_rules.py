@@ -550,3 +550,14 @@ def test_a_remedy_changes_something() -> None:
 
     assert "margin" in remedy(FP8)
     assert "margin" not in remedy(replace(FP8, precision="fp8"))
+
+
+def test_a_long_training_is_checked_for_a_plateau_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check reads half of all losses, so the time of a step would grow with the training."""
+    checks: list[int] = []
+    monkeypatch.setattr(steps, "measure_noise", lambda losses: checks.append(len(losses)) or math.inf)
+    rule = steps.LossPlateau(steps.WatchedArm("bf16"))
+    for row in rows(6000):
+        rule.read_line(row)
+    assert checks[:3] == [100, 104, 108]
+    assert len(checks) < 200 + 220

@@ -130,7 +130,7 @@ def test_steps_without_a_gradient_are_counted() -> None:
     for step in range(6):
         optimizer.zero_grad()
         (model(torch.ones(1, 2)) if step % 3 == 0 else model[0](torch.ones(1, 2))).sum().backward()
-        state.begin_update(optimizer)
+        state.begin_update(optimizer, [weight for weight in model.parameters() if weight.grad is None])
         counts.append(state.list_figures(dict(model.named_parameters())).get(("steps_without_gradient", "1"), 0))
     assert counts == [0, 1, 2, 0, 1, 2]
 

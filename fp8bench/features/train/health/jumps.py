@@ -1,0 +1,38 @@
+"""Finds jumps of magnitudes. Magnitudes are compared in octaves (powers of two), as formats count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from statistics import median
+
+from fp8bench.features.train.values import LayerReading
+
+# A jump is only judged if there are this many earlier values, and must exceed all of them by this factor.
+_MIN_EARLIER, _MIN_FACTOR = 4, 4.0
+
+
+def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
+    """Returns log2 of each magnitude that is positive and finite."""
+    return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
+
+
+def usable_scale(reading: LayerReading) -> float:
+    """Returns a reading's scale; 0 for a tensor of zeros, because its scale is always 1."""
+    return reading.scale if reading.amax else 0.0
+
+
+def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
+    """Returns how many octaves a value is away from the median of earlier ones. Values that are 0 or not finite are
+    left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves beyond all
+    earlier ones.
+    """
+    # A jump exceeds all earlier values and thus also the last, which is the check that takes the least time.
+    if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
+        return 0.0
+    octaves = finite_octaves(earlier)
+    if len(octaves) < _MIN_EARLIER:
+        return 0.0
+    distance = math.log2(value) - median(octaves)
+    distance_beyond_all = math.log2(value) - max(octaves) if distance > 0 else min(octaves) - math.log2(value)
+    return distance if abs(distance) >= limit and distance_beyond_all >= math.log2(_MIN_FACTOR) else 0.0
