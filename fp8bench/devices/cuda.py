@@ -215,7 +215,8 @@ class Cuda(Gpu):
         import torch
 
         try:
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             # First run the step on the capture stream. Libraries create workspaces, and autograd creates nodes, on
             # the stream of their first use.
             stream.wait_stream(torch.cuda.current_stream(index))

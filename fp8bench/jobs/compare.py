@@ -45,7 +45,8 @@ def _judge_side(name: str, runs: Sequence[Run]) -> Side:
 
 def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:
     """Reads the chosen runs. Notes unreadable runs, and raises StoreError if no run can be read."""
-    runs, paths = [], chosen.files
+    runs = []
+    paths = chosen.files
     for note in chosen.notes:
         observer.note(note)
     for path in paths:

@@ -63,7 +63,8 @@ def examine(calibrate: bool) -> Iterator[str]:
 
 
 def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
-    load, count = facts["load_1min"], facts["cpu_count"]
+    load = facts["load_1min"]
+    count = facts["cpu_count"]
     is_busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
     yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if is_busy else "")
     governor = facts["cpu_governor"]

@@ -46,7 +46,8 @@ def check_store_exists(path: Path, observer: JobObserver, reading: bool = False)
     try:
         problem = "is not a store: it has no folder `runs` or `asv`" if path.exists() else "does not exist"
         if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
-            problem, count = "", len(list_all_files(path)) if reading else 0
+            problem = ""
+            count = len(list_all_files(path)) if reading else 0
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     if problem:

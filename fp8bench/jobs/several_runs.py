@@ -65,7 +65,8 @@ def execute_sessions(
 
 
 def _wait_between_sessions(run: Run, pause: float, observer: Observer, number: int, sessions: int) -> bool:
-    end, case = time.monotonic() + pause, run.plan.groups[0].cases[0].case
+    end = time.monotonic() + pause
+    case = run.plan.groups[0].cases[0].case
     try:
         while (remaining := end - time.monotonic()) > 0:
             observer.working(
@@ -114,7 +115,8 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
         if len(logs) < 2:
             yield "  unknown: the standard case, a product of 512 in fp32 and bf16, gave fewer than two ratios"
             continue
-        largest_difference, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
+        largest_difference = math.exp(max(logs) - min(logs)) - 1
+        spread = math.expm1(statistics.stdev(logs))
         yield (
             f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(largest_difference, 2)} at "
             f"most, a standard deviation of {percent(spread, 2)}; stored for the intervals of later runs, and each run "

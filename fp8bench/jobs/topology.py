@@ -96,11 +96,14 @@ def _make_topology_lines(
     links = link_rate(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
     rate: float | None
     if measured is not None:
-        rate, source = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
+        rate = measured[0] / 1e9
+        source = f"bus bandwidth of all_reduce, measured in run {measured[1]}"
     elif links:
-        rate, source = links * _DATA_SHARE, "the data rate of its NVLinks, not measured"
+        rate = links * _DATA_SHARE
+        source = "the data rate of its NVLinks, not measured"
     else:
-        rate, source = _pcie_rate(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
+        rate = _pcie_rate(*pcie)
+        source = f"PCIe {pcie[0]} x{pcie[1]}, not measured"
     yield TopologyLine("inside", rate, "GB/s", source)
     port_rate_per_gpu = sum(rate for _, rate in active_ports(infiniband)) / 8 / len(gpus)
     source = (
@@ -207,7 +210,8 @@ def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
 
 
 def _find_bus_bandwidth(record: Record, gpus: int) -> float | None:
-    case, transfer = record.case, record.transfer
+    case = record.case
+    transfer = record.transfer
     if not record.is_ok or record.timing is None or transfer is None or case.workload != "collective":
         return None
     if case.ranks != gpus or not case.device.startswith("cuda") or dict(case.params).get("collective") != "all_reduce":

@@ -113,7 +113,8 @@ def _choose_axis_values(
     """Returns the values of each axis. They are those of the request. If it has none, they are those of the history's
     grid if the request asks for that, or else the defaults.
     """
-    requested_values, is_quick = dict(request.axes), request.quick
+    requested_values = dict(request.axes)
+    is_quick = request.quick
     if request.grid and workload.history is not None:
         requested_values = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested_values}
         is_quick = False  # the sizes of --quick are not in the grid, so they have no history
@@ -187,7 +188,8 @@ def checked_support(
         support = workload.layer_support(kind, params, precision, facts)
     else:
         support = workload.support(params, precision, facts)
-    level, support_reason = getattr(support, "level", None), getattr(support, "reason", None)
+    level = getattr(support, "level", None)
+    support_reason = getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(support_reason, str):
         raise _planning_error(
             workload, f"support() returned {support!r:.120}, and must return a Support of a Level and a text"

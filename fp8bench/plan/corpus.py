@@ -45,7 +45,8 @@ class Corpus:
 def standard_library_text() -> bytes:
     """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts, total = [], 0
+    parts = []
+    total = 0
     for path in sorted(root.glob("*.py")) + sorted(root.glob("asyncio/*.py")) + sorted(root.glob("email/*.py")):
         parts.append(path.read_bytes())
         total += len(parts[-1])

@@ -155,7 +155,8 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     """Returns a case with a different batch size. Returns None if the suite has no batch axis, or if the axis refuses
     the size.
     """
-    case, workload = planned.case, workloads.get(planned.case.workload)
+    case = planned.case
+    workload = workloads.get(planned.case.workload)
     with user_errors_as_usage(workload):
         axes = checked_axes(workload, facts)
         axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
@@ -356,7 +357,8 @@ def _apply_precision_map(part: _SuitePlan, planned: PlannedCase, facts: DeviceFa
 
 def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
-    values, precision = dict(params), precisions.get(name)
+    values = dict(params)
+    precision = precisions.get(name)
     # 1. The support level of a case is the lowest level of its layers.
     supports = [
         checked_support(workload, values, precision, facts),

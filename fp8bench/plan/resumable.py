@@ -114,7 +114,8 @@ def _list_differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], enviro
 def describe_environment_changes(first: Environment, second: Environment) -> Iterable[str]:
     """Yields a sentence for each difference between two environments, among the facts that must be equal."""
     for fact, name in _REQUIRED_FACTS.items():
-        previous, current = first.get(fact), second.get(fact)
+        previous = first.get(fact)
+        current = second.get(fact)
         if previous != current:
             yield f"{name} was {_describe_value(previous)} and is {_describe_value(current)}"
 
@@ -126,10 +127,12 @@ def _list_plan_differences(previous: Plan, current: Plan) -> Iterable[str]:
     if unmatched:
         yield f"it would be planned differently now ({unmatched[0]})"
     for name in (name for name in old if name in new):
-        backend, new_backend = old[name].support.backend, new[name].support.backend
+        backend = old[name].support.backend
+        new_backend = new[name].support.backend
         if backend and new_backend != backend:
             yield f"{name} was multiplied by {backend} and would now be by {new_backend or 'no backend'}"
-        version, new_version = old[name].case.version, new[name].case.version
+        version = old[name].case.version
+        new_version = new[name].case.version
         if version != new_version:
             yield f"the workload {old[name].case.workload} was version {version} and is {new_version}"
 

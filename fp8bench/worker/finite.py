@@ -75,7 +75,9 @@ class FiniteState:
                 self._made_versions[view] = get_version(tensor)
 
     def lost(self, state: object) -> Lost:
-        count, checked_count, first_tensor = 0, 0, ""
+        count = 0
+        checked_count = 0
+        first_tensor = ""
         has_read_all = self._has_read_all
         for tensor in self._read_tensors(state):
             if get_view_key(tensor) not in self._prepared and not has_read_all:

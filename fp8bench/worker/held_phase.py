@@ -50,7 +50,9 @@ class HeldPhase:
         """Repeats the phase for a while, and restores its inputs. Returns the time of the phase and the size of its
         inputs.
         """
-        deadline, repetitions, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
+        deadline = time.perf_counter() + WARM_SECONDS
+        repetitions = 1
+        seconds = self.loop(1)
         while time.perf_counter() < deadline:
             repetitions = max(1, round(repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
             seconds = self.loop(repetitions)

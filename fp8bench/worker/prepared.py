@@ -61,11 +61,6 @@ def begin_without_ranks() -> None:
     """Does nothing, because without other ranks a slot begins at once."""
 
 
-def answer_without_ranks(here: bool) -> bool:
-    """Returns the argument: without other ranks, this process's answer is the only one."""
-    return here
-
-
 class State(NamedTuple):
     """A prepared state: its content, its book of scales (or None), its check for finite numbers, its arithmetics."""
 
@@ -141,7 +136,7 @@ class Prepared:
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begin_without_ranks
-    any_rank: Callable[[bool], bool] = answer_without_ranks
+    any_rank: Callable[[bool], bool] = bool
     # For each slot, the least seconds of a call that neither the stamps of its step nor the clock's work explain.
     _missing: list[float] = field(default_factory=list)
     # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
@@ -246,7 +241,8 @@ class Prepared:
 
     def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
-        replay, state_count = self.replay, len(self.states)
+        replay = self.replay
+        state_count = len(self.states)
         slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / state_count)), discard, filling)
         if state_count == 1:
             return slot
@@ -259,8 +255,11 @@ class Prepared:
     ) -> RawSlot:
         # Look functions up before a step runs, so that a step that replaces them cannot affect its slot.
         clock, begin, end, now = self.clock, self.clock.begin, self.clock.end, time.perf_counter
-        make_ready, make_ready_on_device = self._make_ready, self._make_ready_on_device
-        late_slots, steps_per_mark, silent_phases = self._late_slots, self.steps_per_marked_step, SilentPhases()
+        make_ready = self._make_ready
+        make_ready_on_device = self._make_ready_on_device
+        late_slots = self._late_slots
+        steps_per_mark = self.steps_per_marked_step
+        silent_phases = SilentPhases()
         # The answer of a step is freed within the timed part: `id` does not keep the answer.
         keep_answer, slot_inspection = (
             (id, nullcontext()) if late_slots is None else (late_slots.keep, late_slots.slot())
@@ -279,7 +278,9 @@ class Prepared:
                 keep_answer(take_step(state, clock))
                 end()
             self.device.synchronise(self.index)
-            cpu_start, thread_start, wall_start = time.process_time(), time.thread_time(), time.perf_counter()
+            cpu_start = time.process_time()
+            thread_start = time.thread_time()
+            wall_start = time.perf_counter()
             for number in range(calls):
                 state = make_ready_on_device(number, filling)
                 call_start = now()
@@ -290,11 +291,9 @@ class Prepared:
             host_seconds = time.perf_counter() - wall_start
             counters_at_end = counters_before if self._between_calls is None else counters()
             self.device.synchronise(self.index)
-            wall_seconds, thread_seconds, cpu_seconds = (
-                time.perf_counter() - wall_start,
-                time.thread_time() - thread_start,
-                time.process_time() - cpu_start,
-            )
+            wall_seconds = time.perf_counter() - wall_start
+            thread_seconds = time.thread_time() - thread_start
+            cpu_seconds = time.process_time() - cpu_start
             counters_after = counters()
             counter_growth = grown(counters_before, counters_after)
             retries_after = self.device.retried(self.index)
@@ -391,7 +390,8 @@ class Prepared:
 
     def end_late(self) -> LateSteps:
         """Restores the state, and returns what the inspected steps did."""
-        late_slots, self._late_slots = self._late_slots, None
+        late_slots = self._late_slots
+        self._late_slots = None
         return LateSteps() if late_slots is None else late_slots.end()
 
     def check(self) -> StateCheck:
@@ -463,7 +463,8 @@ class Prepared:
 
     def drop_phase(self) -> str:
         """Frees the stored inputs of the phase. Returns which of its numbers are no longer finite, or ''."""
-        held_phase, self.held = self.held, None
+        held_phase = self.held
+        self.held = None
         return held_phase.replay.find_lost_values() if held_phase is not None else ""
 
 

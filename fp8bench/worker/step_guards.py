@@ -57,18 +57,17 @@ def untimed_pass() -> Iterator[None]:
     already_running = list_running()
     with stdout_to_stderr():
         yield
-    running_names = wait_and_name_running(list_running() - already_running)
-    if running_names:
+    if names := wait_and_name_running(list_running() - already_running):
         raise LeftRunning(
-            f"it left {len(running_names)} running ({', '.join(running_names[:5])}): "
-            "they would be timed with later work. Join them before returning."
+            f"it left {_describe_running(names)}: they would be timed with later work. Join them before returning."
         )
 
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
     """Runs timed steps in the body. Raises an error if one of them printed, or left a thread or a process running."""
-    already_running, stdout_size = list_running(), _stdout_size()
+    already_running = list_running()
+    stdout_size = _stdout_size()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
     lines = captured_output.getvalue().strip().splitlines()
@@ -80,12 +79,15 @@ def silent_step() -> Iterator[None]:
             f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    running_names = wait_and_name_running(list_running() - already_running, 0.0)
-    if running_names:
+    if names := wait_and_name_running(list_running() - already_running, 0.0):
         raise LeftRunning(
-            f"a step left {len(running_names)} running ({', '.join(running_names[:5])}): "
-            "it would be timed with the next one. Join it in the step, or start it while preparing."
+            f"a step left {_describe_running(names)}: it would be timed with the next one. Join it in the step, or "
+            "start it while preparing."
         )
+
+
+def _describe_running(names: list[str]) -> str:
+    return f"{len(names)} running ({', '.join(names[:5])})"
 
 
 def _stdout_size() -> int:

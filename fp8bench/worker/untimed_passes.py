@@ -61,7 +61,7 @@ class UntimedPasses:
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
         # The exact results from which the errors of the last case were computed, with their key.
-        self._exact: tuple[object, Any] | None = None
+        self._exact: Any = None
         # False for ranks, which must all take the same number of steps. The number of steps for measuring growth
         # would differ from rank to rank.
         self._alone = True
@@ -74,25 +74,23 @@ class UntimedPasses:
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        # Keep the exact results, because `_apart` drops them.
+        # Cases that differ only in precision share their exact results. Any other request deletes these results, and
+        # so does `_apart`.
+        key = case.workload, case.params, facts.key, case.ranks
         stored_exact = self._exact
+
+        def share_exact(make: Callable[[], Any]) -> Any:
+            is_stored = stored_exact is not None and stored_exact[0] == key
+            self._exact = stored_exact if is_stored else (key, make())
+            return self._exact[1]
+
         with self._apart(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
-            share_exact = partial(
-                self._share_results, (case.workload, case.params, facts.key, case.ranks), stored_exact
-            )
             try:
                 return check_errors(workload.error(replace(setup(), shared=share_exact)))
             except NotRepeatable as error:
                 return str(error)
-
-    def _share_results(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
-        """Returns the exact results that are stored for `key`. Missing ones are computed and stored. Any request
-        other than `error` deletes them.
-        """
-        self._exact = kept_value if kept_value is not None and kept_value[0] == key else (key, make())
-        return self._exact[1]
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         with self._apart(case, facts) as (workload, _, setup):
@@ -133,16 +131,14 @@ class UntimedPasses:
         """Returns how many products of a user's model the case converts. Returns None if the workload has no such
         model.
         """
-        with self._apart(case, facts) as (workload, _, setup):
-            covered_model = workload.covered(setup())
-            if covered_model is None:
-                return None
-            from fp8bench.tape.coverage import measure_coverage
+        from fp8bench.tape.coverage import measure_coverage
 
-            model_coverage = measure_coverage(
-                covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
-            )
-            return replace(model_coverage, loss=covered_model.loss())
+        with self._apart(case, facts) as (workload, _, setup):
+            covered = workload.covered(setup())
+            if covered is None:
+                return None
+            coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
+            return replace(coverage, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
         """Returns the memory of a step at its peak, divided by purpose, or why it is unknown.
@@ -232,7 +228,8 @@ class UntimedPasses:
         because a device reports errors late, and the next request must not fail by them. With `frees`, it then
         returns memory to the device.
         """
-        device, workload = self._select_device(facts), workloads.get(case.workload)
+        device = self._select_device(facts)
+        workload = workloads.get(case.workload)
         with precision_scope(precisions.get(case.precision)), restore_switches(), untimed_pass():
             yield workload, device, partial(self._setup, case, facts)
             device.synchronise(facts.index)
@@ -242,10 +239,17 @@ class UntimedPasses:
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
-        arithmetic = precision.arithmetic(facts)
         layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         # Layers that a suite keeps in high precision use the carrier precision of the case.
         high_arithmetic = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
-        seed, corpus = self._settings.seed, self._settings.corpus
-        setup = Setup(case, facts, seed, arithmetic, high_arithmetic, layer_arithmetics, precision.loss_scale, corpus)
+        setup = Setup(
+            case,
+            facts,
+            self._settings.seed,
+            precision.arithmetic(facts),
+            high_arithmetic,
+            layer_arithmetics,
+            precision.loss_scale,
+            self._settings.corpus,
+        )
         return self._calibrations.apply(workloads.get(case.workload), setup)

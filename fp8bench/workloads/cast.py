@@ -115,9 +115,9 @@ class Cast(Workload):
 
     def prepare(self, setup: Setup) -> CastState:
         source = _make_timed_source(setup)
-        role = Role(str(setup.case.param("role")))
+        role = Role(str(setup.params["role"]))
         # For direction=from, the steps restore codes. Make the codes here, before timing.
-        if setup.case.param("direction") == "to":
+        if setup.params["direction"] == "to":
             cast = _make_cast(setup)
             return CastState(source, _replace_by_copy(lambda: cast(source).data, source), role)
         operand = _make_cast(setup)(source)
@@ -149,7 +149,7 @@ class Cast(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
-        return compute_statistics([("source", str(setup.case.param("role")), _draw_source(setup))])
+        return compute_statistics([("source", str(setup.params["role"]), _draw_source(setup))])
 
 
 def parse_shape(text: str) -> str:
@@ -170,7 +170,7 @@ def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callabl
 
 
 def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
-    role = Role(str(setup.case.param("role")))
+    role = Role(str(setup.params["role"]))
     without_scale = setup.params.get("scaling") == "off"
     cast = setup.arithmetic.cast_without_scale if without_scale else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
@@ -180,7 +180,7 @@ def _make_timed_source(setup: Setup) -> Tensor:
     from fp8bench.numerics.distributions import apply_layout
 
     source = _draw_source(setup)
-    source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
+    source = source * setup.loss_scale if setup.params["role"] == Role.GRADIENT else source
     return apply_layout(source, str(LAYOUT.of(setup.params)))
 
 

@@ -261,7 +261,7 @@ def _find_native_multiples(setup: Setup) -> tuple[int, int]:
 
 
 def _read_target_name(setup: Setup) -> str:
-    return str(setup.case.param("make"))
+    return str(setup.params["make"])
 
 
 def _copy_model(setup: Setup) -> Given:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
@@ -136,12 +137,10 @@ class Transformer(shared.TrainingWorkload):
         if has_four_models and (_read_choice(params, "compile"), _read_choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         usual_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
-        return (
-            tuple(
-                (name, usual_sizes[name] if name in usual_sizes and value == "auto" else value)
-                for name, value in params.items()
-            ),
-        )
+        sized_params = {
+            name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
+        }
+        return (tuple(sized_params.items()),)
 
     def work(self, params: Scalars) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
@@ -225,7 +224,7 @@ class Transformer(shared.TrainingWorkload):
         recomputes = _read_choice(setup.params, "checkpointing") == "blocks"
         model = _build_model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
         if precisions.get(setup.case.precision).unit_scaled:
-            scale_to_unit(model, int(setup.case.param("sequence")))
+            scale_to_unit(model, int(setup.params["sequence"]))
         set_around(model, setup.around(self.around(setup.params)))
         return model
 
@@ -238,14 +237,9 @@ class Transformer(shared.TrainingWorkload):
                 "or a precision that casts from the tensor alone, like fp8"
             )
         # 2. Check what the layers of a backend accept, and what they compute themselves.
-        casts_every_micro_batch = (
-            precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
-        )
-        if (
-            casts_every_micro_batch
-            and support.level is not Level.REFUSED
-            and _read_choice(params, "weights") == "cached"
-        ):
+        backend = precision.backend if precision.whole_layers else None
+        recasts = backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
+        if recasts and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
         is_unlike_gpt2 = SIZES[str(params["size"])].modern or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
@@ -255,10 +249,9 @@ class Transformer(shared.TrainingWorkload):
         # 3. Check that sizes are multiples of what native products need. The number of tokens is one of these sizes.
         multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if support.is_native and _is_compiled(params):
-            reason = shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)
-            if reason:
-                return refused(reason)
+        is_compiled = support.is_native and _is_compiled(params)
+        if is_compiled and (reason := shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)):
+            return refused(reason)
         if support.is_native and tokens % multiple:
             return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {multiple}; "
@@ -275,14 +268,14 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.nn import rlhf
         from fp8bench.nn.gpt import GPT
 
-        micro_batches = int(setup.case.param("micro_batches"))
+        micro_batches = int(setup.params["micro_batches"])
         frozen_format = _read_choice(setup.params, "frozen")
         loader = rlhf.SharedBatches(_make_loader(setup), micro_batches)
         actor = self._make_training_state(setup, loader)
         critic = self._make_training_state(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
         frozen_pair = rlhf.make_frozen_models(
-            actor.model, _make_config(setup), int(setup.case.param("batch")), frozen_format, setup.seed
+            actor.model, _make_config(setup), int(setup.params["batch"]), frozen_format, setup.seed
         )
         return rlhf.FourModels(actor, critic, frozen_pair, loader, micro_batches, {})
 
@@ -377,13 +370,9 @@ class Transformer(shared.TrainingWorkload):
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
         model = _build_model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
         model(*_make_loader(setup).next(), SilentPhases()).backward()
-        roles = list(Role)
-        return tuple(
-            sorted(
-                ledger.statistics(),
-                key=lambda statistic: (self.layer_kinds.index(statistic.kind), roles.index(Role(statistic.role))),
-            )
-        )
+        order = list(product(self.layer_kinds, Role))
+        statistics = ledger.statistics()
+        return tuple(sorted(statistics, key=lambda statistic: order.index((statistic.kind, Role(statistic.role)))))
 
 
 def _read_choice(params: Scalars, name: str) -> str:
@@ -400,7 +389,7 @@ def _count_frozen_bytes(params: Scalars) -> float:
 
 
 def _make_config(setup: Setup) -> GPTConfig:
-    return replace(SIZES[str(setup.case.param("size"))], sequence=int(setup.case.param("sequence")))
+    return replace(SIZES[str(setup.params["size"])], sequence=int(setup.params["sequence"]))
 
 
 def _build_model(
@@ -446,14 +435,14 @@ def _compile_forward(setup: Setup, model: GPT) -> Forward:
 def _make_loader(setup: Setup) -> TokenLoader:
     from fp8bench.nn.batches import make_loader
 
-    return make_loader(setup, int(setup.case.param("batch")), _make_config(setup))
+    return make_loader(setup, int(setup.params["batch"]), _make_config(setup))
 
 
 def _compute_gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Returns the mean loss and the summed gradients of the micro-batches of one step."""
     model.zero_grad()
     loader = _make_loader(setup)
-    micro_batches = int(setup.case.param("micro_batches"))
+    micro_batches = int(setup.params["micro_batches"])
     total_loss = 0.0
     with _make_weight_cast(setup, model)(SilentPhases()):
         for _ in range(micro_batches):
