@@ -155,7 +155,8 @@ class Place:
 
     def snapshot(self, commit: str) -> Snapshot:
         (path,) = self.files(commit)
-        loaded, content = asv_results.Results.load(str(path)), json.loads(path.read_text())
+        loaded = asv_results.Results.load(str(path))
+        content = json.loads(path.read_text())
         runs = [load_run(path) for path in run_files(self.root / ".fp8bench")]
         own = sorted((run for run in runs if run.environment.get("commit") == commit), key=lambda run: run.started)
         return Snapshot(loaded, load_benchmarks(self.results / "benchmarks.json"), content, own)
@@ -229,7 +230,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     story.said["check"] = place.asv("check", "-E", "existing")
 
     def keep(step: str, said: str, commit: str = first) -> None:
-        story.said[step], story.steps[step] = said, place.snapshot(commit)
+        story.said[step] = said
+        story.steps[step] = place.snapshot(commit)
 
     def quick_asv(benchmarks: str) -> str:
         return place.asv("run", "-E", "existing", "--set-commit-hash", first, "--quick", "--bench", benchmarks)
@@ -276,7 +278,8 @@ def test_what_is_not_on_this_machine_is_not_applicable(story: Story) -> None:
 def test_two_suite_files_never_share_a_cache(story: Story) -> None:
     """Their text is equal line by line, and asv identifies caches by module and line."""
     step = story.steps["quick asv"]
-    adding, taking = "adding.Adding.track_size_error", "taking.Taking.track_size_error"
+    adding = "adding.Adding.track_size_error"
+    taking = "taking.Taking.track_size_error"
     keys = [step.benchmarks[name]["setup_cache_key"].split(":") for name in (adding, taking)]
     assert [module for module, _ in keys] == ["adding", "taking"] and keys[0][1] == keys[1][1]
     for cell in (FP32, BF16):
@@ -302,7 +305,8 @@ def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
-    before, after = story.steps["quick asv"], story.steps["whole suite"]
+    before = story.steps["quick asv"]
+    after = story.steps["whole suite"]
     assert len(story.place.files(story.commits[0])) == 1
     assert after.repeat("adding.Adding.track_time") == WHOLE != before.repeat("adding.Adding.track_time")
     assert {key: after.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")} == {
@@ -324,7 +328,8 @@ def test_the_doors_have_two_names_for_the_interpreter() -> None:
 
 @for_each("step", ["quick asv again", "quick suite"])
 def test_a_quick_run_replaces_no_whole_one(step: str, story: Story) -> None:
-    before, after = story.steps["whole suite"], story.steps[step]
+    before = story.steps["whole suite"]
+    after = story.steps[step]
     for cell in (FP32, BF16):
         assert after.repeat("adding.Adding.track_time", cell) == WHOLE
         assert after.value("adding.Adding.track_time", cell) == before.value("adding.Adding.track_time", cell)
@@ -355,7 +360,8 @@ def test_asv_forgets_what_it_did_not_discover_and_the_view_brings_it_back(story:
 
 
 def test_the_view_leaves_asvs_definitions_as_they_are(story: Story) -> None:
-    asvs, ours = story.steps["quick asv"].benchmarks, story.steps["whole suite"].benchmarks
+    asvs = story.steps["quick asv"].benchmarks
+    ours = story.steps["whole suite"].benchmarks
     assert {name: ours[name] for name in asvs} == dict(asvs)
     assert "setup_cache_key" in ours["adding.Adding.track_time"]
 
@@ -370,7 +376,8 @@ def test_a_suite_of_the_projects_own_is_read_by_asv(story: Story) -> None:
 
 @for_each("commit", [0, 1])
 def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: Path) -> None:
-    place, before = story.place, story.place.snapshot(story.commits[commit])
+    place = story.place
+    before = story.place.snapshot(story.commits[commit])
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
     place.fp8bench("history", "rebuild", "--store", str(store), "--import", "./my_work.py")

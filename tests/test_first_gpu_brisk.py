@@ -75,7 +75,9 @@ class Programme:
     """Steps that take their modelled seconds on a fake clock, and write files."""
 
     def __init__(self, folder: Path, probe: Mapping[str, Any], slower: float = 0.9) -> None:
-        self.folder, self.probe, self.slower = folder, probe, slower
+        self.folder = folder
+        self.probe = probe
+        self.slower = slower
         self.now = 0.0
         self.begun: list[tuple[str, float]] = []
         self.archived: list[list[str]] = []
@@ -194,14 +196,16 @@ def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme
 @for_each("name", ["casts", "forward", "model", "serving", "crossing", "best-products", "gpt2-124m", "attention"])
 def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_named(name).step
-    groups, clock = planned_groups(step, NAMED_H200), clock_of(NAMED_H200)
+    groups = planned_groups(step, NAMED_H200)
+    clock = clock_of(NAMED_H200)
     request = request_of_words([word.removeprefix(NATIVE) for word in step.words.split()][1:])
     monkeypatch.setattr("tests.measure.powered.WATTS", defaultdict(lambda: 690.0))
     power = SlowCounter()
     device = Gpu(power)
     sources = (Source(SourceKind.COUNTER, power.read),) if request.energy else ()
     meter = Meter(sources, device, "", power.clock)
-    timing, untimed = Stopwatch(power, {}), Stopwatch(power, {})
+    timing = Stopwatch(power, {})
+    untimed = Stopwatch(power, {})
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
     monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
     begun = power.clock.now()

@@ -90,7 +90,8 @@ def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pyte
 
 @for_each("name", CALLS)
 def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
-    call, parser = getattr(fp8bench, name), subparsers_by_name(build_parser([name]))[name]
+    call = getattr(fp8bench, name)
+    parser = subparsers_by_name(build_parser([name]))[name]
     printed = ("help", "help_all", "json", "csv", "md", "all", "explain")
     actions = {python_keyword(action): action for action in parser._actions if action.dest not in printed}
     places = {word for word, known in actions.items() if not known.option_strings and known.choices}

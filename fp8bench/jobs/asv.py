@@ -75,10 +75,8 @@ def _earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
 def _explain_other_commit(commit: str, run: Run) -> str:
     current_commit = run.environment.get("commit")
     if isinstance(current_commit, str) and current_commit != commit:
-        return (
-            f"asv saves results as commit {commit[:8]}, but commit {current_commit[:8]} is checked out: give "
-            "--set-commit-hash that"
-        )
+        reason = f"asv saves results as commit {commit[:8]}, but commit {current_commit[:8]} is checked out"
+        return f"{reason}: give --set-commit-hash that"
     return explain_outside_history(run)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -78,7 +79,8 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
                 groups.append([_make_record(rate, device) for rate in rates])
     # 2. Write the records as a run with one group for each limit.
-    plan = Plan(tuple(map(_plan_group, groups)))
+    plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
+    plan = Plan(tuple(Group(tuple(cases), 0) for cases in plans))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)
     try:
@@ -88,10 +90,6 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
     finally:
         writer.close()
     return load_run(writer.path)
-
-
-def _plan_group(records: Sequence[Record]) -> Group:
-    return Group(tuple(PlannedCase(record.case, record.support, record.work) for record in records), 0)
 
 
 def _measure_device(
@@ -185,11 +183,9 @@ def parse_quote(text: str) -> Quote:
     # 1. Split the text into the device, the figure, and the number at the end.
     parts = text.replace(",", " ").split()
     number: float | None = None
-    try:
+    with suppress(ValueError, IndexError):
         number = float(parts[-1])
         parts.pop()
-    except (ValueError, IndexError):
-        pass
     if len(parts) < 2 or (number is not None and not 0 < number < math.inf):
         raise UsageError(f"--peak {text!r:.80} cannot be read. {_QUOTE_SYNTAX}.")
     *name, figure = parts

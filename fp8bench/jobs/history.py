@@ -125,15 +125,13 @@ def load_matching_acks(store: Path, changes: Found, observer: JobObserver) -> li
     names_by_interpreter = {
         resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
     }
-
-    def name_of(python: str) -> str:
-        return (
-            python
-            if python in names_by_interpreter.values()
-            else names_by_interpreter.get(resolve_interpreter(python), python)
-        )
-
-    return [replace(ack, python=name_of(ack.python)) for ack in stored_acknowledgements.acks]
+    acks = []
+    for ack in stored_acknowledgements.acks:
+        name = ack.python
+        if name not in names_by_interpreter.values():
+            name = names_by_interpreter.get(resolve_interpreter(name), name)
+        acks.append(replace(ack, python=name))
+    return acks
 
 
 def find_series(word: str, history: History) -> str:

@@ -77,8 +77,8 @@ def find_model_coverage(maker: str) -> Coverage:
         plan = make_plan(request, facts, None)
         limits = Limits()
         examine(plan, facts, worker, limits)
-        (planned,) = (planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
-        (device,) = (fact for fact in facts if fact.key == "cpu")
+        planned = next(planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
+        device = next(fact for fact in facts if fact.key == "cpu")
         return worker.within(limits.for_untimed_pass(planned.work)).coverage(planned.case, device) or Coverage()
 
 

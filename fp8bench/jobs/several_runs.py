@@ -43,24 +43,18 @@ def execute_sessions(
     """
     earlier_ratios: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
-        run = execute(
-            request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=earlier_ratios
-        )
-        if (
-            not run.finished
-            or number + 1 == sessions
-            or not _wait_between_sessions(run, pause, observer, number + 2, sessions)
-        ):
+        name = f"session {number + 1} of {sessions}"
+        run = execute(request, store, observer, command, note=name, sessions={**earlier_ratios})
+        if not run.finished or number + 1 == sessions:
             break
-        single_session = replace(
-            run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records)
-        )
-        case_ratios = ((case, finding.ratio) for case, finding in findings(single_session).items())
+        if not _wait_between_sessions(run, pause, observer, number + 2, sessions):
+            break
+        records = [replace(record, sessions=(), reruns=None) for record in run.records]
         # Use the ratios of disturbed sessions as well. Without them, the intervals would be too narrow on a busy
         # machine.
-        earlier_ratios = earlier_ratios | {
-            case: (*earlier_ratios.get(case, ()), ratio) for case, ratio in case_ratios if ratio is not None
-        }
+        for case, finding in findings(replace(run, records=tuple(records))).items():
+            if finding.ratio is not None:
+                earlier_ratios[case] = (*earlier_ratios.get(case, ()), finding.ratio)
     return run
 
 

@@ -11,8 +11,11 @@ import os
 import re
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from fp8bench.analysis.roofline import find_datasheet
@@ -151,12 +154,11 @@ def _query_driver(*options: str) -> list[str]:
 
 def count_links(matrix: list[str]) -> dict[str, int]:
     """Counts the links between GPUs by their kind ('NV18', 'PIX', 'SYS'), from the matrix that nvidia-smi prints."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    for number, row in enumerate(gpu_rows):
-        for kind in row[1 : len(gpu_rows) + 1][number + 1 :]:
-            counts[kind] = counts.get(kind, 0) + 1
+    for number, row in enumerate(gpu_rows, 2):
+        counts.update(row[number : len(gpu_rows) + 1])
     return counts
 
 
@@ -196,16 +198,12 @@ def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
     """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and the id of its run. The newest run
     with such an all-reduce is used.
     """
-    for place, file in enumerate(iterate_newest_files(store)):
-        if place >= _MAX_RUNS:
-            break
-        try:
+    for file in islice(iterate_newest_files(store), _MAX_RUNS):
+        with suppress(StoreError):  # the file is not a run, or comes from a different version
             run = load_run(file)
-        except StoreError:  # the file is not a run, or comes from a different version
-            continue
-        rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
-        if rates:
-            return max(rates), run.id
+            rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
+            if rates:
+                return max(rates), run.id
     return None
 
 
@@ -218,6 +216,5 @@ def _find_bus_bandwidth(record: Record, gpus: int) -> float | None:
         return None
     if not record.support.is_native:
         return None
-    return float(
-        transfer.payload * transfer.bus_factor / statistics.median(step_seconds_of_calls(record.timing).tolist())
-    )
+    seconds: float = statistics.median(step_seconds_of_calls(record.timing).tolist())
+    return transfer.payload * transfer.bus_factor / seconds

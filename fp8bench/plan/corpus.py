@@ -45,14 +45,12 @@ class Corpus:
 def standard_library_text() -> bytes:
     """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts = []
-    total = 0
-    for path in sorted(root.glob("*.py")) + sorted(root.glob("asyncio/*.py")) + sorted(root.glob("email/*.py")):
-        parts.append(path.read_bytes())
-        total += len(parts[-1])
-        if total >= MAX_BYTES:
-            break
-    return b"".join(parts)[:MAX_BYTES]
+    text = bytearray()
+    for pattern in ("*.py", "asyncio/*.py", "email/*.py"):
+        for path in sorted(root.glob(pattern)):
+            if len(text) < MAX_BYTES:
+                text += path.read_bytes()
+    return bytes(text[:MAX_BYTES])
 
 
 def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:

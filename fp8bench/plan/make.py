@@ -111,8 +111,7 @@ def has_reference_added(plan: Plan) -> bool:
     """Returns whether a reference may have been added to the plan. Old versions never added one, and their plans have
     no fp32.
     """
-    cases = chain.from_iterable(group.cases for group in plan)
-    return any(planned.case.precision == ADDED_REFERENCE for planned in cases)
+    return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 
 
 def check_names(request: Request) -> tuple[Workload, ...]:
@@ -160,16 +159,14 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     with user_errors_as_usage(workload):
         axes = checked_axes(workload, facts)
         axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
+        if axis is None:
+            return None
         try:
-            value = axis.parse(str(batch)) if axis is not None else None
-            if value is None:
-                return None
-            params_of_cases = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
-        except (ValueError, UsageError):
+            value = axis.parse(str(batch))
+            (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
+        except (ValueError, UsageError):  # also if the batch stands for several cases
             return None
-        if len(params_of_cases) != 1:
-            return None
-        case_with_batch = _plan_case(workload, params_of_cases[0], facts, case.precision, case.precision_map)
+        case_with_batch = _plan_case(workload, params, facts, case.precision, case.precision_map)
     return replace(case_with_batch, case=replace(case_with_batch.case, static=case.static))
 
 
@@ -231,22 +228,22 @@ def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence
 def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
     """Yields a note for each suite whose largest case takes much of a device's memory."""
     by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
-    for group in groups:
-        for planned in group.cases:
-            case = planned.case
-            if case.device != facts.key:
-                continue
-            required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
-            if required_bytes:
-                by_suite.setdefault(case.workload, []).append((required_bytes, planned))
+    for planned in chain.from_iterable(group.cases for group in groups):
+        case = planned.case
+        required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
+        if required_bytes and case.device == facts.key:
+            by_suite.setdefault(case.workload, []).append((required_bytes, planned))
     for suite, cases in by_suite.items():
-        runnable_cases = [(required_bytes, planned) for required_bytes, planned in cases if planned.runs]
-        too_large_count = sum(
-            required_bytes > facts.memory_bytes > 0 and not planned.runs for required_bytes, planned in cases
-        )
-        largest_bytes, largest = max(runnable_cases, key=lambda pair: pair[0], default=(0.0, None))
+        largest_bytes = 0.0
+        takes_most = "does not fit"
+        too_large_count = 0
+        for required_bytes, planned in cases:
+            if planned.runs and required_bytes > largest_bytes:
+                largest_bytes = required_bytes
+                takes_most = f"({planned.case.mode}) takes about {size(required_bytes)}"
+            elif not planned.runs and required_bytes > facts.memory_bytes > 0:
+                too_large_count += 1
         if too_large_count or largest_bytes > _LARGE_SHARE * facts.memory_bytes > 0:
-            takes_most = f"({largest.case.mode}) takes about {size(largest_bytes)}" if largest else "does not fit"
             skipped = f"; {too_large_count} of {len(cases)} cases take more and are skipped" if too_large_count else ""
             capacity = f"{facts.key} has {size(facts.memory_bytes)}"
             yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {capacity}{skipped}"
@@ -319,21 +316,20 @@ def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: 
     is emulated.
     """
     cases_without_map = [_plan_case(part.workload, params, facts, name, ()) for name in part.modes]
-    native = [planned for planned in cases_without_map if _is_native(planned)]
+    reference = _choose_reference(cases_without_map, is_named)
+    native = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
+    added: list[PlannedCase] = []
     if part.may_add and len(native) == 1:
         added_case = _plan_case(part.workload, params, facts, ADDED_REFERENCE, ())
         if _is_native(added_case):
-            cases_with_map = [
-                planned if planned in native else _apply_precision_map(part, planned, facts)
-                for planned in cases_without_map
-            ]
-            return Group((added_case, *cases_with_map), 0)
-    reference = _choose_reference(cases_without_map, is_named)
+            added = [added_case]
+            reference = native[0]
+    # The reference has no precision map, nor has the native case that was the reference until one was added.
     cases = [
         planned if index == reference else _apply_precision_map(part, planned, facts)
         for index, planned in enumerate(cases_without_map)
     ]
-    return Group(tuple(cases), reference)
+    return Group((*added, *cases), 0 if added else reference)
 
 
 def _describe_new_reference(part: _SuitePlan, group: Group) -> list[str]:
@@ -370,25 +366,19 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
         support = Support(Level.REFUSED, facts.unusable)
     # 2. Skip cases that the device refuses, that do not fit into its memory, or whose cache state cannot be set up.
     work = checked_work(workload, values)
-    skip_reason = support.reason if support.level is Level.REFUSED else ""
     expected_bytes = checked_memory(workload, values, precision)
-    if not skip_reason and facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
-        is_certain = work.least_memory > facts.memory_bytes
-        memory_need_text = (
-            f"need at least {size(work.least_memory)}" if is_certain else f"take about {size(expected_bytes)}"
-        )
-        skip_reason = (
-            f"its tensors {memory_need_text} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
-        )
-    return PlannedCase(case, support, work, skip_reason or _explain_unknown_cache(case, facts))
-
-
-def _explain_unknown_cache(case: Case, facts: DeviceFacts) -> str:
-    """Returns why a device cannot begin steps with the requested state of its cache; '' if it can."""
-    cache = CACHE.of(dict(case.params))
-    if cache == HOT or facts.cache_bytes:
-        return ""
-    return f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
+    cache = CACHE.of(values)
+    skip_reason = ""
+    if support.level is Level.REFUSED:
+        skip_reason = support.reason
+    elif facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
+        need = f"take about {size(expected_bytes)}"
+        if work.least_memory > facts.memory_bytes:
+            need = f"need at least {size(work.least_memory)}"
+        skip_reason = f"its tensors {need} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+    elif cache != HOT and not facts.cache_bytes:
+        skip_reason = f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
+    return PlannedCase(case, support, work, skip_reason)
 
 
 def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
@@ -398,8 +388,7 @@ def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
     """
     if cases[0].runs and (is_named or cases[0].support.is_native):
         return 0
-    runnable_indices = [index for index, planned in enumerate(cases) if planned.runs]
-    native = [index for index in runnable_indices if cases[index].support.is_native]
-    return min(
-        native or runnable_indices, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0
-    )
+    runnable = [index for index, planned in enumerate(cases) if planned.runs]
+    native = [index for index in runnable if cases[index].support.is_native]
+    ranks = {index: precisions.get(cases[index].case.precision).rank for index in native or runnable}
+    return min(ranks, key=ranks.__getitem__, default=0)

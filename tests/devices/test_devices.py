@@ -368,11 +368,13 @@ def test_memory_from_before_does_not_count() -> None:
 
 
 def test_what_operations_and_backward_allocate_counts() -> None:
-    side, meter = 64, ProfilerMeter("cpu")
+    side = 64
+    meter = ProfilerMeter("cpu")
     peaks = []
     for backward in (False, True):
         meter.start()
-        x, w = torch.empty(side, side), torch.empty(side, side, requires_grad=backward)
+        x = torch.empty(side, side)
+        w = torch.empty(side, side, requires_grad=backward)
         meter.mark()
         product = torch.mm(x, w)
         if backward:
@@ -446,7 +448,8 @@ class FakeAllocator:
         self.waiting += 1
         self.held += size
         self.reserved = max(self.reserved, -(-self.held // BLOCK) * BLOCK)
-        self.peak, self.peak_reserved = max(self.peak, self.held), max(self.peak_reserved, self.reserved)
+        self.peak = max(self.peak, self.held)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def product(self) -> None:
         if not self.workspace:
@@ -468,7 +471,8 @@ class FakeAllocator:
 
     def reset(self, index: int) -> None:
         assert index == self.index
-        self.peak, self.peak_reserved = self.held, self.reserved
+        self.peak = self.held
+        self.peak_reserved = self.reserved
 
 
 # Bytes per request of the fake allocator to its driver.

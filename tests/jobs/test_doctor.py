@@ -10,7 +10,7 @@ import pytest
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
-from fp8bench.jobs.doctor import examine, listing, precision_names_by_rank
+from fp8bench.jobs.doctor import examine, list_precisions_by_rank, listing
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level, Request
 from fp8bench.model.raw import Settings
@@ -118,7 +118,8 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     short = list(listing("precisions", ()))
     names = [line.split()[0] for line in short[:-1] if not line.startswith("  ")]
-    assert names == precision_names_by_rank() and all(len(line) <= 80 for line in short)
+    assert names == [precision.name for precision in list_precisions_by_rank()]
+    assert all(len(line) <= 80 for line in short)
     assert " ".join(precisions.get("fp8").summary.split()) in " ".join(" ".join(short).split()), "no summary is cut"
     assert "list precisions NAME" in short[-1]
     text = "\n".join(line for name in precisions.names() for line in listing("precisions", (), name))

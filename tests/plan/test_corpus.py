@@ -49,7 +49,8 @@ def test_the_token_file_is_the_text_one_token_a_byte(tmp_path: Path, text: Path,
 
 
 def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) -> None:
-    first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
+    first = prepare_corpus(None, tmp_path / "a")
+    second = prepare_corpus(None, tmp_path / "b")
     assert first.identity == second.identity
     assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     assert MIN_BYTES < first.num_tokens <= corpus.MAX_BYTES

@@ -112,7 +112,8 @@ def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
     suite(After)
     assert (make_series(After(), None), list_cells(After(), CPU, None)) == before
     run = run_of([], request=Request("quiet"))
-    (there, _), (back, _) = cases(), cases("back")
+    (there, _) = cases()
+    (back, _) = cases("back")
     assert [find_cell(case, run) for case in (there, back)] == [("fp32", 8), None]
     suite(Following)
     assert list_parameters(Following()) == {"dtype": ("fp32", "bf16"), "rows": (8, 64), "way": ("there", "back")}

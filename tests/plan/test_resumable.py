@@ -133,7 +133,8 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append, appended = RunWriter.append, []
+    append = RunWriter.append
+    appended = []
 
     def full(self: RunWriter, records: list[Record]) -> None:
         appended.append(1)
@@ -286,7 +287,8 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (own := shared / "fp8bench-model-1").mkdir()
-    code, ran = own / "sent.py", tmp_path / "ran"
+    code = own / "sent.py"
+    ran = tmp_path / "ran"
     run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
     with pytest.raises(UsageError, match=r"it reads .*sent\.py, which does not exist here"):
         refuse_missing_files(run)

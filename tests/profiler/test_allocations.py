@@ -159,7 +159,8 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
 
 
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
-    low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
+    low = MemoryRole.LOW_WEIGHTS
+    weights = MemoryRole.WEIGHTS
     found = held(
         RoleNote((1,), weights),
         MemoryChange(1, 1),

@@ -38,7 +38,8 @@ class Scripted(Workload):
         make: Callable[[Setup], Any],
         step: Callable[[Any, Phases], None] = lambda state, phase: state.step(phase),
     ) -> None:
-        self._make, self._step = make, step
+        self._make = make
+        self._step = step
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return ()

@@ -133,7 +133,9 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Advances the clocks that time steps by `seconds`; the hardware's clock does not agree."""
-    ahead, seconds, nanoseconds = [0.0], time.perf_counter, time.perf_counter_ns
+    ahead = [0.0]
+    seconds = time.perf_counter
+    nanoseconds = time.perf_counter_ns
     monkeypatch.setattr(time, "perf_counter", lambda: seconds() + ahead[0])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: nanoseconds() + round(ahead[0] * 1e9))
     monkeypatch.setattr(prepared, "require_agreeing_clocks", lambda clocks: nullcontext())
@@ -379,7 +381,9 @@ def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: p
 
 
 def test_what_moves_between_host_and_device() -> None:
-    host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
+    host = torch.zeros(2)
+    device = torch.zeros(2, device="meta")
+    number = torch.tensor(1.0)
     assert (
         find_transfer("aten.add.Tensor", [device, number], [device])
         == find_transfer("aten.add.Tensor", [host], [host])

@@ -258,7 +258,8 @@ FILLING = Filling(4, 1e-3)
 
 
 def ready_to_move(share: float, device: Device | None = None) -> Prepared:
-    device, stamper = device or Waiting(), HostStamper()
+    device = device or Waiting()
+    stamper = HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
     return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
 
@@ -305,7 +306,8 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
 def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
     """Each asks the others before each slot, which all must begin."""
-    prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
+    prepared = ready_to_move(moved)
+    elsewhere = [True] * 4 + [False] * 99
     prepared.any_rank = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
     assert bool(prepared.check().wrong) is accused

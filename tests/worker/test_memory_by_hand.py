@@ -32,7 +32,8 @@ class Network:
         self.setup = setup
         self.up = torch.nn.Parameter(torch.randn(WIDTH, HIDDEN))
         self.down = torch.nn.Parameter(torch.randn(HIDDEN, OUT))
-        self.x, self.pull = torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, OUT)
+        self.x = torch.randn(TOKENS, WIDTH)
+        self.pull = torch.randn(TOKENS, OUT)
         self.optimizer = torch.optim.SGD([self.up, self.down], lr=0.1, momentum=0.9, foreach=False)
         self.fails_at = 0
         self.steps = 0
@@ -80,7 +81,9 @@ def test_a_network_of_two_layers(bench: Bench, script: Script) -> None:
     """
     use = measured(bench, script(Network))
     weights = 4 * (WIDTH * HIDDEN + HIDDEN * OUT)
-    layer, output, second = 4 * TOKENS * HIDDEN, 4 * TOKENS * OUT, 4 * HIDDEN * OUT
+    layer = 4 * TOKENS * HIDDEN
+    output = 4 * TOKENS * OUT
+    second = 4 * HIDDEN * OUT
     assert dict(use.roles) == {
         "weights": weights,
         "gradients": output + 2 * layer + second,
@@ -101,15 +104,18 @@ class Casting:
 
     def __init__(self, setup: Setup) -> None:
         self.arithmetic = setup.arithmetic
-        self.x, self.w = torch.randn(TOKENS, WIDTH), torch.randn(HIDDEN, WIDTH)
+        self.x = torch.randn(TOKENS, WIDTH)
+        self.w = torch.randn(HIDDEN, WIDTH)
 
     def step(self, phase: Phases) -> None:
-        a, b = self.arithmetic.cast(self.x, Role.INPUT), self.arithmetic.cast(self.w, Role.WEIGHT)
+        a = self.arithmetic.cast(self.x, Role.INPUT)
+        b = self.arithmetic.cast(self.w, Role.WEIGHT)
         self.arithmetic.product(a, b, torch.bfloat16)
 
 
 def test_what_is_cast_says_what_it_is(bench: Bench, script: Script) -> None:
-    x, w = TOKENS * WIDTH, HIDDEN * WIDTH
+    x = TOKENS * WIDTH
+    w = HIDDEN * WIDTH
     use = measured(bench, script(Casting, precision="bf16"))
     known = {"weights": 4 * w, "low_precision_weights": 2 * w, "activations": 4 * x, "low_precision_activations": 2 * x}
     assert {role: size for role, size in use.roles if role != "workspace"} == known
@@ -148,7 +154,8 @@ class Threaded(Network):
 
 def test_a_suite_that_says_nothing_has_roles_all_the_same(bench: Bench, script: Script) -> None:
     use = measured(bench, script(Bare))
-    found, weights = dict(use.roles), 4 * 2 * (64 * 64 + 64)
+    found = dict(use.roles)
+    weights = 4 * 2 * (64 * 64 + 64)
     assert found["weights"] == weights and found["optimizer"] == 2 * weights + 4 * 4
     assert found["gradients"] >= weights and found["other"] == 4 * 16 * 64
     assert [phase.phase for phase in use.phases] == ["unattributed"]
@@ -219,7 +226,8 @@ def test_a_step_that_fails_in_the_middle_leaves_nothing_and_threads_do_no_harm(b
     with pytest.raises(MemoryError, match="planted"):
         bench.memory(script(failing), CPU)
     assert not torch.autograd._profiler_enabled() and gc.isenabled()
-    again, threaded = measured(bench, script(Network)), measured(bench, script(Threaded))
+    again = measured(bench, script(Network))
+    threaded = measured(bench, script(Threaded))
     assert (again.peak, again.roles, again.phases) == (whole.peak, whole.roles, whole.phases)
     assert threaded.roles == whole.roles
 

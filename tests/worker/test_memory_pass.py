@@ -151,7 +151,9 @@ def told(arithmetic: Arithmetic) -> tuple[Arithmetic, RoleNote]:
 
 def test_a_cast_that_copies_reports_copy_and_source() -> None:
     arithmetic, said = told(PlainArithmetic(torch.bfloat16))
-    x, w, g = torch.ones(2, 3), torch.ones(4, 3), torch.ones(2, 4)
+    x = torch.ones(2, 3)
+    w = torch.ones(4, 3)
+    g = torch.ones(2, 4)
     a, b, c = (arithmetic.cast(tensor, role) for tensor, role in zip((x, w, g), Role, strict=True))
     assert [said.of(tensor) for tensor in (x, w, g)] == [[R.ACTIVATIONS], [R.WEIGHTS], [R.GRADIENTS]]
     assert [said.of(operand.data) for operand in (a, b, c)] == [[R.LOW_ACTIVATIONS], [R.LOW_WEIGHTS], [R.GRADIENTS]]
@@ -166,7 +168,8 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
     assert arithmetic.carrier is quiet.carrier
     for word in ("casts", "keeps_source", "explicit", "settles", "plain", "takes_amax"):
         assert getattr(arithmetic, word) is getattr(quiet, word)
-    own, own_quiet = arithmetic.layer("up"), quiet.layer("up")
+    own = arithmetic.layer("up")
+    own_quiet = quiet.layer("up")
     x = torch.randn(64, 64)
     for role in Role:
         for method in ("cast", "cast_transpose", "cast_without_scale"):

@@ -32,7 +32,8 @@ SIZE = 16
 
 def state() -> State:
     random = torch.Generator().manual_seed(0)
-    x, w = torch.randn(SIZE, SIZE, generator=random), torch.randn(SIZE, SIZE, generator=random)
+    x = torch.randn(SIZE, SIZE, generator=random)
+    w = torch.randn(SIZE, SIZE, generator=random)
     return State(
         x=x,
         w=w,
@@ -256,7 +257,8 @@ def test_a_file_that_is_mapped_is_never_written(tmp_path: Path) -> None:
 
 
 def test_tensors_that_others_hold_too_are_as_before() -> None:
-    shared, before = torch.ones(SIZE), torch.ones(SIZE)
+    shared = torch.ones(SIZE)
+    before = torch.ones(SIZE)
     assert effect(lambda state, phase: state.x * 2, lambda: State(x=shared)) == StepEffect(True)
     assert effect(memoised, lambda: State(x=shared, w=shared, cache={})).changes is False
     assert torch.equal(shared, before)
@@ -292,7 +294,9 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
 )
 def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
     numbers = (torch.arange(1, 200) % 5).to(dtype)
-    view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
+    view = numbers.view(-1)[3:]
+    version = numbers._version
+    before = digest(numbers)
     with replace_numbers(view, 1):
         assert digest(numbers) != before and numbers._version == version
         if not dtype.is_complex:
@@ -384,8 +388,10 @@ def test_time_that_only_counted_steps_take() -> None:
 
 
 def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, weights = torch.randn(8, 8), torch.randn(8, 8)
-    state, before = SimpleNamespace(x=given, w=weights), (given.clone(), weights.clone())
+    given = torch.randn(8, 8)
+    weights = torch.randn(8, 8)
+    state = SimpleNamespace(x=given, w=weights)
+    before = (given.clone(), weights.clone())
     found = []
     with restore_state(state, {given.untyped_storage().data_ptr()}) as beginning:
         for _ in range(2):

@@ -197,7 +197,8 @@ SINCE_2_12 = {
 
 @contextmanager
 def _other_code() -> Iterator[None]:
-    kept, PhaseClock.begin.__code__ = PhaseClock.begin.__code__, (lambda clock: None).__code__
+    kept = PhaseClock.begin.__code__
+    PhaseClock.begin.__code__ = (lambda clock: None).__code__
     yield
     PhaseClock.begin.__code__ = kept
 

@@ -130,7 +130,8 @@ def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monk
 
 
 def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
-    environment, calls = dict(os.environ), []
+    environment = dict(os.environ)
+    calls = []
 
     def step(phase: Phases) -> None:
         calls.append(1)
@@ -156,7 +157,8 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
 def test_threads_that_are_left_are_an_error(
     ask: Callable[[Bench, Case, Path], object], bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
 ) -> None:
-    before, done = set(threading.enumerate()), threading.Event()
+    before = set(threading.enumerate())
+    done = threading.Event()
 
     def step(phase: Phases) -> None:
         threading.Thread(target=done.wait, name="stayer", daemon=True).start()
@@ -199,8 +201,10 @@ def overlaps(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """Pairs on one thread that partly overlap."""
     crossing = []
     for event, other in combinations(events, 2):
-        start, end = event["ts"], event["ts"] + event["dur"]
-        begin, until = other["ts"], other["ts"] + other["dur"]
+        start = event["ts"]
+        end = event["ts"] + event["dur"]
+        begin = other["ts"]
+        until = other["ts"] + other["dur"]
         apart = end <= begin or until <= start
         if event["tid"] == other["tid"] and not (
             apart or (start <= begin and until <= end) or (begin <= start and end <= until)

@@ -103,7 +103,8 @@ def seen(case: Case) -> int:
     [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
 )
 def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, str], local: LocalWorker) -> None:
-    limit, one = 3 * MIB, planned(name, tokens="16", **axes)
+    limit = 3 * MIB
+    one = planned(name, tokens="16", **axes)
     found = searched(local, one, limit)
     assert found.batch is not None and found.batch > 100 and found.beyond == found.batch + 1
     inside, outside = (with_batch(one, batch, CPU) for batch in (found.batch, found.beyond))
@@ -118,7 +119,8 @@ def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, s
 def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: str) -> None:
     small, large = (planned("heap", mib=str(size)).case for size in (4, 3000))
     assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
-    process, resident = worker.pid, resident_bytes(worker)
+    process = worker.pid
+    resident = resident_bytes(worker)
     for _ in range(5):
         with pytest.raises(WorkerFault, match="DefaultCPUAllocator: can't allocate memory") as caught:
             worker.within(60).try_batch(large, CPU, 100 * MIB)

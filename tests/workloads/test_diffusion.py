@@ -149,11 +149,13 @@ class LoopedUNet(Loops):
 
     def convolved(self, name: str, x: Array) -> Array:
         """Pads with zeros; weights are (outputs, 9 x inputs), the pixels of a window first."""
-        side, inputs = x.shape[0], x.shape[2]
+        side = x.shape[0]
+        inputs = x.shape[2]
         weight = self.weights[f"{name}.weight"].reshape(-1, 3, 3, inputs)
         out = np.zeros((side, side, len(weight)))
         for i, j, up, across in np.ndindex(side, side, 3, 3):
-            row, column = i + up - 1, j + across - 1
+            row = i + up - 1
+            column = j + across - 1
             if 0 <= row < side and 0 <= column < side:
                 out[i, j] += weight[:, up, across] @ x[row, column]
         return out
@@ -233,7 +235,8 @@ def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: in
         denoise = LOOPED[denoiser](dict(zip(names, moved, strict=True)))
         total = 0.0
         for image, noise, condition, time in zip(*(tensor.double().numpy() for tensor in state.inputs), strict=True):
-            a, b = math.cos(math.pi / 2 * (time + 1) / 1001), math.sin(math.pi / 2 * (time + 1) / 1001)
+            a = math.cos(math.pi / 2 * (time + 1) / 1001)
+            b = math.sin(math.pi / 2 * (time + 1) / 1001)
             total += ((denoise(a * image + b * noise, time, condition) - (a * noise - b * image)) ** 2).sum() / 2
         return total
 
@@ -242,7 +245,8 @@ def test_training_goes_down_the_loss_that_loops_compute(denoiser: str, order: in
 
 def flops_by_hand(denoiser: str, width: int, layers: int) -> tuple[int, int]:
     """The FLOPs of one evaluation, and of the products whose inputs need no gradient."""
-    pixels, time = BATCH * IMAGE**2, 2 * BATCH * (256 * width + width**2)
+    pixels = BATCH * IMAGE**2
+    time = 2 * BATCH * (256 * width + width**2)
     entering = 2 * BATCH * 256 * width
     if denoiser == "dit":
         tokens = pixels // 4
@@ -313,7 +317,8 @@ def test_errors_grow_as_bits_go_and_stand_above_their_floor(denoiser: str) -> No
 @DENOISERS
 def test_steps_in_high_precision_err_as_the_carrier_does(denoiser: str) -> None:
     """Each step begins at the exact latents: steps at the ends have bf16's bits, the others fp8's."""
-    low, high = errors("fp8", denoiser), errors("bf16", denoiser)
+    low = errors("fp8", denoiser)
+    high = errors("bf16", denoiser)
     mixed = errors("fp8", denoiser, high_steps="2+1")
     for step in range(1, STEPS + 1):
         wanted = high if step in (1, 2, 4) else low

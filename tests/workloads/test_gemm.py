@@ -135,7 +135,8 @@ def test_the_shapes_of_models_are_those_of_their_papers() -> None:
 
 def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
     sizes = "hidden:4096/ffn:14336/heads:32/kv:8/tokens:100"
-    described, named = expand(sizes), expand("llama3-8b", tokens=100)
+    described = expand(sizes)
+    named = expand("llama3-8b", tokens=100)
     sides = [[(case["m"], case["n"], case["k"], case["product"]) for case in cases] for cases in (described, named)]
     assert sides[0] == sides[1] and described[0]["layer"] == f"{sizes}/qkv"
     assert parse_model_products("hidden:5120/ffn:25600/heads:64/kv:8/head:128").features == MODELS["qwen3-32b"]

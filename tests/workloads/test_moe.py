@@ -35,7 +35,8 @@ def state_of(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Exerc
 
 
 def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
-    (x,), layer = state.inputs, state.layer
+    (x,) = state.inputs
+    layer = state.layer
     weights = dict(layer.named_parameters())
     normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weights["norms.0.weight"]
     router = weights["blocks.0.router"]
@@ -82,7 +83,8 @@ def rows_of(state: Exercise) -> list[int]:
 def test_flops_by_hand(load: str, passing: str) -> None:
     state = state_of(load=load, **{"pass": passing})
     tape = tape_in_phases(state.step)
-    expert, times = 2 * 3 * 32 * 48, 3 if passing == "training" else 1
+    expert = 2 * 3 * 32 * 48
+    times = 3 if passing == "training" else 1
     assert tape.flops == times * (24 * 2 * expert + 24 * 2 * 32 * 4)
     assert Moe().work({**SMALL["moe"], "load": load, "pass": passing}).flops == tape.flops
 
@@ -146,7 +148,8 @@ def test_a_low_router_chooses_others_and_says_from_which_layer_on() -> None:
 
 
 def test_agreement_and_load_by_hand() -> None:
-    ours, exact = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 0], [2, 1]])
+    ours = torch.tensor([[0, 1], [2, 3]])
+    exact = torch.tensor([[1, 0], [2, 1]])
     assert measure_disagreements([ours], [exact]) == [0.25]
     assert summarise_load([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
         "load_ratio": 3.0,
@@ -196,7 +199,8 @@ def test_native_decoding_fills_groups_up_to_what_its_products_take(
     monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", GroupedKernel())
     setup = small("moe", precision, load="zipf:2", hidden=64, **{"pass": "decode"})
     state = Moe().prepare(replace(setup, arithmetic=precisions.get(precision).arithmetic(facts)))
-    counts, reference = rows_of(state), tape_in_phases(state_of(load="zipf:2", hidden=64, **{"pass": "decode"}).step)
+    counts = rows_of(state)
+    reference = tape_in_phases(state_of(load="zipf:2", hidden=64, **{"pass": "decode"}).step)
     filled = sum(-(-count // rows) * rows - count for count in counts)
     assert (filled > 0) == (rows > 1)
     work = product_work(tape_in_phases(state.step), reference)

@@ -97,7 +97,8 @@ def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
 
 
 def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
-    scaled, plain = setup_for("fp16", "log-normal"), setup_for("bf16", "log-normal")
+    scaled = setup_for("fp16", "log-normal")
+    plain = setup_for("bf16", "log-normal")
     assert torch.equal(Numerics().prepare(scaled).source, Numerics().prepare(plain).source * 1024)
     assert Numerics().statistics(scaled) == Numerics().statistics(plain)
     assert (

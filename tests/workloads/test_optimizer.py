@@ -67,7 +67,8 @@ def test_moments_begin_as_gradients_of_steady_magnitude_make_them() -> None:
     (first,), (second,) = state.buckets[0].restore()
     source = GradientSource([(64, 64)], torch.Generator().manual_seed(0))
     scale = source.scales[0]
-    m, v = torch.zeros(64, 64), scale**2 * torch.ones(64, 64)
+    m = torch.zeros(64, 64)
+    v = scale**2 * torch.ones(64, 64)
     for _ in range(1000):
         (gradient,) = source.draw()
         m.mul_(0.9).add_(gradient, alpha=0.1)
@@ -103,7 +104,8 @@ def test_errors_are_those_of_a_format() -> None:
 @pytest.mark.slow
 def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding loses its decay of a thousandth: after a thousand steps it is as bad as a scaled fp16 second moment."""
-    bf16, fp8 = errors_of("bf16"), errors_of("fp8")
+    bf16 = errors_of("bf16")
+    fp8 = errors_of("fp8")
     assert 0.15 < bf16["second_moment_error"] < 0.4 and bf16["second_moment_error"] > 20 * fp8["second_moment_error"]
     assert bf16["update_error"] > 0.9 * fp8["update_error"]
     monkeypatch.setattr(optimizer, "ERROR_STEPS", 10)
@@ -134,7 +136,8 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
         state.copy_gradients(source.draw())
         Optimizer().step(state, SilentPhases())
         g = np.stack([one.double().numpy() for one in same_source.draw()])
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        m = 0.9 * m + 0.1 * g
+        v = 0.999 * v + 0.001 * g * g
         w = w - 3e-4 * (0.1 * w + m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8))
     update = np.stack([one.double().numpy() for one in state.parameters()]) - start
     wanted = np.linalg.norm(update - (w - start)) / np.linalg.norm(w - start)
@@ -144,7 +147,8 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
 @pytest.mark.slow
 def test_a_second_moment_in_fp8_explodes() -> None:
     """Where it becomes zero, the update is divided by epsilon: the reason for scaled fp16 as the default."""
-    fine, bad = errors_of("fp8"), Optimizer().error(setup_for("fp8", second_moment="same"))
+    fine = errors_of("fp8")
+    bad = Optimizer().error(setup_for("fp8", second_moment="same"))
     assert setup_for("fp8").case == setup_for("fp8", second_moment="scaled-fp16").case
     assert fine["update_error"] < 0.1 and bad["update_error"] > 10
     assert bad["first_moment_error"] == fine["first_moment_error"]

@@ -50,7 +50,8 @@ def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus)
     four.step(SilentPhases())
     sides = config.vocabulary, config.width, config.layers, config.heads, config.key_heads, config.hidden
     model = DecoderModel(size, *sides, config.modern, config.tied)
-    formula, rest = predict_memory(model, ParallelLayout(), Load(16, 2, rlhf=True)), config.width
+    formula = predict_memory(model, ParallelLayout(), Load(16, 2, rlhf=True))
+    rest = config.width
     rest += 0 if config.modern else config.sequence * config.width
     figures = four.figures()
     assert figures["actor_bytes"] == formula.states + 16 * rest
@@ -96,7 +97,8 @@ def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
 @pytest.mark.slow
 def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
     """The peak exceeds the actor's alone by the other three's stored bytes, and at most by their temporary need."""
-    alone, four = setup_for(corpus, "bf16"), setup_for(corpus, "bf16", models="rlhf")
+    alone = setup_for(corpus, "bf16")
+    four = setup_for(corpus, "bf16", models="rlhf")
     bench = Bench(Settings(corpus=corpus.path))
     peaks = []
     for setup in (alone, four):

@@ -41,7 +41,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setitem(SIZES, "tiny-flat", replace(TINY, layers=1))
     monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=1))
-    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    before = torch.get_rng_state()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker; with tensors this small more threads only wait
     yield
     torch.set_rng_state(before)
@@ -64,7 +65,8 @@ def stepped(setup: Setup, steps: int = 1) -> TrainingState:
 def seen(setup: Setup) -> list[str]:
     workload = Transformer()
     state = workload.prepare(setup)
-    first, second = marks(workload, state), marks(workload, state)
+    first = marks(workload, state)
+    second = marks(workload, state)
     assert first == second
     return first
 
@@ -81,7 +83,8 @@ def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> N
     setup = setup_for(corpus, precision)
     workload = Transformer()
     state = workload.prepare(setup)
-    model, loader = workload.prepare(setup).model, workload.prepare(setup).loader
+    model = workload.prepare(setup).model
+    loader = workload.prepare(setup).loader
     for _ in range(2):  # a second step must not keep the first one's additions
         model.load_state_dict(state.model.state_dict())
         losses = [model(*loader.next(), SilentPhases()) for _ in range(2)]
@@ -194,7 +197,8 @@ def test_checkpointing_computes_every_block_again_and_nothing_else(corpus: Corpu
     plain, again = (setup_for(corpus, precision, size=size, checkpointing=word) for word in ("no", "blocks"))
     for one, other in zip(stepped(plain, 2).parameters, stepped(again, 2).parameters, strict=True):
         assert torch.equal(one, other)
-    before, after = seen(plain), seen(again)
+    before = seen(plain)
+    after = seen(again)
     blocks = 2 * TINY.layers  # of two micro-batches
     # Four products a block forward, each entered once; recomputing stops before the last one, which is not needed.
     assert after.count("attention") - before.count("attention") == blocks
@@ -270,7 +274,8 @@ def test_cached_weights_take_scales_from_data(corpus: Corpus, rule: StaticScales
     states = []
     for setup in both_ways(corpus, "fp8"):
         known = Calibrations().apply(Transformer(), replace(setup, case=replace(setup.case, static=rule)))
-        state, book = Transformer().prepare(known), known.scales
+        state = Transformer().prepare(known)
+        book = known.scales
         assert book is not None
         for _ in range(3):
             step(Transformer(), state, book, SilentPhases())
@@ -303,7 +308,8 @@ def test_cached_weights_are_cast_ahead_of_the_first_micro_batch(corpus: Corpus) 
 
 
 def test_layers_of_another_library_say_that_they_cast_their_weights_again() -> None:
-    found, installed = {}, replace(CPU, packages=(("torchao", "0.18.0"),))
+    found = {}
+    installed = replace(CPU, packages=(("torchao", "0.18.0"),))
     for word in ("cached", "recast"):
         params = {"size": "nano", "batch": 2, "sequence": 96, "micro_batches": 2, "weights": word}
         for mode in ("fp8:backend=torchao", "fp8"):
@@ -344,7 +350,8 @@ def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
 
 @for_each("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
-    buffers, kernels = {}, {}
+    buffers = {}
+    kernels = {}
     for attention in ("auto", "flash", "math"):
         setup = setup_for(corpus, attention=attention, checkpointing=checkpointing)
         state = Transformer().prepare(setup)
@@ -412,7 +419,8 @@ COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dyn
 def test_compiled_steps_train_as_eager_ones(corpus: Corpus, compiled: str) -> None:
     size = "tiny-flat" if compiled == "yes" else "tiny"
     eager, fused = (setup_for(corpus, compile=word, size=size, checkpointing="blocks") for word in ("no", compiled))
-    state, before = Transformer().prepare(fused), graphs()
+    state = Transformer().prepare(fused)
+    before = graphs()
     for number in range(2):
         Transformer().step(state, SilentPhases())
         assert graphs() == before > 0, f"step {number} compiled something"
@@ -446,7 +454,8 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
     words = {"size": "tiny-flat" if compiled == "yes" else "tiny", "checkpointing": checkpointing, "weights": weights}
     eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", compiled))
     at_first = graphs()
-    state, before = Transformer().prepare(fused), graphs()
+    state = Transformer().prepare(fused)
+    before = graphs()
     assert before == at_first + 1, "both blocks share a graph"
     for _ in range(3):
         Transformer().step(state, SilentPhases())
@@ -557,7 +566,8 @@ def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> 
 def test_an_optimizer_that_is_not_fused_trains_alike(corpus: Corpus) -> None:
     found = []
     for changes in ({}, {"fused": "no"}):
-        state, seen = stepped(setup_for(corpus, **changes)), Operations()
+        state = stepped(setup_for(corpus, **changes))
+        seen = Operations()
         with seen:
             Transformer().step(state, SilentPhases())
         found.append((torch.cat([one.detach().flatten() for one in state.parameters]), seen.names))

@@ -92,7 +92,8 @@ def layer_normed(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def block_by_loops(x: Tensor, weights: Weights, path: str, causal: bool) -> Tensor:
-    width, head = x.shape[-1], 16
+    width = x.shape[-1]
+    head = 16
     q, k, v = (layer_normed(x, weights[f"{path}.norm_attn.weight"]) @ weights[f"{path}.attn.qkv.weight"].t()).split(
         width, -1
     )
@@ -190,7 +191,8 @@ def test_bf16_is_what_autocast_computes() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         x = through("stem", "norm", images.permute(0, 3, 1, 2), 7, 2).relu()
-        x, path = functional.max_pool2d(x, 3, 2, 1), "blocks.0"
+        x = functional.max_pool2d(x, 3, 2, 1)
+        path = "blocks.0"
         hidden = through(f"{path}.reduce", f"{path}.norms.reduce", x).relu()
         hidden = through(f"{path}.spatial", f"{path}.norms.spatial", hidden, 3).relu()
         shortcut = through(f"{path}.shortcut", f"{path}.norms.shortcut", x)
@@ -220,7 +222,8 @@ def flops_by_hand(model: str, training: bool) -> tuple[float, float]:
 @for_each("model", MODELS)
 def test_flops_by_hand(model: str, passing: str) -> None:
     products, attention = flops_by_hand(model, passing == "training")
-    batch, again = int(SMALL["vision"]["batch"]), attention / 6 if passing == "training" else 0
+    batch = int(SMALL["vision"]["batch"])
+    again = attention / 6 if passing == "training" else 0
     assert Vision().work(params_of(model, **{"pass": passing})).flops == batch * (products + attention)
     for layout in LAYOUTS:
         for precision in ("fp32", "bf16", "fp8"):
@@ -285,7 +288,8 @@ def test_batch_norm_in_the_other_mode_is_found() -> None:
 @for_each("model", MODELS)
 @for_each("layout", LAYOUTS)
 def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, layout: str) -> None:
-    state, count = state_of(model, "fp8", layout=layout, **{"pass": "forward"}), len(Vision().layers(params_of(model)))
+    state = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
+    count = len(Vision().layers(params_of(model)))
     assert weight_bytes(state.model.modules()) == 4 * count  # one number each
     logits, gradients = compute_outcome(state, False)
     assert gradients == []
@@ -298,7 +302,8 @@ def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, la
 
 def test_what_is_native_and_what_is_not() -> None:
     sizes: dict[str, Scalar] = {"image": 32, "patch": 8, "width": 64, "batch": 16, "text": 16}
-    resnet, vit = params_of("resnet", **sizes), params_of("vit", **sizes)
+    resnet = params_of("resnet", **sizes)
+    vit = params_of("vit", **sizes)
     fp8 = precisions.get("fp8")
     support = Vision().support(resnet, fp8, H200)
     assert support.level is Level.EMULATED and "no convolution in fp8" in support.reason
