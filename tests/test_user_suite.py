@@ -144,17 +144,6 @@ def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
     assert known["routing.Routing.track_routing_error"]["param_names"] == ["dtype", "experts"]
 
 
-def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "my_suite.py").write_text(example())
-    assert main(["list", "./my_suite.py"]) == 0
-    by_file = capsys.readouterr().out
-    assert by_file.startswith("routing: top-2 routing") and re.search(r"experts +64,256 +experts to choose", by_file)
-    assert main(["list", "routing", "--import", "./my_suite.py"]) == 0
-    assert capsys.readouterr().out == by_file
-    assert main(["list", "--import", "./my_suite.py"]) == 0
-    assert "routing" in capsys.readouterr().out.splitlines()[0]
-
-
 SUITE = adding_up("counting", 1000)
 
 

@@ -12,13 +12,12 @@ from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
 from fp8bench.jobs.doctor import examine, list_precisions_by_rank, listing
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Level, Request
+from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import backends, precisions
 from fp8bench.store.runs.listing import run_files
-from tests.counts import for_each
 from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
@@ -28,17 +27,6 @@ H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0"
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the worker by one in this process."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
-
-
-def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> None:
-    lines = list(examine(False))
-    (emulated,) = [line for line in lines if line.startswith("  emulated ")]
-    for name in precisions.names():
-        support = precisions.get(name).support(CPU)
-        if support.level is Level.NATIVE:
-            assert any(line.split()[:2] == [name, "native"] and support.reason in line for line in lines)
-        else:
-            assert name in emulated.partition(":")[0].replace(",", "").split()
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,15 +72,6 @@ def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
     assert "  nothing runs on it: this torch has no kernels for sm_90" in lines
     assert not any(line.split()[:2] == ["fp8", "native"] for line in lines)
     assert not any("compiler" in line and "cuda:0" in line for line in lines)
-
-
-@for_each("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
-def test_every_device_says_where_its_energy_comes_from(
-    devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalWorker, "probe", lambda self: devices)
-    energies = [line for line in examine(False) if line.startswith("  energy    ")]
-    assert len(energies) == len(devices)
 
 
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

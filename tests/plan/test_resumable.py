@@ -103,14 +103,6 @@ def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_p
     assert len(run.troubles) == 1 and "line 5 is broken" in run.troubles[0]
 
 
-def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
-    path = Path(cut_off(suite, tmp_path, stop_at=1).path)
-    _, run = pipeline.resume(path, tmp_path, Watching(stop_at=3), "second")
-    assert not run.finished and len(run.records) == 6
-    _, run = pipeline.resume(path, tmp_path, Watching(), "third")
-    assert run.finished and len(run.records) == 8 and len(run.resumptions) == 2
-
-
 def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
     path = Path(cut_off(suite, tmp_path).path)
     before = path.read_bytes()

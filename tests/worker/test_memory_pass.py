@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.model import PHASES, Case, HeldBlock, MemoryRole
-from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
-from fp8bench.numerics.ranges import Ledger
+from fp8bench.model import Case, HeldBlock, MemoryRole
+from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import (
@@ -21,10 +19,9 @@ from fp8bench.worker.memory_pass import (
     find_role,
     measure_growth,
     report_casts,
-    sum_by_role,
 )
 from tests.counts import for_each
-from tests.facts import CPU, H200
+from tests.facts import CPU
 
 R = MemoryRole
 OLD = HeldBlock(1, 10, lasting=True)
@@ -60,27 +57,6 @@ NEW = HeldBlock(1, 10, "gemm")
 def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
     """Addresses are reused, and refer only to the tensor there at the time."""
     assert find_role(block, before, after) is role
-
-
-def test_any_blocks_sum_to_their_size() -> None:
-    draw = random.Random(3)
-    flag = lambda: draw.random() < 0.5  # noqa: E731
-    held = [
-        HeldBlock(
-            number,
-            draw.randrange(1, 99),
-            draw.choice(("", *PHASES)),
-            flag(),
-            flag(),
-            flag(),
-            flag(),
-            tuple(draw.sample(list(R), draw.randrange(3))),
-        )
-        for number in range(1000)
-    ]
-    known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
-    found = sum_by_role(held, sum(stretch.size for stretch in held), *known)
-    assert sum(found.values()) == sum(one.size for one in held) and list(found) == [role for role in R if role in found]
 
 
 KIB = 1024
@@ -181,14 +157,3 @@ def test_every_precision_tells_and_computes_what_it_did(name: str) -> None:
             assert (found is None) == (wanted is None)
             assert found is None or torch.equal(found.data.float(), wanted.data.float())
     assert {R.ACTIVATIONS, R.WEIGHTS, R.GRADIENTS} <= {role for _, role in said.words}
-
-
-def test_both_orientations_of_one_cast_are_reported() -> None:
-    arithmetic, said = told(precisions.get("fp8").arithmetic(H200))
-    w = torch.randn(16, 32)
-    operand, turned = arithmetic.cast_both(w, Role.WEIGHT)
-    assert turned is not None and turned.data.data_ptr() != operand.data.data_ptr()
-    assert [said.of(tensor) for tensor in (w, operand.data, turned.data)] == [[R.WEIGHTS] * 2, *[[R.LOW_WEIGHTS]] * 2]
-    ledger = Ledger()
-    count_casts(precisions.get("fp8").arithmetic(H200), "mlp", ledger).cast_both(w, Role.WEIGHT)
-    assert [(entry.role, entry.count) for entry in ledger.statistics()] == [("weight", 512)]

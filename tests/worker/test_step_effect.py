@@ -84,11 +84,6 @@ def kept(state: State, phase: Phases) -> None:
     state.kept = state.x @ state.w if state.kept is None else state.kept
 
 
-def phases_only(state: State, phase: Phases) -> None:
-    with phase.gemm:
-        pass
-
-
 def counting(state: State, phase: Phases) -> Any:
     state.number += 1
     return memoised(state, phase)
@@ -143,22 +138,16 @@ def by_turns(state: State, phase: Phases) -> Any:
 
 IDLE: dict[str, Step] = {
     "nothing": lambda state, phase: None,
-    "phases alone": phases_only,
     "what is given": lambda state, phase: state.x,
     "a memory": memoised,
     "a memory by versions": versioned,
     "a memory of the module's": lambda state, phase: product_of(SIZE),
-    "a memory without an answer": lambda state, phase: _drop(memoised(state, phase)),
     "a memory that is copied": copied,
-    "a memory that is cloned": lambda state, phase: memoised(state, phase).clone(),
     "a result that stays": kept,
     "a memory that is copied past torch": foreign_memory,
-    "constants": lambda state, phase: torch.mm(torch.ones(SIZE, SIZE), torch.ones(SIZE, SIZE), out=state.out),
     "constants anew": lambda state, phase: setattr(state, "out", torch.ones(SIZE, SIZE) * 3),
     "a memory beside a count": counting,
     "a memory in another order": in_another_order,
-    "a memory after one step": after_steps(1),
-    "a memory after two steps": after_steps(2),
     "a memory after three steps": after_steps(3),
     "two memories by turns": by_turns,
     "time asleep": lambda state, phase: time.sleep(0.001),
@@ -188,9 +177,7 @@ HONEST: dict[str, Step] = {
     "a product that is kept in the place of another": anew_in_turns,
     "a product that is kept": lambda state, phase: setattr(state, "kept", state.x @ state.w),
     "a product in its place": lambda state, phase: torch.mm(state.x, state.w, out=state.out),
-    "a loss": lambda state, phase: (state.x @ state.w).square().mean(),
     "the largest": lambda state, phase: state.x.amax(),
-    "the sorted": lambda state, phase: state.x.sort().values,
     "an index": lambda state, phase: state.index.sort().values,
     "what is chosen": lambda state, phase: state.x.topk(2).indices,
     "scores under a mask": lambda state, phase: (state.x + state.mask).softmax(-1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +23,6 @@ from fp8bench.model import Case
 from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import untimed_passes
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.step_guards import LeftRunning
 from fp8bench.worker.tracing import TRACED_STEPS, WARM_UP_STEPS, cut_overlaps, write_trace
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
@@ -144,31 +142,6 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
     assert not torch.autograd._profiler_enabled() and dict(os.environ) == environment
     assert list(tmp_path.iterdir()) == []
     bench.trace(stepping(lambda phase: None), CPU, str(tmp_path / "b.pt.trace.json.gz"))
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda bench, case, folder: bench.trace(case, CPU, str(folder / "a.pt.trace.json.gz")),
-        lambda bench, case, folder: bench.memory(case, CPU),
-    ],
-    ids=["trace", "memory"],
-)
-def test_threads_that_are_left_are_an_error(
-    ask: Callable[[Bench, Case, Path], object], bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path
-) -> None:
-    before = set(threading.enumerate())
-    done = threading.Event()
-
-    def step(phase: Phases) -> None:
-        threading.Thread(target=done.wait, name="stayer", daemon=True).start()
-
-    with pytest.raises(LeftRunning, match="stayer"):
-        ask(bench, stepping(step), tmp_path)
-    done.set()
-    for thread in set(threading.enumerate()) - before:
-        assert thread.name == "stayer"
-        thread.join()
 
 
 Event = dict[str, Any]

@@ -22,11 +22,10 @@ from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
-from fp8bench.protocols import Phases, Setup, SilentObserver, SilentPhases
-from fp8bench.registry import precisions, workloads
+from fp8bench.protocols import Phases, Setup, SilentObserver
 from fp8bench.worker.memory_pass import make_preparer, try_batch
 from tests.own_suites import suite_file
-from tests.worker.scripted import CPU, Scripted, Storages, setup_of
+from tests.worker.scripted import CPU, Scripted, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 MIB = 1 << 20
@@ -84,34 +83,6 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     ).find_largest_batches([outcome])
     assert outcome.draft.capacity is not None
     return outcome.draft.capacity
-
-
-def seen(case: Case) -> int:
-    """The most bytes that storages hold at once, from preparing to the end of the second step."""
-    workload = workloads.get(case.workload)
-    gc.collect()
-    with precisions.get(case.precision).scope(), Storages() as storages:
-        state = workload.prepare(setup_of(case))
-        for _ in range(2):
-            workload.step(state, SilentPhases())
-    return storages.highest
-
-
-@linux
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
-)
-def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, str], local: LocalWorker) -> None:
-    limit = 3 * MIB
-    one = planned(name, tokens="16", **axes)
-    found = searched(local, one, limit)
-    assert found.batch is not None and found.batch > 100 and found.beyond == found.batch + 1
-    inside, outside = (with_batch(one, batch, CPU) for batch in (found.batch, found.beyond))
-    assert inside is not None and outside is not None
-    assert seen(inside.case) == found.peak
-    assert seen(inside.case) <= limit < seen(outside.case)
-    assert found.attempts <= 7
 
 
 @pytest.mark.slow

@@ -84,13 +84,6 @@ def test_what_is_cast_and_restored_agrees_with_ml_dtypes() -> None:
         assert restored.dtype == torch.bfloat16
 
 
-@for_each(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_torchs_own_dtypes_are_cast_by_torch(precision: str, dtype: torch.dtype) -> None:
-    source = Cast().prepare(setup_for()).source
-    assert torch.equal(result(setup_for(precision)), source.to(dtype))
-    assert torch.equal(result(setup_for(precision, direction="from")), source.to(dtype).float())
-
-
 def test_what_vanishes_is_what_the_error_hides() -> None:
     """A quarter of these gradients becomes zero in E5M2 without a scale, and the error is nearly that with one."""
     found = {scaling: Cast().error(setup_for(role="gradient", scaling=scaling)) for scaling in ("on", "off")}

@@ -52,25 +52,6 @@ def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
         assert (other - one).norm() < 1e-12 * one.norm()
 
 
-@for_each(
-    ("sizes", "fits"),
-    [
-        ({}, True),
-        ({"width": 24}, False),
-        ({"hidden": 40}, False),
-        ({"tokens": 20}, False),
-        ({"tokens": 20, "pass": "forward"}, True),
-    ],
-)
-def test_native_sizes_that_do_not_fit_are_refused(sizes: dict[str, Scalar], fits: bool) -> None:
-    params = {**SIZES, "tokens": 32, **sizes}
-    support = Mlp().support(params, precisions.get("fp8"), H200)
-    assert support.level is (Level.NATIVE if fits else Level.REFUSED)
-    assert fits or f"tokens={params['tokens']}, width={params['width']}" in support.reason
-    assert Mlp().support(params, precisions.get("bf16"), H200).level is Level.NATIVE
-    assert Mlp().support(params, precisions.get("fp8"), CPU).level is Level.EMULATED
-
-
 @for_each("cut", ["norm-linear", "norm-mlp"])
 def test_a_norm_before_the_block_is_an_axis_of_its_own(cut: str) -> None:
     axis = next(one for one in Mlp().axes(CPU) if one.name == "cut")
