@@ -157,20 +157,18 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 
 def _make_index(reports: Path) -> Page:
-    dated_pages = sorted(((_find_date(path), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
+    dated_pages = []
+    for path in reports.glob(f"*/{PAGE}"):
+        # Pages of streams do not have the start of their run in their folder's name. Use the time of writing instead.
+        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        dated_pages.append((show_begin(path.parent.name) or f"{written:%Y-%m-%d %H:%M}", path))
+    dated_pages.sort(reverse=True)
     listed = []
     for start, path in dated_pages[:MAX_REPORTS]:
         with contextlib.suppress(OSError), open_file(path) as file:
             if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
                 listed.append(ListedReport(card, path.parent.name, start))
     return index_page(listed, len(dated_pages) - len(listed))
-
-
-def _find_date(page: Path) -> str:
-    """Returns when the run of a page began, as '2026-11-26 06:38'. Pages of streams do not have this time in their
-    folder's name. For them, returns when the page was written.
-    """
-    return show_begin(page.parent.name) or f"{datetime.fromtimestamp(page.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
 
 
 def open_in_browser(page: Path) -> str:

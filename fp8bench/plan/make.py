@@ -98,7 +98,15 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     for device in chosen_devices:
         notes += _describe_large_cases(groups, device)
     if request.ranks is not None:
-        notes += _describe_ranks(request.ranks, chosen_devices)
+        notes.append(
+            f"{request.ranks} ranks: each call takes the time of the slowest rank; energy, tapes and ceilings are not "
+            "measured"
+        )
+        if not all(device.accelerated for device in chosen_devices):
+            notes.append(
+                "ranks on a CPU share its cores and communicate through its memory: this is a functional test; "
+                "its times and bandwidths do not predict those of a cluster"
+            )
 
     # 4. Add static scales to cases if they are requested.
     if request.scales is None:
@@ -195,18 +203,6 @@ def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
         raise UsageError(
             f"--max-batch {size(limit)} is more than {facts.key} has ({size(facts.memory_bytes)}). Choose less."
         )
-
-
-def _describe_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
-    notes = [
-        f"{ranks} ranks: each call takes the time of the slowest rank; energy, tapes and ceilings are not measured"
-    ]
-    if not all(device.accelerated for device in chosen):
-        notes.append(
-            "ranks on a CPU share its cores and communicate through its memory: this is a functional test; "
-            "its times and bandwidths do not predict those of a cluster"
-        )
-    return notes
 
 
 def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:

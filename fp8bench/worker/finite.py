@@ -91,11 +91,17 @@ class FiniteState:
         return Lost(count, checked_count, first_tensor)
 
     def _read_tensors(self, state: object) -> Iterator[Any]:
+        import torch
+
         deadline = time.thread_time() + SECONDS
-        for tensor in _find_numbers(state, deadline):
+        for tensor in iterate_tensors(state, until=deadline):
             if time.thread_time() > deadline:
                 break
-            yield tensor
+            dtype = tensor.dtype
+            if dtype.is_complex and not tensor.is_conj():
+                yield torch.view_as_real(tensor.detach())
+            elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
+                yield tensor.detach()
         self._has_read_all = self._has_read_all and time.thread_time() <= deadline
 
     def _count_lost(self, tensor: Any) -> int:
@@ -113,17 +119,6 @@ class FiniteState:
             if prepared.is_mask:
                 not_finite = not_finite & ~_mask_negative_infinity(tensor)
         return int(not_finite.sum())
-
-
-def _find_numbers(state: object, deadline: float) -> Iterator[Any]:
-    import torch
-
-    for tensor in iterate_tensors(state, until=deadline):
-        dtype = tensor.dtype
-        if dtype.is_complex and not tensor.is_conj():
-            yield torch.view_as_real(tensor.detach())
-        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
-            yield tensor.detach()
 
 
 @functools.cache

@@ -254,6 +254,7 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
 
 
 def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
+    """Returns the purpose of an allocation of the step, from when and for how long its memory was held."""
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:

@@ -302,16 +302,13 @@ class Prepared:
         self._space_marks(steps)
         if late_slots is not None:
             late_slots.add_slot([step.seconds for step in steps], discard)
-        seconds_between_calls = max(0.0, host_seconds - sum(calls_seconds))
-        # If the host had to wait for a core, it noticed too late that the device was done.
-        late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
-        self._missing.append(
-            min(map(_compute_missing_in_call, calls_seconds, steps))
-            if self._between_calls is None
-            else _compute_missing_in_slot(
-                wall_seconds, seconds_between_calls + self._between_calls.seconds() + late_seconds, steps
-            )
-        )
+        if self._between_calls is None:
+            self._missing.append(min(map(_compute_missing_in_call, calls_seconds, steps)))
+        else:
+            # If the host had to wait for a core, it noticed too late that the device was done.
+            late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
+            between_seconds = max(0.0, host_seconds - sum(calls_seconds)) + self._between_calls.seconds()
+            self._missing.append(_compute_missing_in_slot(wall_seconds, between_seconds + late_seconds, steps))
         eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
         preemptions = _get_number(counter_growth["preemptions"])
         return RawSlot(
@@ -397,7 +394,11 @@ class Prepared:
     def check(self) -> StateCheck:
         """Checks the clock's stamps, lets the workload check its states, and counts numbers that are not finite."""
         if self.any_rank(self._has_wrong_stamps()):
-            self._take_more_slots()
+            # Take more slots first, because load may lengthen most slots of a short run. All ranks take as many slots
+            # as the slowest rank needs.
+            deadline = time.perf_counter() + _ACCUSING_SECONDS
+            while self.any_rank(self._needs_more_slots(deadline)):
+                self.slot(4, 0)
         if self._has_wrong_stamps():
             return StateCheck(_MOVED_STAMPS_REASON)
         with restore_switches(), untimed_pass():
@@ -409,16 +410,6 @@ class Prepared:
     def _has_wrong_stamps(self) -> bool:
         # An interruption before a call's first stamp lengthens single slots, but not most of many slots.
         return bool(self._missing) and median(self._missing) > 0
-
-    def _take_more_slots(self) -> None:
-        """Takes more slots before a step counts as moving stamps, because load may lengthen most slots of a short
-        run.
-
-        All ranks take as many slots as the slowest rank needs.
-        """
-        deadline = time.perf_counter() + _ACCUSING_SECONDS
-        while self.any_rank(self._needs_more_slots(deadline)):
-            self.slot(4, 0)
 
     def _needs_more_slots(self, deadline: float) -> bool:
         slot_count = len(self._missing)

@@ -12,8 +12,8 @@ import contextlib
 import functools
 import gc
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 from fp8bench.errors import UsageError
@@ -96,7 +96,8 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
         if name.startswith(_MEASURING_MODULES):
             classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *classes):
-                function_places += _list_functions(holder)
+                names: Any = getattr(holder, "__dict__", {})
+                function_places += [(names, word) for word, value in names.items() if type(value) is FunctionType]
     functions: list[Any] = [names[name] for names, name in function_places]
     function_codes = [function.__code__ for function in functions]
 
@@ -113,13 +114,6 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
         )
 
     return list_replacements
-
-
-def _list_functions(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    names: Any = getattr(holder, "__dict__", {})
-    for name, value in list(names.items()):
-        if isinstance(value, types.FunctionType):
-            yield names, name
 
 
 @functools.cache

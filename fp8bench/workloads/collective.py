@@ -145,6 +145,7 @@ class Collective(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
+        import torch.distributed as dist
 
         from fp8bench.numerics.collectives import InFP8, compute_expected, draw_rank_values
 
@@ -164,11 +165,18 @@ class Collective(Workload):
         rank_inputs = [draw_rank_values(setup.seed, rank, elements) for rank in range(state.size)]
         exact = compute_expected(str(setup.params["collective"]), rank_inputs, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
-        # 3. Add up the sums of all ranks. One collective does it, because every rank must call the same number of
-        # collectives.
+        # 3. Add up the sums of all ranks, because each rank has other values. One collective does it, because every
+        # rank must call the same number of collectives.
         summands = (noise, exact.square().sum(), saturated_share, lost_share)
         sums = torch.tensor([float(summand) for summand in summands], dtype=torch.float64, device=setup.facts.key)
-        return _compute_errors(sums, state.size)
+        dist.all_reduce(sums)
+        all_noise, signal, saturation, flush = sums.tolist()
+        return {
+            "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / all_noise)) if all_noise > 0 else EXACT_DB,
+            "relative_error": math.sqrt(all_noise / signal) if signal > 0 else 0.0,
+            "saturated_ppm": saturation / state.size * 1e6,
+            "flushed_percent": flush / state.size * 100,
+        }
 
     def transfer(self, setup: Setup) -> Transfer:
         from fp8bench.numerics.collectives import InFP8, bus_factor
@@ -230,19 +238,3 @@ def _measure_lost_shares(kind: InFP8, state: CollectiveState) -> tuple[Any, Any]
         return saturated_share, 0.0
     flushed_share = collectives.flushed_share(state.given, kind.scaling, state.size, kind.auto)
     return saturated_share, run_on_this_rank(flushed_share, None, phase)
-
-
-def _compute_errors(sums: Tensor, size: int) -> dict[str, float]:
-    """Computes errors from sums over all ranks. A single rank's sums would not do, because each rank has other
-    values.
-    """
-    import torch.distributed as dist
-
-    dist.all_reduce(sums)
-    noise, signal, saturation, flush = sums.tolist()
-    return {
-        "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB,
-        "relative_error": math.sqrt(noise / signal) if signal > 0 else 0.0,
-        "saturated_ppm": saturation / size * 1e6,
-        "flushed_percent": flush / size * 100,
-    }
