@@ -126,11 +126,18 @@ def data_bytes() -> int:
     """Returns the bytes of this process that the kernel counts against RLIMIT_DATA. Raises CannotLimit if they are
     unknown.
     """
+    if (bytes_used := _read_bytes("/proc/self/status", "VmData:")) is None:
+        raise CannotLimit("/proc/self/status has no line for this process's memory (VmData)")
+    return bytes_used
+
+
+def _read_bytes(file: str, name: str) -> int | None:
+    """Returns the bytes that a line of a file such as 'VmData: 1644 kB' gives; None if the file has no such line."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+        lines = Path(file).read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
     except (OSError, ValueError, IndexError, StopIteration):
-        raise CannotLimit("/proc/self/status has no line for this process's memory (VmData)") from None
+        return None
 
 
 def memory_bytes() -> int:
@@ -161,10 +168,7 @@ def free_bytes() -> int:
     """Returns the bytes that can be allocated before the kernel kills a process for lack of memory. Returns 0 if
     unknown.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
+    if (available_bytes := _read_bytes("/proc/meminfo", "MemAvailable:")) is None:
         return 0
     return min([available_bytes, *(max(0, limit - taken) for limit, taken in _read_container_memory())])
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8bench.files import write_whole
 from fp8bench.model import PHASES
@@ -106,13 +106,13 @@ def write_trace(trace: Mapping[str, Any], file: Path) -> None:
 Event = dict[str, Any]
 
 RANGE_PREFIX = "fp8bench."
+_PHASE_RANGES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
 STEP_PREFIX = "ProfilerStep#"
 _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
 
 
-@dataclass(frozen=True)
-class TracedStretch:
+class TracedStretch(NamedTuple):
     """An interval of a thread in nanoseconds."""
 
     start: int
@@ -168,8 +168,7 @@ def _is_timed(event: Event) -> bool:
 
 
 def _is_phase(event: Event) -> bool:
-    prefix, separator, phase = str(event.get("name")).partition(RANGE_PREFIX)
-    is_phase_name = bool(separator) and not prefix and phase in PHASES
+    is_phase_name = str(event.get("name")) in _PHASE_RANGES
     return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _is_timed(event)
 
 

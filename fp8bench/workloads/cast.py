@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.protocols import MEMORY_ROLES, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPAN_FACTORS, STRIDED, VALUES, Axis, whole_number
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPAN_FACTORS, STRIDED, VALUES, Axis, read_integers, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -190,11 +190,12 @@ def _draw_source(setup: Setup) -> Tensor:
 
     from fp8bench.numerics import distributions
 
-    case = setup.case
+    params = setup.params
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
-    shape = (int(case.param("rows")), int(case.param("columns")))
+    rows, columns = read_integers(params, "rows", "columns")
+    shape = (rows, columns)
     source = distributions.GradientSource([shape], generator)
-    values = distributions.draw_values(dict(case.params), shape, generator, setup.facts.key)
-    if case.param("role") == Role.GRADIENT:
+    values = distributions.draw_values(params, shape, generator, setup.facts.key)
+    if params["role"] == Role.GRADIENT:
         values.mul_(source.scales[0])
-    return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)
+    return values.to(torch.float32 if params["source"] == "fp32" else torch.bfloat16)

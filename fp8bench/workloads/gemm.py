@@ -406,7 +406,7 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
     from fp8bench.numerics import distributions
 
     params = setup.params
-    k = int(setup.params["k"])
+    k = int(params["k"])
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     a, b = (
         distributions.apply_layout(
@@ -417,4 +417,4 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
         )
         for rows, layout in zip("mn", _read_operand_layouts(params), strict=True)
     )
-    return a, b, PRODUCTS[str(setup.params["product"])]
+    return a, b, PRODUCTS[str(params["product"])]

@@ -130,7 +130,7 @@ class Transformer(shared.TrainingWorkload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         has_four_models = _read_choice(params, "models") == "rlhf"
         if not has_four_models and _read_choice(params, "frozen") != DEFAULT_CHOICES["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
@@ -145,7 +145,7 @@ class Transformer(shared.TrainingWorkload):
     def work(self, params: Scalars) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         # In fp32: the weights, two moments, the gradients, and the logits of one micro-batch.
         least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compile_seconds = COMPILE_SECONDS if _is_compiled(params) else 0.0
@@ -162,7 +162,7 @@ class Transformer(shared.TrainingWorkload):
         them to memory. With checkpointing the activations are the inputs of all blocks and the activations of one
         block.
         """
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         length, batch = read_integers(params, "sequence", "batch")
         value_bytes = shared.carrier_bytes(precision)
         key_value_width = 2 * config.key_heads * config.head_width
@@ -189,7 +189,7 @@ class Transformer(shared.TrainingWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = self._check_product_support(params, precision, facts)
-        has_grouped_heads = SIZES[str(params["size"])].has_grouped_heads
+        has_grouped_heads = _read_config(params).has_grouped_heads
         reason = shared.explain_missing_kernel(_read_choice(params, "attention"), has_grouped_heads, precision, facts)
         if support.level is not Level.REFUSED and reason:
             return refused(reason)
@@ -212,10 +212,10 @@ class Transformer(shared.TrainingWorkload):
         return "scales cannot be renewed in a compiled graph: choose compile=no, or static scales without renewal"
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_layers(SIZES[str(params["size"])].layers)
+        return gpt_layers(_read_config(params).layers)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_around(SIZES[str(params["size"])].layers)
+        return gpt_around(_read_config(params).layers)
 
     def _make_case_model(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
@@ -241,7 +241,7 @@ class Transformer(shared.TrainingWorkload):
         recasts = backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
         if recasts and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        is_unlike_gpt2 = SIZES[str(params["size"])].modern or _read_choice(params, "attention") != "auto"
+        is_unlike_gpt2 = _read_config(params).modern or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
@@ -250,7 +250,7 @@ class Transformer(shared.TrainingWorkload):
         multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         is_compiled = support.is_native and _is_compiled(params)
-        if is_compiled and (reason := shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)):
+        if is_compiled and (reason := shared.explain_uncompilable(precision, _read_config(params), tokens)):
             return refused(reason)
         if support.is_native and tokens % multiple:
             return refused(
@@ -385,11 +385,15 @@ def _is_compiled(params: Scalars) -> bool:
 
 def _count_frozen_bytes(params: Scalars) -> float:
     """Returns a lower bound of the bytes that the two untrained models of RLHF need, without scales."""
-    return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
+    return 2.0 * _read_config(params).weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
+
+
+def _read_config(params: Scalars) -> GPTConfig:
+    return SIZES[str(params["size"])]
 
 
 def _make_config(setup: Setup) -> GPTConfig:
-    return replace(SIZES[str(setup.params["size"])], sequence=int(setup.params["sequence"]))
+    return replace(_read_config(setup.params), sequence=int(setup.params["sequence"]))
 
 
 def _build_model(
@@ -400,10 +404,11 @@ def _build_model(
     from fp8bench.nn.training_step import seed_weights
     from fp8bench.nn.whole_layers import wrap_model_forward
 
+    config = _make_config(setup)
     with seed_weights(setup):
-        model = GPT(_make_config(setup), choose, carrier, checkpointing, core)
-    if _read_choice(setup.params, "cut") == "block" and not _make_config(setup).modern:
-        fuse_blocks(model, _make_config(setup).heads)
+        model = GPT(config, choose, carrier, checkpointing, core)
+    if _read_choice(setup.params, "cut") == "block" and not config.modern:
+        fuse_blocks(model, config.heads)
     wrap_model_forward(model)
     return model
 
