@@ -47,7 +47,6 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
     ("name", "words", "given", "line"),
     [
         ("compare", ("a", "b"), {"store": Path("/s")}, "a b --store /s"),
-        ("compare", ("a",), {"after": "b"}, "a b"),
         ("gate", ("a", "b"), {"rerun": False}, "a b --no-rerun"),
         ("gate", (), {"history": True, "thresholds": "t.yaml", "duel": None}, "--history --thresholds t.yaml"),
         ("gate", (), {"duel": "last", "imports": []}, "--duel last"),
@@ -152,7 +151,6 @@ def test_help_of_a_run_says_what_its_frames_hold() -> None:
         ("sensitivity", {"steps": "many"}, "argument --steps: expected a whole number from 1 to 100000, got 'many'"),
         ("sensitivity", {"steps": object()}, "steps cannot be <object"),
         ("sensitivity", {"by": "layers"}, "argument --by: invalid choice: 'layers'"),
-        ("audit", {"target": "x"}, "'x' is not a function"),
         ("duel", {"suite": "gem", "quick": True}, r"unknown suite 'gem'\. Did you mean 'gemm'\?"),
     ],
 )

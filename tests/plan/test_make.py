@@ -97,8 +97,6 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
     [
         ((CPU,), (), ["cpu"]),
         ((CPU, A100, H200), (), ["cuda:0"]),
-        ((CPU, H200), ("cpu",), ["cpu"]),
-        ((CPU, H200), ("cuda",), ["cuda:0"]),
         ((CPU, H200, gpu("H200", (9, 0), 1)), ("cuda:1",), ["cuda:1"]),
         ((CPU, H200), ("cpu", "cuda:0", "cuda"), ["cpu", "cuda:0"]),
     ],

@@ -23,9 +23,7 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
     ("switch", "asked", "environ", "answer"),
     [
         ("why_eager", {}, {}, ""),
-        ("why_eager", {}, {QUANTISERS: "compiled"}, ""),
         ("why_eager", {"quick": True}, {QUANTISERS: "compiled"}, QUICK),
-        ("why_eager", {}, {QUANTISERS: "eager"}, EAGER),
         ("why_eager", {"quick": True}, {QUANTISERS: "eager"}, EAGER),
         ("ceilings", {}, {}, True),
         ("ceilings", {}, {CEILINGS: "off"}, False),
@@ -33,7 +31,6 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
         ("tapes", {}, {}, True),
         ("tapes", {}, {TAPE: "off"}, False),
         ("tapes", {"tape": True}, {TAPE: "off"}, True),
-        ("tapes_apart", {}, {}, True),
         ("tapes_apart", {"quick": True}, {}, False),
         ("tapes_apart", {"quick": True, "tape": True}, {}, True),
         ("warm_up_seconds", {}, {}, 30.0),

@@ -33,14 +33,12 @@ NEW = HeldBlock(1, 10, "gemm")
     [
         (OLD, {1: R.WEIGHTS}, {1: R.WEIGHTS}, R.WEIGHTS),
         (OLD, {1: None}, {1: None}, R.OTHER),
-        (OLD, {}, {}, R.OTHER),
         (HeldBlock(1, 10), {1: R.OPTIMIZER}, {}, R.OPTIMIZER),  # freed in the step
         (HeldBlock(1, 10), {}, {1: R.OPTIMIZER}, R.OTHER),  # another tensor is there now
         (HeldBlock(1, 10, "cast"), {1: R.OPTIMIZER}, {}, R.WORKSPACE),  # another tensor was there before
         (HeldBlock(1, 10, "cast", lasting=True), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
         (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {1: None}, {1: None}, R.LOW_WEIGHTS),
         (HeldBlock(1, 10, lasting=True, said=(R.LOW_WEIGHTS,)), {}, {1: R.OPTIMIZER}, R.OPTIMIZER),
-        (HeldBlock(1, 10, lasting=True, said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),
         (HeldBlock(1, 10, "cast", said=(R.WEIGHTS,)), {}, {}, R.WORKSPACE),  # restored to be cast again
         (HeldBlock(1, 10, "communication", said=(R.WEIGHTS,)), {}, {}, R.WEIGHTS),  # gathered for a step
         (HeldBlock(1, 10, "gemm", said=(R.ACTIVATIONS, R.LOW_WEIGHTS)), {}, {}, R.LOW_WEIGHTS),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from fp8bench.workloads import optimizer
 from fp8bench.workloads.optimizer import Optimizer
 from tests.counts import for_each
 from tests.workloads.steps import phases, small
+
+Array = np.ndarray[Any, Any]
 
 
 def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -44,21 +48,25 @@ def test_buckets_change_no_number(precision: str, monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(one, other) for one, other in zip(whole.parameters(), split.parameters(), strict=True))
 
 
+def stacked(tensors: Sequence[torch.Tensor]) -> Array:
+    return np.stack([tensor.double().numpy() for tensor in tensors])
+
+
+def adamw(w: Array, g: Array, m: Array, v: Array, t: int) -> tuple[Array, Array, Array]:
+    """Returns the weights and both moments after step `t`, as AdamW's paper defines them."""
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g * g
+    return w - 3e-4 * (0.1 * w + m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)), m, v
+
+
 @for_each("fused", ["yes", "no"])
 def test_a_step_is_adamw_by_hand(fused: str) -> None:
     state = Optimizer().prepare(setup_for(fused=fused))
     (bucket,) = state.buckets
-    first, second = bucket.restore()
-    w, g, m, v = (
-        np.stack([one.double().numpy() for one in some])
-        for some in (bucket.parameters, bucket.gradients, first, second)
-    )
+    before = stacked(bucket.parameters)
+    wanted, _, _ = adamw(before, stacked(bucket.gradients), *map(stacked, bucket.restore()), t=1001)
     Optimizer().step(state, SilentPhases())
-    m = 0.9 * m + 0.1 * g
-    v = 0.999 * v + 0.001 * g * g
-    update = -3e-4 * (0.1 * w + m / (1 - 0.9**1001) / (np.sqrt(v / (1 - 0.999**1001)) + 1e-8))
-    found = np.stack([one.double().numpy() for one in bucket.parameters]) - w
-    assert np.linalg.norm(found - update) < 1e-4 * np.linalg.norm(update)
+    assert np.linalg.norm(stacked(bucket.parameters) - wanted) < 1e-4 * np.linalg.norm(wanted - before)
 
 
 def test_fp32_is_the_reference_exactly_and_unfused_nearly() -> None:
@@ -111,18 +119,13 @@ def test_the_update_error_is_that_of_weights_by_hand() -> None:
     setup = setup_for("bf16", tensors=1)
     state, source = optimizer._draw_initial_state(setup, optimizer._choose_storages(setup), fused=False)
     exact, same_source = optimizer._draw_initial_state(setup, optimizer._make_exact_storages(), fused=False)
-    first, second = exact.moments()
-    w, m, v = (np.stack([one.double().numpy() for one in some]) for some in (exact.parameters(), first, second))
-    start = w.copy()
+    start = w = stacked(exact.parameters())
+    m, v = map(stacked, exact.moments())
     for t in range(1001, 2001):
         state.copy_gradients(source.draw())
         Optimizer().step(state, SilentPhases())
-        g = np.stack([one.double().numpy() for one in same_source.draw()])
-        m = 0.9 * m + 0.1 * g
-        v = 0.999 * v + 0.001 * g * g
-        w = w - 3e-4 * (0.1 * w + m / (1 - 0.9**t) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8))
-    update = np.stack([one.double().numpy() for one in state.parameters()]) - start
-    wanted = np.linalg.norm(update - (w - start)) / np.linalg.norm(w - start)
+        w, m, v = adamw(w, stacked(same_source.draw()), m, v, t)
+    wanted = np.linalg.norm(stacked(state.parameters()) - w) / np.linalg.norm(w - start)
     assert Optimizer().error(setup)["update_error"] == pytest.approx(wanted, rel=1e-2)
 
 
