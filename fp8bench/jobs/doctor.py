@@ -49,13 +49,13 @@ def examine(calibrate: bool) -> Iterator[str]:
         for fact in facts:
             yield ""
             yield from _describe_device(fact)
-            yield from (f"  backend {line}" for line in backend_lines(worker, fact))
+            yield from (f"  backend {line}" for line in describe_backends(worker, fact))
             with next(meters) as meter:
                 yield from (f"  {line}" for line in format_device_lines(meter))
         if not any(fact.accelerated for fact in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {describe_driver()}"
-        yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
+        yield f"compiler  {describe_compiler(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
         if calibrate:
             yield ""
             for fact in (fact for fact in facts if not fact.unusable):
@@ -99,7 +99,7 @@ def _describe_device(facts: DeviceFacts) -> Iterator[str]:
             yield f"  {level.value:<{name_width}} {', '.join(reasons)}: {explanation}"
 
 
-def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
+def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     """Yields a line for each backend: its version and the precisions that it supports on the device, or why it
     supports none.
     """
@@ -124,7 +124,7 @@ def list_precisions_by_rank() -> list[Precision]:
     return sorted(map(precisions.get, precisions.names()), key=lambda precision: precision.rank)
 
 
-def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
+def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
     """Returns a text that says for each device whether quantisers (emulated casts) compile on it. A device whose
     worker does not answer within `limit` seconds counts as too slow. Quantisers that do not compile run eagerly, and
     slowly.

@@ -28,11 +28,11 @@ def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
         if device.key == first_case.device:
             if not device.accelerated:
                 return Cell(group.setting, cases, device.kind)
-            return Cell(group.setting, cases, short_device_name(device.name), device.index + first_case.ranks)
+            return Cell(group.setting, cases, shorten_device_name(device.name), device.index + first_case.ranks)
     return Cell(group.setting, cases, "")
 
 
-def short_device_name(name: str) -> str:
+def shorten_device_name(name: str) -> str:
     """Returns a device's name without its vendor: 'h200' for 'NVIDIA H200', 'mi300x' for 'AMD Instinct MI300X'."""
     name_words = re.findall(r"[a-z0-9.]+", name.lower())
     return "-".join(part for part in name_words if part not in _VENDOR_WORDS) or "gpu"

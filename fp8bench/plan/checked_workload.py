@@ -40,7 +40,7 @@ def user_errors_as_usage(workload: Workload) -> Iterator[None]:
     except Exception as error:
         if type(workload).__module__.startswith("fp8bench."):
             raise
-        raise _planning_error(workload, own_words(error)) from error
+        raise _make_planning_error(workload, own_words(error)) from error
 
 
 def _translates_user_errors(
@@ -62,11 +62,11 @@ def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     axes = workload.axes(facts)
     for axis in axes:
         if axis.quiet and len(axis.default) != 1:
-            raise _planning_error(
+            raise _make_planning_error(
                 workload, f"its axis {axis.name!r} is quiet and has the defaults {axis.default!r:.80}, not one"
             )
         if axis.name in _COMMON_AXES:
-            raise _planning_error(workload, f"every suite already has an axis {axis.name!r}. Rename this one")
+            raise _make_planning_error(workload, f"every suite already has an axis {axis.name!r}. Rename this one")
     return (*axes, *COMMON_AXES)
 
 
@@ -129,20 +129,20 @@ def _check_params(workload: Workload, params: Params) -> Params:
     """Returns the parameters if each is a pair of a name and a plain value that can be printed on one line."""
     returned: object = params
     if not isinstance(returned, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in returned):
-        raise _planning_error(workload, f"its parameters are {returned!r:.120}, and must be a tuple of pairs")
+        raise _make_planning_error(workload, f"its parameters are {returned!r:.120}, and must be a tuple of pairs")
     for name, value in returned:
         if not isinstance(name, str) or not name.isprintable() or not name:
-            raise _planning_error(
+            raise _make_planning_error(
                 workload, f"a parameter is called {name!r:.80}, and its name must be text on one line"
             )
         subject = f"parameter {name!r} is {value!r:.80}"
         if type(value) not in (int, float, str, bool):
-            raise _planning_error(
+            raise _make_planning_error(
                 workload, f"{subject} ({type(value).__name__}), and must be an int, float, str or bool"
             )
         # Control characters would break tables, and lone surrogates all files except JSON.
         if not (value.isprintable() if isinstance(value, str) else math.isfinite(value)):
-            raise _planning_error(workload, f"{subject}, and must be finite, or text on one line")
+            raise _make_planning_error(workload, f"{subject}, and must be finite, or text on one line")
     return params
 
 
@@ -151,15 +151,15 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
     returned: object = work
     if not isinstance(returned, Work):
-        raise _planning_error(workload, f"work() returned {returned!r:.80}, and must return a Work")
+        raise _make_planning_error(workload, f"work() returned {returned!r:.80}, and must return a Work")
     for name, value in vars(returned).items():
         is_count = name == "tokens"
         subject = f"work() returned {name} = {value!r:.80}"
         if type(value) is not int and (is_count or type(value) is not float):
             expected_type = "a whole number (int)" if is_count else "a number (float)"
-            raise _planning_error(workload, f"{subject}, and it must be {expected_type}")
+            raise _make_planning_error(workload, f"{subject}, and it must be {expected_type}")
         if not math.isfinite(value) or value < 0 or (is_count and value >= _MAX_TOKENS):
-            raise _planning_error(workload, f"{subject}, which is not a count")
+            raise _make_planning_error(workload, f"{subject}, which is not a count")
     return work
 
 
@@ -167,7 +167,7 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
 def checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
     returned: object = workload.memory(params, precision)
     if type(returned) not in (int, float) or not math.isfinite(byte_count := float(str(returned))) or byte_count < 0:
-        raise _planning_error(
+        raise _make_planning_error(
             workload, f"memory() returned {returned!r:.80}, and must return a number of bytes (float)"
         )
     return byte_count
@@ -189,7 +189,7 @@ def checked_support(
     level = getattr(support, "level", None)
     support_reason = getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(support_reason, str):
-        raise _planning_error(
+        raise _make_planning_error(
             workload, f"support() returned {support!r:.120}, and must return a Support of a Level and a text"
         )
     return support
@@ -241,16 +241,16 @@ def merge_layers(workload: Workload, settings: Iterable[Params], keys: Sequence[
 def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     """Returns the layers if their names are unique, and if names and kinds can be written in a precision map."""
     if not isinstance(layers, tuple):
-        raise _planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
+        raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
     for layer in layers:
         subject = f"layers() returned {layer!r:.120}"
         if not isinstance(layer, Layer) or not _is_map_key(layer.name) or not _is_map_key(layer.kind):
             rule = "name and kind must be text without commas, spaces, '=' and empty parts between dots"
-            raise _planning_error(workload, f"{subject}, which is not a Layer, or whose {rule}")
+            raise _make_planning_error(workload, f"{subject}, which is not a Layer, or whose {rule}")
         if layer.high not in (True, False):
-            raise _planning_error(workload, f"{subject}, whose `high` must be True or False")
+            raise _make_planning_error(workload, f"{subject}, whose `high` must be True or False")
     if len({layer.name for layer in layers}) < len(layers):
-        raise _planning_error(workload, "two of its layers have the same name")
+        raise _make_planning_error(workload, "two of its layers have the same name")
     return layers
 
 
@@ -261,5 +261,5 @@ def _is_map_key(text: object) -> bool:
     return all(text.split("."))
 
 
-def _planning_error(workload: Workload, reason: str) -> UsageError:
+def _make_planning_error(workload: Workload, reason: str) -> UsageError:
     return UsageError(f"suite {workload.name!r} cannot be planned: {reason}. Fix the file.")

@@ -42,7 +42,7 @@ class Corpus:
         return f"{self.name}:{self.digest[:8]}"
 
 
-def standard_library_text() -> bytes:
+def read_standard_library() -> bytes:
     """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
@@ -80,7 +80,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     """Returns the text of a run and its name: the user's file, or the sources of Python's standard library."""
     if data is not None:
         return read_user_text(Path(data), max_bytes=max_bytes), name_of(data)
-    text = standard_library_text()
+    text = read_standard_library()
     if len(text) < MIN_BYTES:
         raise UsageError(
             f"the sources of Python's standard library were not found ({len(text)} bytes). Give --data FILE."

@@ -27,11 +27,11 @@ from fp8bench.plan.checked_workload import (
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     add_static_scales,
-    backend_with_version,
     check_keys,
-    mapped_layer_support,
-    mode_with_backend,
-    suite_map,
+    describe_backend,
+    find_mode,
+    iterate_layer_supports,
+    select_map_entries,
 )
 from fp8bench.protocols import Layer, Workload
 from fp8bench.protocols.axes import CACHE, HOT
@@ -80,9 +80,9 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     for part in parts:
         for device in chosen_devices:
             for params in expand_request(part.workload, request, device, corpus):
-                group = _plan_group(part, params, device, request.reference is not None)
+                group, note = _plan_group(part, params, device, request.reference is not None)
                 groups.append(group)
-                notes += _describe_new_reference(part, group)
+                notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
 
     # 2. Note options that have no effect in this plan.
@@ -279,15 +279,15 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
     of the suite.
     """
     defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
-    names = [mode_with_backend(word, request.backend) for word in (request.dtypes or defaults)]
+    names = [find_mode(word, request.backend) for word in (request.dtypes or defaults)]
     if request.reference is not None:
-        reference = mode_with_backend(request.reference, request.backend)
+        reference = find_mode(request.reference, request.backend)
     else:
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
     has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
     may_add = compares and has_choice and workload.fused and ADDED_REFERENCE not in modes
-    return _SuitePlan(workload, modes, suite_map(request, layers, modes), may_add)
+    return _SuitePlan(workload, modes, select_map_entries(request, layers, modes), may_add)
 
 
 def choose_devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
@@ -307,35 +307,29 @@ def device_named(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     return by_key[key]
 
 
-def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> Group:
-    """Plans the cases of one setting. If the user named the reference (`is_named`), it stays the reference even if it
-    is emulated.
+def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
+    """Plans the cases of one setting. Also returns a note if a reference was added. If the user named the reference
+    (`is_named`), it stays the reference even if it is emulated.
     """
     cases_without_map = [_plan_case(part.workload, params, facts, name, ()) for name in part.modes]
     reference = _choose_reference(cases_without_map, is_named)
     native = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
     added: list[PlannedCase] = []
+    note = ""
     if part.may_add and len(native) == 1:
         added_case = _plan_case(part.workload, params, facts, ADDED_REFERENCE, ())
         if _is_native(added_case):
             added = [added_case]
             reference = native[0]
+            name = part.modes[reference]
+            reason = f"on {facts.key} {name} would have had nothing native to compare with"
+            note = f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {name} leaves it out)"
     # The reference has no precision map, nor has the native case that was the reference until one was added.
     cases = [
         planned if index == reference else _apply_precision_map(part, planned, facts)
         for index, planned in enumerate(cases_without_map)
     ]
-    return Group((*added, *cases), 0 if added else reference)
-
-
-def _describe_new_reference(part: _SuitePlan, group: Group) -> list[str]:
-    """Returns a note that a reference was added, if the user did not request it."""
-    reference, *candidates = group.cases
-    if not part.may_add or reference.case.precision != ADDED_REFERENCE:
-        return []
-    native = next(planned.case.precision for planned in candidates if _is_native(planned))
-    reason = f"on {reference.case.device} {native} would have had nothing native to compare with"
-    return [f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {native} leaves it out)"]
+    return Group((*added, *cases), 0 if added else reference), note
 
 
 def _is_native(planned: PlannedCase) -> bool:
@@ -354,10 +348,10 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     # 1. The support level of a case is the lowest level of its layers.
     supports = [
         checked_support(workload, values, precision, facts),
-        *mapped_layer_support(workload, values, facts, layers, name),
+        *iterate_layer_supports(workload, values, facts, layers, name),
     ]
     support = max(supports, key=lambda support: _LEVELS_BY_SUPPORT.index(support.level))
-    support = replace(support, backend=backend_with_version(name, support.level, facts))
+    support = replace(support, backend=describe_backend(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
     # 2. Skip cases that the device refuses, that do not fit into its memory, or whose cache state cannot be set up.

@@ -14,7 +14,7 @@ from fp8bench.protocols.workload import kind_keys
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
-def mode_with_backend(dtype: str, backend: str) -> str:
+def find_mode(dtype: str, backend: str) -> str:
     """Returns the mode (a precision with options) of a dtype with this backend. A dtype that already names a backend,
     or that takes none, is unchanged.
     """
@@ -24,7 +24,7 @@ def mode_with_backend(dtype: str, backend: str) -> str:
     return precision.by(backends.get(backend)).mode
 
 
-def backend_with_version(mode: str, level: Level, facts: DeviceFacts) -> str:
+def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
     """Returns the backend of a case with its version, like 'torchao 0.18.0'; '' if the case does not run."""
     if level is Level.REFUSED:
         return ""
@@ -65,15 +65,13 @@ def check_can_mix(mode: str, other: str) -> None:
         )
 
 
-def suite_map(request: Request, layers_of_suite: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
+def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
     """Returns the entries of a precision map that apply to a suite with these layers. They apply to all modes except
     the first one, which is the reference.
     """
     reference, *candidates = modes
     keys = list_map_keys(layers_of_suite)
-    layers = [
-        (key, mode_with_backend(precision, request.backend)) for key, precision in request.precision_map if key in keys
-    ]
+    layers = [(key, find_mode(precision, request.backend)) for key, precision in request.precision_map if key in keys]
     if layers and not candidates:
         raise UsageError(
             f"--precision-map would have no effect: {reference} is the reference, which takes no map. Add another "
@@ -85,7 +83,7 @@ def suite_map(request: Request, layers_of_suite: Sequence[Layer], modes: Sequenc
     return tuple(layers)
 
 
-def mapped_layer_support(
+def iterate_layer_supports(
     workload: Workload, params: Scalars, facts: DeviceFacts, layers: PrecisionMap, mode: str
 ) -> Iterator[Support]:
     """Yields for each key of a precision map how the device supports the key's precision, in cases of a mode. A key

@@ -45,7 +45,7 @@ def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) 
     refuse_code_of_others(subject, imports)
     for name in texts:
         if name and not Path(name).is_absolute() and not Path(name).exists():
-            raise _missing_file_error(subject, name)
+            raise _make_missing_file_error(subject, name)
 
 
 def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
@@ -55,13 +55,13 @@ def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
         if file.suffix != ".py":
             continue
         if not file.exists():
-            raise _missing_file_error(subject, name)
+            raise _make_missing_file_error(subject, name)
         if _is_owned_by_others(file):
             reason = f"{file} belongs to another user, in a folder where every user may create files"
             raise resume_error(subject, reason, "The code may have been replaced; start a new run.")
 
 
-def _missing_file_error(subject: str, name: str) -> UsageError:
+def _make_missing_file_error(subject: str, name: str) -> UsageError:
     return resume_error(
         subject, f"it reads {name}, which does not exist here", "Resume it in the folder where it was started."
     )

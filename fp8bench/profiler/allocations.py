@@ -307,13 +307,13 @@ class AllocationStream:
         self._profile = profiler
         self._contexts.enter_context(record_function("fp8bench: whole"))
         if alone:
-            self.alone()
+            self.keep_backward_in_thread()
 
     @property
     def listening(self) -> bool:
         return self._profile is not None
 
-    def alone(self) -> None:
+    def keep_backward_in_thread(self) -> None:
         """Makes backward passes run in the thread that starts them, until `stop`. So all their events are recorded."""
         import torch
 

@@ -159,7 +159,7 @@ class AllocatorMeter(StreamMeter):
             # be late and have no events. After one more backward pass they are done.
             self._backward.run()
             self._stream.note(LiveAddresses(self._list_live_addresses()))
-            self._stream.alone()
+            self._stream.keep_backward_in_thread()
         self._close_phase()
         self._backend.reset_peak_memory_stats(self._index)
         self._phase = phase

@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.files import check_file, read_file
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code.switches import Switch, process_switches, read_values, restore_values
+from fp8bench.user_code.switches import Switch, list_process_switches, read_values, restore_values
 
 # stdout and the switches belong to the whole process, so only one thread may import at a time.
 _importing = threading.RLock()
@@ -31,7 +31,7 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
         registry.names()
-    watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
+    watched = [switch for switch in watched or list_process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
             _import(name, watched)

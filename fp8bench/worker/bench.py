@@ -97,9 +97,9 @@ class Bench(UntimedPasses):
         torch.set_num_threads(self._original_threads)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        from fp8bench.worker.trial import installed_packages
+        from fp8bench.worker.trial import list_installed_packages
 
-        packages = installed_packages()
+        packages = list_installed_packages()
         available_devices = [facts for kind in devices.names() for facts in devices.get(kind).available()]
         return tuple(replace(facts, packages=packages) for facts in available_devices)
 
@@ -193,7 +193,7 @@ class Bench(UntimedPasses):
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Calibrates the static scales of a case with data, if the case has them. Later requests use these scales."""
-        with self._apart(case, facts) as (_, _, setup):
+        with self._run_apart(case, facts) as (_, _, setup):
             setup()
         gc.collect()
 

@@ -74,7 +74,7 @@ class FiniteState:
             if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)
 
-    def lost(self, state: object) -> Lost:
+    def find_lost(self, state: object) -> Lost:
         count = 0
         checked_count = 0
         first_tensor = ""

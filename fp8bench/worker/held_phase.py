@@ -60,7 +60,7 @@ class HeldPhase:
         return RawReplay(seconds / repetitions, len(self.replay.calls), self.replay.bytes)
 
 
-def held_phase(
+def store_phase_inputs(
     workload: Workload,
     state: Any,
     device: Device,

@@ -23,7 +23,7 @@ from fp8bench.user_code.switches import read_values
 from fp8bench.worker.bits import count_subnormals
 from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.step_effect import Beginning, compare_slots, make_slot, restore_state
-from fp8bench.worker.switches import arithmetic_switches
+from fp8bench.worker.switches import get_arithmetic_switches
 
 # The most steps whose operators are counted.
 _MAX_COUNTED_STEPS = 32
@@ -109,7 +109,7 @@ class LateSlots:
             flops_by_path.update(tape.by_path)
         is_complete = all(tape.complete for tape in counted_tapes)
         first_tape = self._tapes[0]
-        operator_seconds = _mean_seconds(tapes)
+        operator_seconds = _compute_mean_seconds(tapes)
         on_host = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
             by_path=tuple((path, total / len(counted_tapes)) for path, total in sorted(flops_by_path.items()))
@@ -136,7 +136,7 @@ def _count_waits() -> int:
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
-def _mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
+def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
     """Returns for each operator, by its name, the mean seconds that it takes in a step."""
     seconds = defaultdict[str, float](float)
     for tape in tapes:
@@ -157,7 +157,7 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         self.seconds_of = defaultdict[Any, float](float)
         self.switches: dict[str, None] = {}
         self.looked = self.subnormal = 0
-        self._switches = arithmetic_switches() if looks else ()
+        self._switches = get_arithmetic_switches() if looks else ()
         self._initial_values = read_values(self._switches)
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

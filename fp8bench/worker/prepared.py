@@ -32,7 +32,7 @@ from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import check_verdict
 from fp8bench.worker.clock import BetweenCalls, PhaseClock, require_agreeing_clocks, stamp_cost
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.held_phase import HeldPhase, held_phase
+from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import get_address, iterate_tensors
 from fp8bench.worker.static_scales import step
@@ -417,7 +417,7 @@ class Prepared:
 
     def _check_state(self, state: State) -> StateCheck:
         state_verdict = check_verdict(self.workload.check(state.held))
-        lost_numbers = state.finite.lost(state.held)
+        lost_numbers = state.finite.find_lost(state.held)
         if self.workload.may_diverge:
             return StateCheck(state_verdict, lost_numbers.share)
         return StateCheck(state_verdict or str(lost_numbers))
@@ -441,7 +441,7 @@ class Prepared:
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
         with precision_scope(self.precision), restore_switches(), untimed_pass():
             state = self._make_ready()
-            held_phase_or_reason = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
+            held_phase_or_reason = store_phase_inputs(self.workload, state, self.device, self.index, phase, most_bytes)
             if isinstance(held_phase_or_reason, RawReplay):
                 return held_phase_or_reason
             self.held = held_phase_or_reason

@@ -56,7 +56,7 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
     start = time.thread_time()
     with ProductWatch(inspection.inspect) as watch:
         step(workload, state, setup.scales, clock)
-    input_sums = given_state.after_step()
+    input_sums = given_state.sum_inputs()
     held_weights = _HeldWeights(state, formats)
     if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps keep
         addresses_cast_in_step.clear()
@@ -237,7 +237,7 @@ class GivenState:
         ]
         self._remaining_seconds = self._deadline - time.thread_time()
 
-    def after_step(self) -> tuple[GivenTensors, ...]:
+    def sum_inputs(self) -> tuple[GivenTensors, ...]:
         sums_by_shape: dict[tuple[int, ...], GivenTensors] = {}
         self._deadline = time.thread_time() + self._remaining_seconds
         for tensor, version, sums in self._sums_before:

@@ -20,7 +20,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
-from fp8bench.user_code.switches import Switch, Unset, make_plain, process_switches, read_values, restore_values
+from fp8bench.user_code.switches import Switch, Unset, list_process_switches, make_plain, read_values, restore_values
 
 _MAX_NAMED = 8
 
@@ -75,7 +75,11 @@ def without_garbage_collection() -> Iterator[None]:
 def switches() -> tuple[Switch, ...]:
     from fp8bench.worker.torch_switches import list_torch_switches
 
-    return (*list_torch_switches(), *process_switches(), Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()))
+    return (
+        *list_torch_switches(),
+        *list_process_switches(),
+        Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()),
+    )
 
 
 _OWN_FUNCTIONS = "fp8bench's own functions"
@@ -117,7 +121,7 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
 
 
 @functools.cache
-def arithmetic_switches() -> tuple[Switch, ...]:
+def get_arithmetic_switches() -> tuple[Switch, ...]:
     from fp8bench.worker.torch_switches import list_arithmetic_switches
 
     return tuple(list_arithmetic_switches())

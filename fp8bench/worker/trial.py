@@ -35,7 +35,7 @@ _MAX_LAYER_ERROR = 0.08
 _ACCELERATE_PACKAGES = ("accelerate", "msamp")
 
 
-def installed_packages() -> tuple[tuple[str, str], ...]:
+def list_installed_packages() -> tuple[tuple[str, str], ...]:
     """Returns names and versions of the installed packages of backends and of Accelerate, except torch. No package is
     imported.
     """

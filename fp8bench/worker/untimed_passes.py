@@ -70,12 +70,12 @@ class UntimedPasses:
         """Returns the workload's remarks on a case. Raises an error if the case is impossible for a reason that only
         the workload knows.
         """
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         # Cases that differ only in precision share their exact results. Any other request deletes these results, and
-        # so does `_apart`.
+        # so does `_run_apart`.
         key = case.workload, case.params, facts.key, case.ranks
         stored_exact = self._exact
 
@@ -84,7 +84,7 @@ class UntimedPasses:
             self._exact = stored_exact if is_stored else (key, make())
             return self._exact[1]
 
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
             try:
@@ -93,38 +93,38 @@ class UntimedPasses:
                 return str(error)
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_statistics(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
         from fp8bench.worker.products import inspect_products
 
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return inspect_products(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         from fp8bench.worker.step_effect import check_step_effect
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return check_step_effect(workload, setup(), device, facts.index)
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
         from fp8bench.worker.tape_pass import record_tape
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             stamper = device.stamper(facts.index)
             return record_tape(workload, setup(), precisions.get(case.precision), stamper)
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
         from fp8bench.worker.tape_pass import measure_shares
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return measure_shares(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return count_step_allocations(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
@@ -133,7 +133,7 @@ class UntimedPasses:
         """
         from fp8bench.tape.coverage import measure_coverage
 
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             covered = workload.covered(setup())
             if covered is None:
                 return None
@@ -146,7 +146,7 @@ class UntimedPasses:
         With `leaks`, also measures whether memory grows. With a key, the state stays in memory until it is released,
         so that the process can be observed from outside.
         """
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             hardware = find_hardware(case, workload, facts)
             make = make_preparer(workload, setup, hardware)
             memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
@@ -160,7 +160,7 @@ class UntimedPasses:
         return memory_use
 
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
@@ -170,7 +170,7 @@ class UntimedPasses:
         No other case runs in turn with these steps, so their times must not be used for verdicts.
         """
         seconds: list[float] = []
-        with self._apart(case, facts, frees=True) as (workload, device, make_setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             for _ in range(_WARM_UP_STEPS + steps):
@@ -185,7 +185,7 @@ class UntimedPasses:
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         """Records a trace of a few steps into a file. Profiled steps are slower."""
-        with self._apart(case, facts) as (workload, device, make_setup):
+        with self._run_apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             trace = record_trace(partial(step, workload, state, setup.scales), facts.kind)
@@ -197,17 +197,17 @@ class UntimedPasses:
 
     def mark_slot(self, case: Case, facts: DeviceFacts) -> None:
         """Runs a slot between cudaProfilerStart and cudaProfilerStop, with an NVTX range for each phase."""
-        with self._apart(case, facts) as (workload, device, make_setup):
+        with self._run_apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             mark_slot(partial(step, workload, state, setup.scales), device, facts.index, case.id)
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_losses(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_gradient_error(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
@@ -218,7 +218,7 @@ class UntimedPasses:
         return device
 
     @contextmanager
-    def _apart(
+    def _run_apart(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
         """Runs a pass apart from timed steps, in the case's precision. Yields the workload, the device, and a

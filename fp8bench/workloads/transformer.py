@@ -180,7 +180,7 @@ class Transformer(shared.TrainingWorkload):
         tokens = batch * length
         state_bytes = 16.0 * config.weights
         if _read_choice(params, "models") == "rlhf":
-            state_bytes += state_bytes + _count_frozen_bytes(params)
+            state_bytes = 2 * state_bytes + _count_frozen_bytes(params)
         return (
             state_bytes
             + tokens * (value_bytes * (block_values + 5 * config.width) + 12.0 * config.vocabulary)

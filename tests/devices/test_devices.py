@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, ProfilerMeter, processor_name, read_last_cache
-from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, pci_address
+from fp8bench.devices.cpu import Cpu, ProfilerMeter, read_last_cache, read_processor_name
+from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, format_pci_address
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Event, LiveAddresses, MemoryChange, PhaseStart
 from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, find_record_method
@@ -79,7 +79,7 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_module, "Path", missing)
     monkeypatch.setattr(cpu_module.platform, "processor", lambda: "")
     monkeypatch.setattr(cpu_module.platform, "machine", lambda: "")
-    assert processor_name() == "unknown processor"
+    assert read_processor_name() == "unknown processor"
 
 
 def test_a_step_that_is_not_captured_has_torchs_message() -> None:
@@ -196,7 +196,7 @@ def test_a_gpu_has_torchs_uuid_and_pci_address(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
     assert [(one.uuid, one.pci) for one in Cuda().available()] == [("aaaa2222-0000", "00000000:4C:00")]
-    assert pci_address(SimpleNamespace(pci_bus_id=3)) == ""
+    assert format_pci_address(SimpleNamespace(pci_bus_id=3)) == ""
 
 
 @for_each(

@@ -44,8 +44,8 @@ def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest
     monkeypatch.delenv("FP8BENCH_QUANTISERS")
     monkeypatch.setattr(LocalWorker, "ask", ask)
     words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
-    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 300.0) == words
-    shown = doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 4.0)
+    assert doctor.describe_compiler(LocalWorker(Settings()), (CPU, H200), 300.0) == words
+    shown = doctor.describe_compiler(LocalWorker(Settings()), (CPU, H200), 4.0)
     assert "cuda:0: kernels are probably not compiled yet (no answer in 4 s). The first run compiles" in shown
 
 
@@ -115,7 +115,7 @@ def test_a_backend_that_is_installed_and_does_not_import_says_why(monkeypatch: p
     facts = replace(CPU, packages=(("torchao", "0.18.0"),))
     with LocalWorker(Settings()) as worker:
         monkeypatch.setattr(type(backends.get("torchao")), "imported", _broken)
-        (line,) = (line for line in doctor.backend_lines(worker, facts) if line.startswith("torchao "))
+        (line,) = (line for line in doctor.describe_backends(worker, facts) if line.startswith("torchao "))
     assert line.endswith("torchao is installed and cannot be imported (OSError: libcudart.so.13)")
 
 

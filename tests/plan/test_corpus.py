@@ -18,7 +18,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan import corpus
-from fp8bench.plan.corpus import MIN_BYTES, Corpus, prepare_corpus, standard_library_text
+from fp8bench.plan.corpus import MIN_BYTES, Corpus, prepare_corpus, read_standard_library
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 
@@ -52,7 +52,7 @@ def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) 
     assert first.identity == second.identity
     assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
     assert MIN_BYTES < first.num_tokens <= corpus.MAX_BYTES
-    assert tokens(first)[:500].astype(np.uint8).tobytes() == standard_library_text()[:500]
+    assert tokens(first)[:500].astype(np.uint8).tobytes() == read_standard_library()[:500]
 
 
 def test_the_token_file_is_made_once(tmp_path: Path, text: Path) -> None:

@@ -231,7 +231,7 @@ def test_backward_runs_where_all_of_it_is_heard() -> None:
     assert threads()
     stream.start(alone=False)
     assert threads()
-    stream.alone()
+    stream.keep_backward_in_thread()
     assert not threads()
     heard(stream)
     assert threads()

@@ -15,7 +15,7 @@ from fp8bench.protocols import Setup
 from fp8bench.registry import devices, workloads
 from fp8bench.worker import held_phase as held_phase_module
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.held_phase import HeldPhase, held_phase
+from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
 from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
@@ -40,7 +40,7 @@ def check(setup: Setup) -> dict[str, str]:
     whys = {}
     state = workload.prepare(setup)
     for phase in dict.fromkeys(marks(workload, state, 2)):
-        held = held_phase(workload, state, cpu, 0, phase, 1 << 28)
+        held = store_phase_inputs(workload, state, cpu, 0, phase, 1 << 28)
         if isinstance(held, RawReplay):
             whys[phase] = held.why
             continue

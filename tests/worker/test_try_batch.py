@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.devices.cpu import Cpu, data_bytes
+from fp8bench.devices.cpu import Cpu, read_data_bytes
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -118,7 +118,7 @@ def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, 
 def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with Cpu().memory_limited(0, MIB):
-        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < data_bytes() + 300 * MIB
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < read_data_bytes() + 300 * MIB
         with pytest.raises(RuntimeError) as caught:
             torch.ones(1 << 28)
     assert Cpu().is_out_of_memory(caught.value)

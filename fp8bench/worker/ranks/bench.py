@@ -360,7 +360,7 @@ class RankBench(Bench):
         )
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
@@ -370,7 +370,7 @@ class RankBench(Bench):
         return self._parts[sent_case]
 
     def _step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts
