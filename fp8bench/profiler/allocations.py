@@ -42,7 +42,7 @@ class PhaseStart:
 
 @dataclass(frozen=True)
 class RoleNote:
-    """Assigns a role to the allocations at these addresses."""
+    """Assigns a role, such as weights, to the allocations at these addresses."""
 
     addresses: tuple[int, ...]
     role: MemoryRole
@@ -173,8 +173,8 @@ class _DeviceBlock:
 
 
 class _DevicePeakFinder:
-    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events.
-    The emulation's own allocations are replaced by those in the notes.
+    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events
+    as _PeakFinder. The emulation's own allocations are replaced by those in the notes.
     """
 
     def __init__(self) -> None:

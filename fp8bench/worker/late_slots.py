@@ -25,7 +25,7 @@ from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.step_effect import Beginning, compare_slots, make_slot, restore_state
 from fp8bench.worker.switches import get_arithmetic_switches
 
-# The most steps whose operators are counted.
+# The operators of at most this many steps are counted.
 _MAX_COUNTED_STEPS = 32
 # The most operators in a step after which switches are read, and the most elements that are inspected in each result.
 _MAX_CHECKED_OPERATORS, _MAX_SAMPLED_NUMBERS = 64, 4096

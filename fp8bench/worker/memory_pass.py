@@ -334,7 +334,7 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
         return None
     if bytes_after_few[-1] - bytes_after_few[0] < MIN_GROWTH_BYTES:
         return 0.0
-    # The first value was read before the first step.
+    # Leave out the first count of held bytes, because it was read before the first step.
     step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
     return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 

@@ -194,11 +194,8 @@ def _check_effect(steps: _Steps) -> StepEffect:
     overwritten_addresses = {result.address for result in results if result not in previous_step} & {
         tensor.address for tensor in previous_step
     }
-    for chosen_addresses, with_results in (
-        (floating_addresses, False),
-        (integer_addresses, False),
-        (overwritten_addresses, True),
-    ):
+    replacements = ((floating_addresses, False), (integer_addresses, False), (overwritten_addresses, True))
+    for chosen_addresses, with_results in replacements:
         if chosen_addresses and _changes_result(steps, chosen_addresses, history, with_results):
             return StepEffect(True)  # the step did work, perhaps by code outside of torch
     if is_idle:
@@ -332,9 +329,7 @@ def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
 
 
 def _is_idle(steps: _Steps) -> bool:
-    """Returns whether a step does nothing: it calls no operator of torch, and is too fast to do any work outside of
-    torch.
-    """
+    """Returns whether a step calls no operator of torch, and is too fast to do any other work."""
     if calls_operators(steps.take_step_and_wait) is not False:
         return False
     deadline = time.monotonic() + MAX_STEP_SECONDS

@@ -119,7 +119,7 @@ class TracedStretch(NamedTuple):
     end: int
 
 
-# The stretches that are open at some times.
+# For each time in nanoseconds, the stretches of a thread that are open then.
 OpenStretches = dict[int, list[TracedStretch]]
 
 

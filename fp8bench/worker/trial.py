@@ -101,12 +101,13 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     magnitude_decades = 0.5 if is_whole else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Draws numbers whose magnitudes differ from row to row and from column to column, by `down` and `across`
-        times the decades.
+        """Draws numbers whose magnitudes grow from the first to the last row, and from the first to the last column.
+        `down` and `across` scale this growth. If they are negative, magnitudes fall.
         """
-        exponent_limits = [magnitude_decades * value for value in (down, across)]
-        sizes = torch.logspace(-exponent_limits[0], exponent_limits[0], rows, device=facts.key)[:, None]
-        sizes = sizes * torch.logspace(-exponent_limits[1], exponent_limits[1], columns, device=facts.key)
+        row_decades = magnitude_decades * down
+        column_decades = magnitude_decades * across
+        sizes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
+        sizes = sizes * torch.logspace(-column_decades, column_decades, columns, device=facts.key)
         # Most numbers have the same sign, because terms that cancel would hide an error.
         return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * sizes
 
