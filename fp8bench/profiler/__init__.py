@@ -66,6 +66,11 @@ def calls_operators(work: Callable[[], None]) -> bool | None:
     """
     from torch.autograd.profiler import profile
 
-    with silence_kineto(), profile(use_kineto=True) as profiler:
+    profiler = profile(use_kineto=True)
+    with silence_kineto():
+        profiler.__enter__()  # type: ignore[no-untyped-call]
+    try:
         work()
+    finally:
+        profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     return None if profiler.kineto_results is None else bool(profiler.kineto_results.experimental_event_tree())
