@@ -28,8 +28,8 @@ def simulation(tmp_path_factory: pytest.TempPathFactory) -> Simulation:
     return Simulation(build(tmp_path_factory.mktemp("nvml")))
 
 
-def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0, warming_up: bool = False) -> tuple[Run, str]:
-    """The run that a command line stores, and its output."""
+def printed(simulation: Simulation, folder: Path, *words: str, warming_up: bool = False) -> str:
+    """What a command line prints."""
     environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
     if warming_up:
         environment.pop("FP8BENCH_WARM_UP")
@@ -42,8 +42,14 @@ def ran(simulation: Simulation, folder: Path, *words: str, code: int = 0, warmin
         timeout=300,
         check=False,
     )
-    assert done.returncode == code, done.stderr
-    return load("last", folder / "store"), done.stdout
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ran(simulation: Simulation, folder: Path, *words: str, warming_up: bool = False) -> tuple[Run, str]:
+    """The run of a suite, and its output."""
+    text = printed(simulation, folder, *GEMM, "--quick", *words, warming_up=warming_up)
+    return load("last", folder / "store"), text
 
 
 def settled_in_time(settling: Settling | None) -> TypeGuard[Settling]:
@@ -66,7 +72,7 @@ def energies(run: Run) -> list[EnergyUse]:
 @pytest.mark.slow
 def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation, tmp_path: Path) -> None:
     quick_counter(simulation).reasons = 0x4
-    run, text = ran(simulation, tmp_path, *GEMM, "--quick", "--sustained", "1", warming_up=True)
+    run, text = ran(simulation, tmp_path, "--sustained", "1", warming_up=True)
     assert len(energies(run)) == 2
     for use in energies(run):
         assert use.source == "counter" and use.why == "" and len(use.windows) == 3
@@ -82,7 +88,6 @@ def test_a_suite_measures_energy_where_there_is_a_counter(simulation: Simulation
         assert settled_in_time(record.watch.warm_up) and record.watch.warm_up.limit == 5.0
         assert record.timing is not None
         assert all(slot.thread_seconds and slot.preemptions is not None for slot in record.timing.slots)
-    for record in run.records:
         assert len(record.sustained) == 3
         for turn in record.sustained:
             assert sum(turn.seconds) >= 1 and settled_in_time(turn.settling)
@@ -97,7 +102,7 @@ def test_without_energy_the_device_is_watched_all_the_same(simulation: Simulatio
     """Throttling affects times too; the counter is never read."""
     simulation.reset().reasons = 0x40
     simulation.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
-    run, _ = ran(simulation, tmp_path, *GEMM, "--quick", "--no-energy")
+    run, _ = ran(simulation, tmp_path, "--no-energy")
     assert not energies(run)
     assert all(record.watch is not None and record.watch.throttle == 0x40 for record in run.records)
 
@@ -108,7 +113,7 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
     for function, code in (("nvmlDeviceGetTotalEnergyConsumption", 15), ("nvmlDeviceGetFieldValues", 15)):
         simulation.fail(function, code, first=40)
     simulation.fail("nvmlDeviceGetPowerUsage", 15)
-    run, text = ran(simulation, tmp_path, *GEMM, "--quick")
+    run, text = ran(simulation, tmp_path)
     assert all(record.timing is not None for record in run.records)
     for use in energies(run):
         assert not use.windows and "the GPU is lost" in use.why
@@ -119,7 +124,7 @@ def test_a_counter_that_goes_back_is_a_reason(simulation: Simulation, tmp_path: 
 def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path) -> None:
     quick_counter(simulation)
     simulation.fail("nvmlDeviceGetTotalEnergyConsumption", first=60, delay=1e6)
-    run, _ = ran(simulation, tmp_path, *GEMM, "--quick")
+    run, _ = ran(simulation, tmp_path)
     assert all(record.timing is not None for record in run.records)
     uses = energies(run)
     assert uses and all("gave no answer for 5 s" in use.why for use in uses)
@@ -131,21 +136,11 @@ def test_a_driver_that_hangs_ends_no_run(simulation: Simulation, tmp_path: Path)
 def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_path: Path) -> None:
     quick_counter(simulation)
     write_tokens(tmp_path / "text")
-    environment = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "120"}
-    words = "train --data text --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16 --store store"
-    done = subprocess.run(
-        [sys.executable, "-m", "fp8bench", *words.split()],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    words = "train --data text --steps 4 --seeds 1 --batch 1 --sequence 16 --dtypes fp32,bf16"
+    text = printed(simulation, tmp_path, *words.split())
     (path,) = KIND.files(tmp_path / "store")
     found = {one.arm: one.energy for one in load_training(path).select_lines(ArmCost) if one.energy}
-    assert found.keys() == {"fp32", "bf16"} and "J/step" in done.stdout and "J [" in done.stdout
+    assert found.keys() == {"fp32", "bf16"} and "J/step" in text and "J [" in text
     for use in found.values():
         (window,) = use.windows
         assert use.source == "counter" and use.why == "" and window.intervals >= 10

@@ -206,7 +206,8 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
 
 @pytest.mark.parametrize("write", [write_whole, lambda path, content: write_whole(path, content.encode(), sync=False)])
 def test_two_writers_leave_the_file_of_one(old: Path, write: Callable[[Path, str], None]) -> None:
-    contents, seen = ["a" * 100_000, "b" * 100_000], set()
+    contents = ["a" * 100_000, "b" * 100_000]
+    seen = set()
 
     def write_often(content: str) -> None:
         for _ in range(40):
@@ -376,7 +377,8 @@ def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None
 
 
 def test_a_file_that_becomes_a_pipe_after_it_was_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, looked_at = tmp_path / "x", os.stat
+    path = tmp_path / "x"
+    looked_at = os.stat
 
     def stat_then_change(name: str) -> os.stat_result:
         status = looked_at(name)

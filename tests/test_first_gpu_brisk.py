@@ -7,7 +7,6 @@ import tarfile
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from shutil import copy
 from typing import Any
@@ -30,8 +29,8 @@ from fp8bench.protocols import SilentObserver
 from fp8bench.registry import precisions
 from suites import first_gpu
 from suites.first_gpu import ARCHIVE, choose_steps, only_native, run_steps, seconds_of, unpack, write_results
-from suites.first_gpu_brisk import BRISK_STEPS, STEPS, GroupClock, clock_of, request_of_words
-from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compare, describe_conditions, vllm_ratio
+from suites.first_gpu_brisk import BRISK_STEPS, STEPS, clock_of, request_of_words
+from suites.first_gpu_cards import MAMF, TE_FORWARD, compare, describe_conditions, vllm_ratio
 from suites.first_gpu_steps import (
     NATIVE,
     PROBE,
@@ -75,7 +74,9 @@ class Programme:
     """Steps that take their modelled seconds on a fake clock, and write files."""
 
     def __init__(self, folder: Path, probe: Mapping[str, Any], slower: float = 0.9) -> None:
-        self.folder, self.probe, self.slower = folder, probe, slower
+        self.folder = folder
+        self.probe = probe
+        self.slower = slower
         self.now = 0.0
         self.begun: list[tuple[str, float]] = []
         self.archived: list[list[str]] = []
@@ -194,14 +195,16 @@ def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme
 @for_each("name", ["casts", "forward", "model", "serving", "crossing", "best-products", "gpt2-124m", "attention"])
 def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = step_named(name).step
-    groups, clock = planned_groups(step, NAMED_H200), clock_of(NAMED_H200)
+    groups = planned_groups(step, NAMED_H200)
+    clock = clock_of(NAMED_H200)
     request = request_of_words([word.removeprefix(NATIVE) for word in step.words.split()][1:])
     monkeypatch.setattr("tests.measure.powered.WATTS", defaultdict(lambda: 690.0))
     power = SlowCounter()
     device = Gpu(power)
     sources = (Source(SourceKind.COUNTER, power.read),) if request.energy else ()
     meter = Meter(sources, device, "", power.clock)
-    timing, untimed = Stopwatch(power, {}), Stopwatch(power, {})
+    timing = Stopwatch(power, {})
+    untimed = Stopwatch(power, {})
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
     monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
     begun = power.clock.now()
@@ -224,31 +227,6 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
     assert seconds <= computed <= 3 * seconds, (name, round(seconds), round(computed))
 
 
-def test_compiling_and_slow_cards_cost_what_they_cost() -> None:
-    compiled, eager = (seconds_of(step_named(name), STARTED_H200) for name in ("model-compiled", "model"))
-    assert compiled - eager > 60
-    assert seconds_of(step_named("compiled-whole"), STARTED_H200) > compiled
-    slow = probe_of(L4)
-    assert seconds_of(step_named("forward"), slow) > seconds_of(step_named("forward"), STARTED_H200)
-    assert clock_of(L4).copy == 0.3e12 and clock_of(gpu("NVIDIA H100 80GB HBM3", (9, 0))).copy == 3e12
-    assert clock_of(NAMED_H200) == GroupClock(794.5e12, 4.0e12)
-    assert max(seconds_of(StepFiles(step, Path("/nowhere")), STARTED_H200) for step in BRISK_STEPS) < 9 * 60 - 60
-
-
-def test_targets_are_those_of_the_card() -> None:
-    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
-    line = next(line for line in lines if line.what == "best product in fp8, TFLOP/s")
-    assert line.target_words(card_of("NVIDIA H200")) == "at least 1410" and line.reached(1424, card_of("NVIDIA H200"))
-    for name in ("NVIDIA H100 80GB HBM3", "NVIDIA H200 NVL", "Test GPU"):
-        assert line.target_words(card_of(name)) == "-"
-    assert [card_of(name).name for name in ("NVIDIA H200 NVL", "NVIDIA H200", "NVIDIA L40S", "NVIDIA L4")] == [
-        "H200 NVL",
-        "H200",
-        "",
-        "L4",
-    ]
-
-
 H200_AT_CAP = {"clock": 1.46e9, "power": 692.0}
 
 
@@ -257,12 +235,10 @@ H200_AT_CAP = {"clock": 1.46e9, "power": 692.0}
     [
         (780.0, MAMF["bf16"], STARTED_H200, H200_AT_CAP, "within 794.5 (MAMF-finder, H200; best of many shapes, "),
         (652.0, MAMF["bf16"], STARTED_H200, H200_AT_CAP, ": clock 1.46 GHz of 1.98 GHz at the power cap"),
-        (652.0, MAMF["bf16"], STARTED_H200, {"clock": 1.5e9}, ": clock 1.50 GHz of 1.98 GHz"),
         (652.0, MAMF["bf16"], STARTED_H200, {"clock": 1.97e9}, ": nothing known explains it"),
         (1.49, TE_FORWARD, STARTED_H200, {}, ": another card (NVIDIA H200)"),
         (500.0, MAMF["bf16"], probe_of(NAMED_H200, **{"power.limit": "450.00 W"}), {}, ": power cap 450 W of 700 W"),
         (2.2, vllm_ratio(16, True), STARTED_H200, {}, "within 2.23 (vllm 17126"),
-        (2.8, vllm_ratio(16, True), STARTED_H200, {}, "above 2.23 (vllm 17126"),
     ],
 )
 def test_a_figure_is_held_against_a_published_one(
@@ -272,22 +248,12 @@ def test_a_figure_is_held_against_a_published_one(
     assert told.startswith(words) if not words.startswith(":") else told.startswith("below ") and told.endswith(words)
 
 
-def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None:
-    lines = chain.from_iterable(step.lines for step in BRISK_STEPS)
-    unpublished = {line.what for line in lines if line.speed and line.published is None}
-    assert all("joules" in what or "llama-1b" in what or "gpt2-124m" in what for what in unpublished)
-
-
 @for_each(
     ("device", "words"),
     [
         (STARTED_H200, ""),
         (probe_of(NAMED_H200, **{"mig.mode.current": "Enabled"}), "MIG is on: this is a part of a GPU"),
         (probe_of(NAMED_H200, **{"power.limit": "500.00 W"}), "The power cap is 500 W of 700 W"),
-        (
-            probe_of(NAMED_H200, **{"power.limit": "600.00 W", "power.max_limit": "600.00 W"}),
-            "The power cap is 600 W; targets are those of a H200 with 700 W",
-        ),
         (probe_of(NAMED_H200, **{"ecc.mode.current": "Disabled"}), "ECC is off"),
         ({**STARTED_H200, "energy": {"source": "instant"}}, "NVML has no energy counter here"),
         ({**STARTED_H200, "energy": {"why": "no pynvml"}}, "Energy could not be measured (no pynvml)"),

@@ -22,7 +22,8 @@ open(os.environ["ABOUT"], "w").write(repr(ABOUT))
 
 def about(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, str]:
     """The worker's report, and what a user's module sees in it."""
-    found, suite = folder / "about", folder / "about_itself.py"
+    found = folder / "about"
+    suite = folder / "about_itself.py"
     suite.write_text(SUITE)
     monkeypatch.setenv("ABOUT", str(found))
     with ProcessWorker(Settings(imports=(str(suite),))) as worker:

@@ -43,7 +43,9 @@ class Measured(NamedTuple):
 def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tuple[dict[str, Measured], str]:
     """A case per label, and its terminal output."""
     device = simulation.reset()
-    device.curve, device.low, device.period_ns = TOLD, 0.5, 10_000_000
+    device.curve = TOLD
+    device.low = 0.5
+    device.period_ns = 10_000_000
     told = {**simulation.environment(), "FP8BENCH_NVML_DEVICE": uuid_of(1), "COLUMNS": "150", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "fp8bench", "suite", str(SUITE), "--set", f"how={hows}", "--energy", "phases"]
     command += ["--rounds", "8", "--no-report", "--store", "store", *words]

@@ -22,7 +22,8 @@ class Pausing(SilentObserver):
     """Stops in the middle of a run until it may go on."""
 
     def __init__(self) -> None:
-        self.there, self.go_on = threading.Event(), threading.Event()
+        self.there = threading.Event()
+        self.go_on = threading.Event()
 
     def working(self, case: Case, doing: str, share: float) -> None:
         self.there.set()
@@ -44,7 +45,8 @@ def small(store: Path, isolation: bool, observer: SilentObserver | None = None, 
 
 
 def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    stdout, observer = sys.stdout, Pausing()
+    stdout = sys.stdout
+    observer = Pausing()
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small, tmp_path, False, observer)
         assert observer.there.wait(240)
@@ -62,7 +64,8 @@ def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd
 def test_runs_with_processes_of_their_own_go_on_beside_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stdout, files = sys.stdout, [tmp_path / f"{name}.py" for name in ("one", "two")]
+    stdout = sys.stdout
+    files = [tmp_path / f"{name}.py" for name in ("one", "two")]
     together = threading.Barrier(2)
 
     def measured(file: Path) -> fp8bench.Run:

@@ -146,7 +146,8 @@ def night(folder: Path, number: int, keep: bool = True) -> None:
 
 def kept(folder: Path) -> subprocess.CompletedProcess[str]:
     """Stores a night from a copy that cannot push; another job pushes it from a second copy."""
-    origin, bundle = git(folder, "remote", "get-url", "origin").strip(), folder / "night.bundle"
+    origin = git(folder, "remote", "get-url", "origin").strip()
+    bundle = folder / "night.bundle"
     git(folder, "remote", "set-url", "--push", "origin", "nowhere")
     bundle.unlink(missing_ok=True)
     done = shell(script("keep what was measured").replace("$RUNNER_TEMP", str(folder)), folder / ".fp8bench")
@@ -190,7 +191,8 @@ def test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path: Path) -
 def test_a_night_that_does_more_than_add_runs_is_not_pushed(planted: str, tmp_path: Path) -> None:
     """Otherwise the owner of the measuring machine could commit anything."""
     test_each_night_adds_its_runs_to_the_branch_of_the_history(tmp_path)
-    folder, before = tmp_path / "first", git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
+    folder = tmp_path / "first"
+    before = git(tmp_path / "origin.git", "rev-parse", "fp8bench-history")
     night(folder, 5, keep=False)
     inside = folder / ".fp8bench"
     if planted == "workflow":

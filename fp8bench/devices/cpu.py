@@ -64,7 +64,7 @@ class Cpu(Device):
             DeviceFacts(
                 "cpu",
                 0,
-                processor_name(),
+                read_processor_name(),
                 memory_bytes(),
                 str(torch.__version__),
                 arch=platform.machine(),
@@ -96,7 +96,7 @@ class Cpu(Device):
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
-        earlier_limits = _limit_data(data_bytes() + limit * _HEAP_FACTOR + _NON_TENSOR_BYTES)
+        earlier_limits = _limit_data(read_data_bytes() + limit * _HEAP_FACTOR + _NON_TENSOR_BYTES)
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class Cpu(Device):
         """Limits memory to what is free. Without a limit the kernel would kill this process or another one."""
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
-                _limit_data(data_bytes() + free // shared_by)
+                _limit_data(read_data_bytes() + free // shared_by)
 
 
 def _limit_data(allowed: int) -> tuple[int, int]:
@@ -122,15 +122,22 @@ def _limit_data(allowed: int) -> tuple[int, int]:
     return soft_limit, hard_limit
 
 
-def data_bytes() -> int:
+def read_data_bytes() -> int:
     """Returns the bytes of this process that the kernel counts against RLIMIT_DATA. Raises CannotLimit if they are
     unknown.
     """
+    if (bytes_used := _read_bytes("/proc/self/status", "VmData:")) is None:
+        raise CannotLimit("/proc/self/status has no line for this process's memory (VmData)")
+    return bytes_used
+
+
+def _read_bytes(file: str, name: str) -> int | None:
+    """Returns the bytes that a line of a file such as 'VmData: 1644 kB' gives; None if the file has no such line."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+        lines = Path(file).read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
     except (OSError, ValueError, IndexError, StopIteration):
-        raise CannotLimit("/proc/self/status has no line for this process's memory (VmData)") from None
+        return None
 
 
 def memory_bytes() -> int:
@@ -161,10 +168,7 @@ def free_bytes() -> int:
     """Returns the bytes that can be allocated before the kernel kills a process for lack of memory. Returns 0 if
     unknown.
     """
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, IndexError, StopIteration):
+    if (available_bytes := _read_bytes("/proc/meminfo", "MemAvailable:")) is None:
         return 0
     return min([available_bytes, *(max(0, limit - taken) for limit, taken in _read_container_memory())])
 
@@ -188,7 +192,7 @@ def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     return max(usable_caches)[1:]
 
 
-def processor_name() -> str:
+def read_processor_name() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

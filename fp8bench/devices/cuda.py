@@ -35,7 +35,7 @@ _WARM_UP_STEPS = 3
 _CACHING_OFF_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
-def pci_address(properties: object) -> str:
+def format_pci_address(properties: object) -> str:
     """Returns a GPU's PCI domain, bus and device in hexadecimal, as the driver writes them. Returns '' if torch is
     too old to know them.
     """
@@ -124,7 +124,7 @@ class Cuda(Gpu):
             hip=torch.version.hip,
             arch=architecture,
             uuid=str(getattr(properties, "uuid", "")),
-            pci=pci_address(properties),
+            pci=format_pci_address(properties),
             unusable=explain_missing_kernels(architecture, torch.cuda.get_arch_list()),
             cache_bytes=_LAST_CACHE_BYTES.get(architecture.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
             cache_shared=1,
@@ -215,7 +215,8 @@ class Cuda(Gpu):
         import torch
 
         try:
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
             # First run the step on the capture stream. Libraries create workspaces, and autograd creates nodes, on
             # the stream of their first use.
             stream.wait_stream(torch.cuda.current_stream(index))

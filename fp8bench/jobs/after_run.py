@@ -6,7 +6,7 @@ The run is stored before these steps. If a step fails, this is noted, and the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from fp8bench.store.asv.view import update_view
 from fp8bench.store.figures.history import cache_figures
 from fp8bench.store.runs.listing import store_of
 
+# Is called with a sentence about the outcome of a step.
+Note = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class RequestedOutputs:
@@ -38,7 +41,7 @@ class RequestedOutputs:
     log: Sequence[LogTarget] = ()
 
 
-def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[str], None]) -> bool:
+def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> bool:
     """Runs all steps after a run, and notes their outcomes. Returns False after an interrupt. A run that is
     not finished is only added to the history.
     """
@@ -59,12 +62,16 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[
     return True
 
 
-def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[str], None]) -> bool:
+def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> bool:
     """Writes the report of a run and logs the run's scalars. Returns False after an interrupt."""
     if outputs.pages is not None:
         try:
-            for sentence in _write_report(run, store, outputs.pages):
-                note(f"report: {sentence}")
+            page = write_report([run], store, outputs.pages)
+            note(f"report: {short_path(page)}")
+            if outputs.pages.browser and (problem := open_in_browser(page)):
+                note(f"report: {problem}")
+        except StoreError as error:
+            note(f"report: {error} The run is kept; `fp8bench report {run.id}` writes it again")
         except KeyboardInterrupt:
             note(f"report: interrupted while it was written; `fp8bench report {run.id}` writes it")
             return False
@@ -80,21 +87,21 @@ def add_to_history(run: Run, store: Path, view: bool = True) -> str:
     return sentence
 
 
-def log_run(run: Run, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
+def log_run(run: Run, targets: Sequence[LogTarget], note: Note) -> bool:
     """Logs the scalars of a run. Returns False after an interrupt."""
     if not targets:
         return True
     return _log_scalars("run", run_log_source(run), run_scalars(run, findings(run)), targets, note)
 
 
-def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
+def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: Note) -> bool:
     source = kind.log_source(result) if targets else None
     if source is None:
         return True
     return _log_scalars(kind.name, source, kind.scalars(result), targets, note)
 
 
-def report_result(result: Any, store: Path, note: Callable[[str], None]) -> None:
+def report_result(result: Any, store: Path, note: Note) -> None:
     """Writes the page of a result that a command has just stored, if results of this kind have a page."""
     path = Path(getattr(result, "path", ""))
     for kind in kinds():
@@ -113,7 +120,7 @@ def _log_scalars(
     source: LogSource,
     scalars: Iterable[LoggedScalar],
     targets: Sequence[LogTarget],
-    note: Callable[[str], None],
+    note: Note,
 ) -> bool:
     advice = f"`fp8bench show {source.id}` also takes --log"
     try:
@@ -125,15 +132,3 @@ def _log_scalars(
         note(f"interrupted; the {kind} is kept, and {advice}")
         return False
     return True
-
-
-def _write_report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
-    try:
-        page = write_report([run], store, pages)
-    except StoreError as error:
-        yield f"{error} The run is kept; `fp8bench report {run.id}` writes it again"
-        return
-    yield short_path(page)
-    problem = open_in_browser(page) if pages.browser else ""
-    if problem:
-        yield problem

@@ -43,7 +43,7 @@ def measure_for_asv(
     # only stored points.
     commit = (find_commit(asv_commit, root) if asv_commit else None) or str(run.environment.get("commit"))
     mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
-    points = _earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
+    points = _list_earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
     if not mismatch_reason:
         points += measured_points.points
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_points.series}
@@ -59,7 +59,7 @@ def measure_for_asv(
     return outcomes
 
 
-def _earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
+def _list_earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
     """Returns the points of other runs of the commit. These runs have the same machine, interpreter and versions."""
     tracked_content = make_tracked_run(run)
     if tracked_content is None:
@@ -75,10 +75,8 @@ def _earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
 def _explain_other_commit(commit: str, run: Run) -> str:
     current_commit = run.environment.get("commit")
     if isinstance(current_commit, str) and current_commit != commit:
-        return (
-            f"asv saves results as commit {commit[:8]}, but commit {current_commit[:8]} is checked out: give "
-            "--set-commit-hash that"
-        )
+        reason = f"asv saves results as commit {commit[:8]}, but commit {current_commit[:8]} is checked out"
+        return f"{reason}: give --set-commit-hash that"
     return explain_outside_history(run)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
@@ -78,7 +79,8 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
                 groups.append([_make_record(rate, device) for rate in rates])
     # 2. Write the records as a run with one group for each limit.
-    plan = Plan(tuple(map(_plan_group, groups)))
+    plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
+    plan = Plan(tuple(Group(tuple(cases), 0) for cases in plans))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)
     try:
@@ -88,10 +90,6 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
     finally:
         writer.close()
     return load_run(writer.path)
-
-
-def _plan_group(records: Sequence[Record]) -> Group:
-    return Group(tuple(PlannedCase(record.case, record.support, record.work) for record in records), 0)
 
 
 def _measure_device(
@@ -140,6 +138,7 @@ _DATASHEET_FIGURES = {
     "link": ("link", 1e9, "GB/s"),
     "watts": ("watts", 1.0, "W"),
 }
+_PEAK_FIELD = "dense"
 _VENDORS = ("nvidia", "amd", "instinct", "intel", "google")
 # The largest relative difference of equal figures. Vendors round: 989 and 989.5 are the same figure.
 _ROUNDING_TOLERANCE = 0.01
@@ -161,16 +160,18 @@ class Quote:
     number: float | None
 
     @property
-    def unit(self) -> str:
-        return _DATASHEET_FIGURES[self.figure][2] if self.figure in _DATASHEET_FIGURES else "TFLOP/s"
+    def published(self) -> tuple[str, float, str]:
+        """The field of datasheets with this figure, the factor to the field's unit, and the unit of `number`."""
+        return _DATASHEET_FIGURES.get(self.figure, (_PEAK_FIELD, 1e12, "TFLOP/s"))
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
-        if self.figure in _DATASHEET_FIGURES:
-            name, factor, _ = _DATASHEET_FIGURES[self.figure]
-            value = None if sparse else getattr(device, name)
-            return None if value is None else float(value) / factor
-        peak = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
-        return None if peak is None else peak / 1e12
+        field, factor, _ = self.published
+        value: float | None = None
+        if field == _PEAK_FIELD:
+            value = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
+        elif not sparse:
+            value = getattr(device, field)
+        return None if value is None else float(value) / factor
 
     def equals(self, value: float | None) -> bool:
         return (
@@ -185,11 +186,9 @@ def parse_quote(text: str) -> Quote:
     # 1. Split the text into the device, the figure, and the number at the end.
     parts = text.replace(",", " ").split()
     number: float | None = None
-    try:
+    with suppress(ValueError, IndexError):
         number = float(parts[-1])
         parts.pop()
-    except (ValueError, IndexError):
-        pass
     if len(parts) < 2 or (number is not None and not 0 < number < math.inf):
         raise UsageError(f"--peak {text!r:.80} cannot be read. {_QUOTE_SYNTAX}.")
     *name, figure = parts
@@ -230,21 +229,20 @@ def is_wrong(quote: Quote) -> bool:
 
 
 def _describe_quote(quote: Quote) -> Iterator[str]:
-    if quote.number is not None:
-        is_wrong_number = is_wrong(quote)
-        verdict = f"WRONG: {quote.number:g} {quote.unit} is not {quote.figure} of" if is_wrong_number else "right of"
-        device_names = [device.name for device in quote.devices if is_wrong_number or quote.equals(quote.of(device))]
-        yield f"{quote.text}: {verdict} {' or '.join(device_names)}"
-        yield from (f"  {words}" for words in _explain_wrong_number(quote)) if is_wrong_number else ()
-    else:
+    field, _, unit = quote.published
+    if quote.number is None:
         yield f"{quote.text}:"
+    elif is_wrong(quote):
+        names = " or ".join(device.name for device in quote.devices)
+        yield f"{quote.text}: WRONG: {quote.number:g} {unit} is not {quote.figure} of {names}"
+        for explanation in _explain_wrong_number(quote):
+            yield f"  {explanation}"
+    else:
+        names = " or ".join(device.name for device in quote.devices if quote.equals(quote.of(device)))
+        yield f"{quote.text}: right of {names}"
     for device in quote.devices:
-        dense_text = ", dense" * (quote.figure not in _DATASHEET_FIGURES)
-        field = _DATASHEET_FIGURES[quote.figure][0] if quote.figure in _DATASHEET_FIGURES else "dense"
-        yield (
-            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense_text} ({device.cite(field)}, {device.date}, "
-            f"{device.source})"
-        )
+        figure = f"{quote.of(device):g} {unit}{', dense' * (field == _PEAK_FIELD)}"
+        yield f"  {device.name}: {figure} ({device.cite(field)}, {device.date}, {device.source})"
 
 
 def _explain_wrong_number(quote: Quote) -> Iterator[str]:
@@ -255,7 +253,7 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
         if quote.equals(quote.of(device, sparse=True)):
             yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
         equal_paths = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
-        if quote.figure not in _DATASHEET_FIGURES and equal_paths:
+        if equal_paths and quote.figure not in _DATASHEET_FIGURES:
             yield f"that is {' and '.join(equal_paths)} of {device.name}"
     other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):

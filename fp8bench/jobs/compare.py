@@ -27,7 +27,9 @@ def compare_named_sides(old_name: str, new_name: str, store: Path, observer: Job
 def compare_runs(
     old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
 ) -> Compared:
-    """Compares the runs of two named sides. Raises UsageError if a run is on both sides."""
+    """Compares the runs of two named sides. Raises UsageError if a run is on both sides, or if the sides have no
+    machine in common.
+    """
     remove_copies(Path(run.path) for run in (*old, *new)).check_refusals()
     common_ids = {run.id for run in old} & {run.id for run in new}
     if common_ids:
@@ -35,54 +37,46 @@ def compare_runs(
             f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_ids)} in common. Give two sides of "
             "different runs."
         )
-    old, new = _choose_machine(old_name, old, new_name, new, observer)
-    return compare(_judge_side(old_name, old), _judge_side(new_name, new))
+    # Compare the runs of one machine that both sides have. If there are several such machines, it is the one with the
+    # newest run of the new side. If each side has only one machine, all runs are compared, even if the two machines
+    # differ.
+    old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
+    if len(old_machines) > 1 or len(new_machines) > 1:
+        comparable = [run for run in new if hardware_of(run) in old_machines]
+        if not comparable:
+            machine_texts = [" and ".join(name_machines(machines)) for machines in (old_machines, new_machines)]
+            raise UsageError(
+                f"{old_name!r:.80} was measured on {machine_texts[0]}, and {new_name!r:.80} on {machine_texts[1]}: "
+                "runs of several machines are not combined. Give the runs of one by their ids, with commas (`fp8bench "
+                "history list --runs`)."
+            )
+        machine = hardware_of(max(comparable, key=lambda run: run.started))
+        excluded = [hardware_of(run) for run in (*old, *new) if hardware_of(run) != machine]
+        name, *excluded_names = name_machines([machine, *excluded])
+        observer.note(
+            f"{many(len(excluded), 'run')} of other machines left out: compared are runs of {name}, not those of "
+            f"{' and '.join(excluded_names)}. Name runs by their ids to compare others"
+        )
+        old, new = ([run for run in side if hardware_of(run) == machine] for side in (old, new))
+    return compare(_make_side(old_name, old), _make_side(new_name, new))
 
 
-def _judge_side(name: str, runs: Sequence[Run]) -> Side:
+def _make_side(name: str, runs: Sequence[Run]) -> Side:
     return make_side(name, [(run, findings(run)) for run in runs])
 
 
 def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:
     """Reads the chosen runs. Notes unreadable runs, and raises StoreError if no run can be read."""
-    runs, paths = [], chosen.files
+    runs = []
     for note in chosen.notes:
         observer.note(note)
-    for path in paths:
+    for path in chosen.files:
         try:
             runs.append(load_run(path))
         except StoreError as error:
-            if len(paths) == 1:
+            if len(chosen.files) == 1:
                 raise
             observer.note(f"left out: {error}")
     if not runs:
-        raise StoreError(f"none of {len(paths)} runs can be read. `fp8bench history verify` says why.")
+        raise StoreError(f"none of {len(chosen.files)} runs can be read. `fp8bench history verify` says why.")
     return runs
-
-
-def _choose_machine(
-    old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
-) -> tuple[Sequence[Run], Sequence[Run]]:
-    """Returns the runs of one machine that both sides have. If there are several such machines, it is the one with
-    the newest run of the new side. Raises UsageError if the sides have no machine in common. But if each side has
-    only one machine, returns all runs, even if the two machines differ.
-    """
-    old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
-    if len(old_machines) == len(new_machines) == 1:
-        return old, new
-    comparable = [run for run in new if hardware_of(run) in old_machines]
-    if not comparable:
-        machine_texts = [" and ".join(name_machines(machines)) for machines in (old_machines, new_machines)]
-        raise UsageError(
-            f"{old_name!r:.80} was measured on {machine_texts[0]}, and {new_name!r:.80} on {machine_texts[1]}: runs of "
-            "several machines are not combined. Give the runs of one by their ids, with commas (`fp8bench history list "
-            "--runs`)."
-        )
-    machine = hardware_of(max(comparable, key=lambda run: run.started))
-    excluded = [run for run in (*old, *new) if hardware_of(run) != machine]
-    name, *excluded_names = name_machines([machine, *map(hardware_of, excluded)])
-    observer.note(
-        f"{many(len(excluded), 'run')} of other machines left out: compared are runs of {name}, not those of "
-        f"{' and '.join(excluded_names)}. Name runs by their ids to compare others"
-    )
-    return [run for run in old if hardware_of(run) == machine], [run for run in new if hardware_of(run) == machine]

@@ -43,9 +43,10 @@ def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
         return _describe_cpu(cpuinfo)
     if facts.hip:
         return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"the units of {facts.arch or facts.name} are unknown")
-    capability = facts.capability or (0, 0)
-    units = (units for min_capability, units in _TENSOR_CORES if capability >= min_capability)
-    return next(units, "no tensor cores")
+    for min_capability, units in _TENSOR_CORES:
+        if (facts.capability or (0, 0)) >= min_capability:
+            return units
+    return "no tensor cores"
 
 
 def _describe_cpu(cpuinfo: Path) -> str:

@@ -26,7 +26,7 @@ from fp8bench.plan.asked_suites import find_suites, known_suites
 from fp8bench.plan.checked_workload import checked_axes, merge_layers
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import read_switches
-from fp8bench.protocols import Precision
+from fp8bench.protocols import Precision, Workload
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.store.series import check_grid
 from fp8bench.units import seconds, size
@@ -49,13 +49,13 @@ def examine(calibrate: bool) -> Iterator[str]:
         for fact in facts:
             yield ""
             yield from _describe_device(fact)
-            yield from (f"  backend {line}" for line in backend_lines(worker, fact))
+            yield from (f"  backend {line}" for line in describe_backends(worker, fact))
             with next(meters) as meter:
                 yield from (f"  {line}" for line in format_device_lines(meter))
         if not any(fact.accelerated for fact in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {describe_driver()}"
-        yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
+        yield f"compiler  {describe_compiler(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
         if calibrate:
             yield ""
             for fact in (fact for fact in facts if not fact.unusable):
@@ -63,7 +63,8 @@ def examine(calibrate: bool) -> Iterator[str]:
 
 
 def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
-    load, count = facts["load_1min"], facts["cpu_count"]
+    load = facts["load_1min"]
+    count = facts["cpu_count"]
     is_busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
     yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if is_busy else "")
     governor = facts["cpu_governor"]
@@ -84,20 +85,21 @@ def _describe_device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  nothing runs on it: {facts.unusable}"
         return
     yield f"  units     {describe_units(facts)}"
-    supports = {name: precisions.get(name).support(facts) for name in precision_names_by_rank()}
+    supports = {precision.name: precision.support(facts) for precision in list_precisions_by_rank()}
     name_width = max(map(len, supports))
     for name, support in supports.items():
         if support.is_native:
             yield f"  {name:<{name_width}} {support.level.value:<9} {support.reason}"
-    for level, explanation_of_level in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
-        names = [name for name, support in supports.items() if support.level is level]
-        reasons = {supports[name].reason for name in names}
-        explanation = explanation_of_level or "; ".join(sorted(reasons))
-        if names:
-            yield f"  {level.value:<{name_width}} {', '.join(names)}: {explanation}"
+    for level in (Level.EMULATED, Level.REFUSED):
+        reasons = {name: support.reason for name, support in supports.items() if support.level is level}
+        explanation = "values rounded, products in fp32"
+        if level is Level.REFUSED:
+            explanation = "; ".join(sorted(set(reasons.values())))
+        if reasons:
+            yield f"  {level.value:<{name_width}} {', '.join(reasons)}: {explanation}"
 
 
-def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
+def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     """Yields a line for each backend: its version and the precisions that it supports on the device, or why it
     supports none.
     """
@@ -108,23 +110,21 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         if reason:
             yield f"{name:<9} {reason}"
             continue
-        by_backend = {
-            name: precisions.get(name).by(backend)
-            for name in precision_names_by_rank()
-            if precisions.get(name).takes_backend
+        supports = {
+            precision.name: precision.by(backend).support(facts)
+            for precision in list_precisions_by_rank()
+            if precision.takes_backend
         }
-        supports = {text: precision.support(facts) for text, precision in by_backend.items()}
-        usable = [text for text, support in supports.items() if support.level is not Level.REFUSED]
-        refusals = [support.reason for text, support in supports.items() if text not in usable]
-        text = ", ".join(usable) or f"nothing here: {refusals[0]}"
+        usable = [precision for precision, support in supports.items() if support.level is not Level.REFUSED]
+        text = ", ".join(usable) or f"nothing here: {next(iter(supports.values())).reason}"
         yield f"{name:<9} {backend.package} {version}: {text}"
 
 
-def precision_names_by_rank() -> list[str]:
-    return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
+def list_precisions_by_rank() -> list[Precision]:
+    return sorted(map(precisions.get, precisions.names()), key=lambda precision: precision.rank)
 
 
-def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
+def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
     """Returns a text that says for each device whether quantisers (emulated casts) compile on it. A device whose
     worker does not answer within `limit` seconds counts as too slow. Quantisers that do not compile run eagerly, and
     slowly.
@@ -156,7 +156,8 @@ def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
 def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
     """Yields the lines of `fp8bench list SUBJECT`, with the support and the axes that this machine has."""
     if subject == "suites":
-        yield from (f"{name:<14} {_describe_suite(name)}" for name in known_suites())
+        for suite in known_suites():
+            yield f"{suite:<14} {_describe_suite(suite)}"
         return
     if subject == CEILINGS:
         yield f"{subject}: {_describe_suite(subject)}. It has no axes, only `--devices` and `--threads`"
@@ -167,43 +168,46 @@ def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> 
         for fact in facts:
             yield f"{fact.key:<8} {fact.name}, {size(fact.memory_bytes)}"
         present_kinds = {fact.kind for fact in facts}
-        missing = [kind for kind in devices.names() if kind not in present_kinds]
-        yield from (f"{kind:<8} none on this machine" for kind in missing)
+        for kind in devices.names():
+            if kind not in present_kinds:
+                yield f"{kind:<8} none on this machine"
     elif subject == "backends":
-        yield from (f"{name:<8} {backends.get(name).summary}" for name in backends.names())
+        for backend in backends.names():
+            yield f"{backend:<8} {backends.get(backend).summary}"
         yield "precisions of each backend on this machine: fp8bench doctor"
     elif subject == "precisions":
         yield from _list_dtypes(facts) if name is None else _describe_dtype(precisions.get(name), facts)
     else:
         device = next((fact for fact in facts if fact.accelerated), facts[0])
-        for suite in find_suites(Request(subject)):
-            yield from _describe_axes(suite.name, device)
+        for workload in find_suites(Request(subject)):
+            yield from _describe_axes(workload, device)
 
 
 def _describe_suite(name: str) -> str:
     if name == CEILINGS:
         return "peak rates of a device: products, bytes and launches a second, in several runs"
-    min_ranks = workloads.get(name).least_ranks
-    return workloads.get(name).summary + (f" (takes --ranks {min_ranks} or more)" if min_ranks > 1 else "")
+    workload = workloads.get(name)
+    needs_ranks = f" (takes --ranks {workload.least_ranks} or more)" if workload.least_ranks > 1 else ""
+    return f"{workload.summary}{needs_ranks}"
 
 
-def _describe_axes(name: str, facts: DeviceFacts) -> Iterator[str]:
-    yield f"{name}: {workloads.get(name).summary}"
+def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
+    yield f"{workload.name}: {workload.summary}"
     yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
-    for axis in checked_axes(workloads.get(name), facts):
+    for axis in checked_axes(workload, facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
-    plan = make_plan(Request(name, devices=(facts.key,)), (facts,))
-    layers = merge_layers(workloads.get(name), [group.cases[0].case.params for group in plan])
+    plan = make_plan(Request(workload.name, devices=(facts.key,)), (facts,))
+    layers = merge_layers(workload, [group.cases[0].case.params for group in plan])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]
         names = f"{products[0]} to {products[-1]}" if len(products) > 1 else products[0]
         yield f"layers for --precision-map: by kind {kinds}; by name {names}, or a prefix of names"
-    grid = workloads.get(name).history
+    grid = workload.history
     if grid is None:
         return
     try:
-        check_grid(workloads.get(name))
+        check_grid(workload)
     except UsageError as error:
         yield str(error)
         return
@@ -217,32 +221,31 @@ _MAX_LINE_LENGTH = 78
 
 def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
-    for name in precision_names_by_rank():
-        precision = precisions.get(name)
+    for precision in list_precisions_by_rank():
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
-        alias_note = f"  (also {', '.join(_list_aliases(name))})" if _list_aliases(name) else ""
-        yield f"{name:<12} {levels}{alias_note}"
+        aliases = _list_aliases(precision.name)
+        yield f"{precision.name:<12} {levels}{f'  (also {aliases})' if aliases else ''}"
         yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
     yield "definition and options of a precision: fp8bench list precisions NAME"
 
 
 def _describe_dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     aliases = _list_aliases(precision.name)
-    alias_note = f" (also {', '.join(aliases)})" if aliases else ""
-    yield f"{precision.name}{alias_note}: {precision.summary}"
+    yield f"{precision.name}{f' (also {aliases})' if aliases else ''}: {precision.summary}"
     for fact in facts:
         support = precision.support(fact)
         note = "" if support.is_native and not support.reason else f": {support.reason}"
         yield f"    on {fact.key} {support.level.value}{note}"
-    option_defaults = [f"{option.name}={option.default}" for option in precision.options]
-    for option_default, option in zip(option_defaults, precision.options, strict=True):
+    option_defaults = {f"{option.name}={option.default}": option for option in precision.options}
+    width = max(map(len, option_defaults), default=0)
+    for option_default, option in option_defaults.items():
         alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
-        yield f"    :{option_default:<{max(map(len, option_defaults))}}  {option.description}{alias_note}"
+        yield f"    :{option_default:<{width}}  {option.description}{alias_note}"
     if precision.takes_backend:
         yield f"    :backend={AUTO}  who multiplies: {', '.join((AUTO, *backends.names()))}"
     if precision.options:
         yield "options follow a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 
 
-def _list_aliases(name: str) -> list[str]:
-    return [alias for alias, canonical in precisions.aliases().items() if canonical == name]
+def _list_aliases(name: str) -> str:
+    return ", ".join(alias for alias, canonical in precisions.aliases().items() if canonical == name)

@@ -46,7 +46,8 @@ def check_store_exists(path: Path, observer: JobObserver, reading: bool = False)
     try:
         problem = "is not a store: it has no folder `runs` or `asv`" if path.exists() else "does not exist"
         if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
-            problem, count = "", len(list_all_files(path)) if reading else 0
+            problem = ""
+            count = len(list_all_files(path)) if reading else 0
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     if problem:
@@ -124,15 +125,13 @@ def load_matching_acks(store: Path, changes: Found, observer: JobObserver) -> li
     names_by_interpreter = {
         resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
     }
-
-    def name_of(python: str) -> str:
-        return (
-            python
-            if python in names_by_interpreter.values()
-            else names_by_interpreter.get(resolve_interpreter(python), python)
-        )
-
-    return [replace(ack, python=name_of(ack.python)) for ack in stored_acknowledgements.acks]
+    acks = []
+    for ack in stored_acknowledgements.acks:
+        name = ack.python
+        if name not in names_by_interpreter.values():
+            name = names_by_interpreter.get(resolve_interpreter(name), name)
+        acks.append(replace(ack, python=name))
+    return acks
 
 
 def find_series(word: str, history: History) -> str:
@@ -162,21 +161,15 @@ def acknowledge(
     acks = load_matching_acks(store, changes, observer)
     time_text = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
-        withdrawn_acks = _find_acks_to_undo(series, trends, acks)
-        append_acks(store, [Undo(ack.id, time_text) for ack, _ in withdrawn_acks])
-        return [(name, ack.since, ack.until) for ack, name in withdrawn_acks]
+        names = {(trend.series.name, trend.cell): trend.name for trend in trends}
+        withdrawn = [ack for ack in acks if (ack.series, ack.cell) in names]
+        if not withdrawn:
+            raise UsageError(f"{series!r:.80} has no acknowledged changes.")
+        append_acks(store, [Undo(ack.id, time_text) for ack in withdrawn])
+        return [(names[ack.series, ack.cell], ack.since, ack.until) for ack in withdrawn]
     chosen_changes = _choose_open(series, apply_acks(changes, acks))
     append_acks(store, [make_ack(change, time_text, because or "") for change in chosen_changes])
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen_changes]
-
-
-def _find_acks_to_undo(series: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
-    """Returns those acknowledgements that belong to some trends, each with the name of its trend."""
-    names = {(trend.series.name, trend.cell): trend.name for trend in trends}
-    named_acks = [(ack, names[ack.series, ack.cell]) for ack in acks if (ack.series, ack.cell) in names]
-    if not named_acks:
-        raise UsageError(f"{series!r:.80} has no acknowledged changes.")
-    return named_acks
 
 
 def _choose_open(series: str, search: Found) -> list[Change]:

@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -144,16 +145,19 @@ def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | N
 
 def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
     """Returns the results that a word means, except runs. 'last' means the result of any kind that was started last."""
-    if name != "last":
-        paths = [(kind, kind.find(name, store)) for kind in kinds()]
-        return [(kind, path) for kind, path in paths if path is not None]
+    is_last = name == "last"
+    results = []
+    for kind in kinds():
+        path = kind.newest(store) if is_last else kind.find(name, store)
+        if path is not None:
+            results.append((kind, path))
+    if not is_last or not results:
+        return results
     if only_runs:
         return []
-    candidates = [(kind, kind.newest(store)) for kind in kinds()]
-    newest_results = [(kind, path) for kind, path in candidates if path is not None]
-    newest_results.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
+    newest_name, kind, path = max(((kind.names(path)[-1], kind, path) for kind, path in results), key=itemgetter(0))
     try:
-        run = listing(store).newest if newest_results else None
+        run = listing(store).newest
     except (OSError, ValueError):
         return []  # the caller then searches for a run, and raises the error if it finds none
-    return [(kind, path) for kind, path in newest_results[:1] if run is None or kind.names(path)[-1] > run.name]
+    return [(kind, path)] if run is None or newest_name > run.name else []

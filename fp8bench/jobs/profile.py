@@ -74,10 +74,11 @@ def find_model_coverage(maker: str) -> Coverage:
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (check_function_name(maker),)),))
     with claim_process(True), worker_for(request, None) as worker:
         facts = worker.probe()
-        plan, limits = make_plan(request, facts, None), Limits()
+        plan = make_plan(request, facts, None)
+        limits = Limits()
         examine(plan, facts, worker, limits)
-        (planned,) = (planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
-        (device,) = (fact for fact in facts if fact.key == "cpu")
+        planned = next(planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
+        device = next(fact for fact in facts if fact.key == "cpu")
         return worker.within(limits.for_untimed_pass(planned.work)).coverage(planned.case, device) or Coverage()
 
 
@@ -125,7 +126,8 @@ def _write_model(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
     """Writes the model to a file, and a module that loads it. Returns the path of the module."""
     import torch
 
-    module, file = folder / "sent.py", folder / "model.pt"
+    module = folder / "sent.py"
+    file = folder / "model.pt"
     try:
         torch.save(parts, file)
     except Exception as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import webbrowser
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -72,17 +73,17 @@ def write_named_report(names: Sequence[str], store: Path, pages: Pages) -> Path:
         kind, result = joined
         if (page := write_result_report(kind, result, Path(result.path), store, pages)) is not None:
             return page
-    for result_name, kind, path in [(name, *meant) for name in names for meant in find_results(name, store)]:
-        if len(names) > 1:
-            raise UsageError(f"{result_name} is a {kind.name}, which has a separate report. Give it alone.")
-        if (page := write_result_report(kind, kind.load(path), path, store, pages)) is not None:
-            return page
+    for name in names:
+        for kind, path in find_results(name, store):
+            if len(names) > 1:
+                raise UsageError(f"{name} is a {kind.name}, which has a separate report. Give it alone.")
+            if (page := write_result_report(kind, kind.load(path), path, store, pages)) is not None:
+                return page
     runs = [load_stored_run(name, store) for name in names]
     remove_copies(dict.fromkeys(Path(run.path) for run in runs)).check_refusals()
-    ids = [run.id for run in runs]
-    repeated_id = next((run_id for run_id in ids if ids.count(run_id) > 1), None)
-    if repeated_id is not None:
-        raise UsageError(f"the run {repeated_id} was given twice. Give each run once.")
+    for run_id, count in Counter(run.id for run in runs).items():
+        if count > 1:
+            raise UsageError(f"the run {run_id} was given twice. Give each run once.")
     return write_report(runs, store, pages)
 
 
@@ -156,20 +157,18 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 
 def _make_index(reports: Path) -> Page:
-    dated_pages = sorted(((_find_date(path), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
+    dated_pages = []
+    for path in reports.glob(f"*/{PAGE}"):
+        # Pages of streams do not have the start of their run in their folder's name. Use the time of writing instead.
+        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
+        dated_pages.append((show_begin(path.parent.name) or f"{written:%Y-%m-%d %H:%M}", path))
+    dated_pages.sort(reverse=True)
     listed = []
     for start, path in dated_pages[:MAX_REPORTS]:
         with contextlib.suppress(OSError), open_file(path) as file:
             if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
                 listed.append(ListedReport(card, path.parent.name, start))
     return index_page(listed, len(dated_pages) - len(listed))
-
-
-def _find_date(page: Path) -> str:
-    """Returns when the run of a page began, as '2026-11-26 06:38'. Pages of streams do not have this time in their
-    folder's name. For them, returns when the page was written.
-    """
-    return show_begin(page.parent.name) or f"{datetime.fromtimestamp(page.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
 
 
 def open_in_browser(page: Path) -> str:
@@ -197,11 +196,12 @@ def find_report_page(run: Run) -> str:
 
 def report_folder(runs: Sequence[Run], store: Path) -> Path:
     """Returns the folder of a report in the store. It is named like the run's file, or by the ids of several runs."""
-    stems = [Path(run.path).stem or run.id for run in runs]
-    name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
-    return (
-        store / "reports" / (name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}-{len(runs)}-runs")
-    )
+    name = Path(runs[0].path).stem or runs[0].id
+    if len(runs) > 1:
+        name = "+".join(run.id or Path(run.path).stem for run in runs)
+    if len(name) > _MAX_NAME_LENGTH:
+        name = f"{name[:_MAX_NAME_LENGTH]}-{len(runs)}-runs"
+    return store / "reports" / name
 
 
 def _relative_to_store(path: str, store: Path) -> str:

@@ -43,29 +43,24 @@ def execute_sessions(
     """
     earlier_ratios: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
-        run = execute(
-            request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=earlier_ratios
-        )
-        if (
-            not run.finished
-            or number + 1 == sessions
-            or not _wait_between_sessions(run, pause, observer, number + 2, sessions)
-        ):
+        name = f"session {number + 1} of {sessions}"
+        run = execute(request, store, observer, command, note=name, sessions={**earlier_ratios})
+        if not run.finished or number + 1 == sessions:
             break
-        single_session = replace(
-            run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records)
-        )
-        case_ratios = ((case, finding.ratio) for case, finding in findings(single_session).items())
+        if not _wait_between_sessions(run, pause, observer, number + 2, sessions):
+            break
+        records = [replace(record, sessions=(), reruns=None) for record in run.records]
         # Use the ratios of disturbed sessions as well. Without them, the intervals would be too narrow on a busy
         # machine.
-        earlier_ratios = earlier_ratios | {
-            case: (*earlier_ratios.get(case, ()), ratio) for case, ratio in case_ratios if ratio is not None
-        }
+        for case, finding in findings(replace(run, records=tuple(records))).items():
+            if finding.ratio is not None:
+                earlier_ratios[case] = (*earlier_ratios.get(case, ()), finding.ratio)
     return run
 
 
 def _wait_between_sessions(run: Run, pause: float, observer: Observer, number: int, sessions: int) -> bool:
-    end, case = time.monotonic() + pause, run.plan.groups[0].cases[0].case
+    end = time.monotonic() + pause
+    case = run.plan.groups[0].cases[0].case
     try:
         while (remaining := end - time.monotonic()) > 0:
             observer.working(
@@ -114,7 +109,8 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
         if len(logs) < 2:
             yield "  unknown: the standard case, a product of 512 in fp32 and bf16, gave fewer than two ratios"
             continue
-        largest_difference, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
+        largest_difference = math.exp(max(logs) - min(logs)) - 1
+        spread = math.expm1(statistics.stdev(logs))
         yield (
             f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(largest_difference, 2)} at "
             f"most, a standard deviation of {percent(spread, 2)}; stored for the intervals of later runs, and each run "

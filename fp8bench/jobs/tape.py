@@ -10,7 +10,7 @@ from fp8bench.analysis.tapes import Taped
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.limits import Limits
-from fp8bench.model import PlannedCase, Request, Run, Tape
+from fp8bench.model import Request, Run
 from fp8bench.pipeline import worker_for
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import resolve
@@ -25,37 +25,27 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[T
         facts_by_device = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
         planned = list(chain.from_iterable(group.cases for group in plan))
-        for case in planned:
-            report_progress(len(taped), len(planned), "cases", case.case.id)
-            if case.runs:
+        for planned_case in planned:
+            case = planned_case.case
+            report_progress(len(taped), len(planned), "cases", case.id)
+            tape = None
+            reason = planned_case.skip
+            if planned_case.runs:
                 try:
-                    limit = Limits(request.case_timeout).for_untimed_pass(case.work)
-                    taped.append(
-                        _make_taped_case(case, worker.within(limit).tape(case.case, facts_by_device[case.case.device]))
-                    )
+                    limit = Limits(request.case_timeout).for_untimed_pass(planned_case.work)
+                    tape = worker.within(limit).tape(case, facts_by_device[case.device])
                 except WorkerError as error:
-                    taped.append(_make_taped_case(case, None, str(error)))
+                    reason = str(error)
                     worker.restart()
-            else:
-                taped.append(_make_taped_case(case, None, case.skip))
+            taped.append(Taped(case.setting, case.mode, tape, reason, planned_case.work.flops))
     return taped
 
 
-def _make_taped_case(planned: PlannedCase, tape: Tape | None, reason: str = "") -> Taped:
-    return Taped(planned.case.setting, planned.case.mode, tape, reason, planned.work.flops)
-
-
 def read_tapes(run: Run) -> list[Taped]:
-    tapes = [
-        Taped(
-            record.case.setting,
-            record.case.mode,
-            record.tape,
-            "" if record.tape is not None else record.reason or record.detail or "no tape was recorded",
-            record.work.flops,
-        )
-        for record in run.records
-    ]
+    tapes = []
+    for record in run.records:
+        reason = "" if record.tape is not None else record.reason or record.detail or "no tape was recorded"
+        tapes.append(Taped(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
     if not any(taped.tape for taped in tapes):
         raise UsageError(
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again with --tape."

@@ -11,8 +11,11 @@ import os
 import re
 import statistics
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from fp8bench.analysis.roofline import find_datasheet
@@ -52,7 +55,7 @@ class TopologyLine:
         return f"{self.name}: {self.value:.6g}{f' {self.unit}' if self.unit else ''}  # {self.source}"
 
 
-def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
+def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
     """Writes the topology file and yields its lines. Raises UsageError if the file exists, or if the machine has no
     GPUs.
     """
@@ -67,7 +70,7 @@ def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     kinds = count_links(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
-    for name, rate in active_ports(infiniband):
+    for name, rate in list_active_ports(infiniband):
         yield f"{name}: {rate:g} Gb/s"
     lines = list(_make_topology_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(line.text for line in lines)]
@@ -92,25 +95,28 @@ def _make_topology_lines(
         "MiB",
         "nvidia-smi" if is_number else "the driver does not report it",
     )
-    measured = measured_bandwidth(store, len(gpus))
-    links = link_rate(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
+    measured = find_measured_bandwidth(store, len(gpus))
+    links = sum_link_rates(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
     rate: float | None
     if measured is not None:
-        rate, source = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
+        rate = measured[0] / 1e9
+        source = f"bus bandwidth of all_reduce, measured in run {measured[1]}"
     elif links:
-        rate, source = links * _DATA_SHARE, "the data rate of its NVLinks, not measured"
+        rate = links * _DATA_SHARE
+        source = "the data rate of its NVLinks, not measured"
     else:
-        rate, source = _pcie_rate(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
+        rate = _compute_pcie_rate(*pcie)
+        source = f"PCIe {pcie[0]} x{pcie[1]}, not measured"
     yield TopologyLine("inside", rate, "GB/s", source)
-    port_rate_per_gpu = sum(rate for _, rate in active_ports(infiniband)) / 8 / len(gpus)
+    port_rate_per_gpu = sum(rate for _, rate in list_active_ports(infiniband)) / 8 / len(gpus)
     source = (
         "a GPU's share of the active InfiniBand or RoCE ports, not measured" if port_rate_per_gpu else "no active port"
     )
     yield TopologyLine("between", port_rate_per_gpu or None, "GB/s", source)
-    yield from (_product_rate(precision, name, store) for precision in ("bf16", "fp8"))
+    yield from (_find_product_rate(precision, name, store) for precision in ("bf16", "fp8"))
 
 
-def _product_rate(precision: str, name: str, store: Path) -> TopologyLine:
+def _find_product_rate(precision: str, name: str, store: Path) -> TopologyLine:
     """Returns the line of the topology file with the rate of products in a precision. The rate is the newest measured
     ceiling of the device, or else the peak of its datasheet.
     """
@@ -148,16 +154,15 @@ def _query_driver(*options: str) -> list[str]:
 
 def count_links(matrix: list[str]) -> dict[str, int]:
     """Counts the links between GPUs by their kind ('NV18', 'PIX', 'SYS'), from the matrix that nvidia-smi prints."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    for number, row in enumerate(gpu_rows):
-        for kind in row[1 : len(gpu_rows) + 1][number + 1 :]:
-            counts[kind] = counts.get(kind, 0) + 1
+    for number, row in enumerate(gpu_rows, 2):
+        counts.update(row[number : len(gpu_rows) + 1])
     return counts
 
 
-def link_rate(status: list[str]) -> float:
+def sum_link_rates(status: list[str]) -> float:
     """Returns the summed signal rate of a GPU's active links, in GB/s. If GPUs differ, the smallest sum counts."""
     sums: list[float] = []
     for line in status:
@@ -168,14 +173,14 @@ def link_rate(status: list[str]) -> float:
     return min(sums, default=0.0)
 
 
-def _pcie_rate(generation: str, width: str) -> float | None:
+def _compute_pcie_rate(generation: str, width: str) -> float | None:
     try:
         return _LANE_RATES[int(generation)] * int(width)
     except (KeyError, ValueError):
         return None
 
 
-def active_ports(folder: Path) -> list[tuple[str, float]]:
+def list_active_ports(folder: Path) -> list[tuple[str, float]]:
     """Returns the name and the rate in Gb/s of each active InfiniBand or RoCE port."""
     named_rates = []
     for port in sorted(folder.glob("*/ports/*")):
@@ -189,31 +194,27 @@ def active_ports(folder: Path) -> list[tuple[str, float]]:
     return named_rates
 
 
-def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
+def find_measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
     """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and the id of its run. The newest run
     with such an all-reduce is used.
     """
-    for place, file in enumerate(iterate_newest_files(store)):
-        if place >= _MAX_RUNS:
-            break
-        try:
+    for file in islice(iterate_newest_files(store), _MAX_RUNS):
+        with suppress(StoreError):  # the file is not a run, or comes from a different version
             run = load_run(file)
-        except StoreError:  # the file is not a run, or comes from a different version
-            continue
-        rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
-        if rates:
-            return max(rates), run.id
+            rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
+            if rates:
+                return max(rates), run.id
     return None
 
 
 def _find_bus_bandwidth(record: Record, gpus: int) -> float | None:
-    case, transfer = record.case, record.transfer
+    case = record.case
+    transfer = record.transfer
     if not record.is_ok or record.timing is None or transfer is None or case.workload != "collective":
         return None
     if case.ranks != gpus or not case.device.startswith("cuda") or dict(case.params).get("collective") != "all_reduce":
         return None
     if not record.support.is_native:
         return None
-    return float(
-        transfer.payload * transfer.bus_factor / statistics.median(step_seconds_of_calls(record.timing).tolist())
-    )
+    seconds: float = statistics.median(step_seconds_of_calls(record.timing).tolist())
+    return transfer.payload * transfer.bus_factor / seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
@@ -30,16 +31,13 @@ def find_suites(request: Request) -> tuple[Workload, ...]:
     suite_names = _split_names(request.suite)
     if not all(suite_names):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
-    names: dict[str, None] = {}
-    for suite_name in suite_names:
-        names |= dict.fromkeys(_find_named_suites(suite_name))
-    suites = tuple(workloads.get(name) for name in names)
-    if not request.grid:
-        return suites
-    suites_with_history = tuple(suite for suite in suites if suite.history is not None)
-    if not suites_with_history:
-        raise UsageError(f"the suite {request.suite} declares no grid with a history. Leave --grid out.")
-    return suites_with_history
+    names = dict.fromkeys(chain.from_iterable(map(_find_named_suites, suite_names)))
+    suites = tuple(map(workloads.get, names))
+    if request.grid:
+        suites = tuple(suite for suite in suites if suite.history is not None)
+        if not suites:
+            raise UsageError(f"the suite {request.suite} declares no grid with a history. Leave --grid out.")
+    return suites
 
 
 def suite_files(suite: str) -> tuple[str, ...]:
@@ -70,13 +68,9 @@ def _find_named_suites(name: str) -> Sequence[str]:
                 f"the suite {name!r} looks like a model: `fp8bench profile {name}` and `fp8bench train {name}` "
                 "take models. Give a suite's name, or a file that ends in .py."
             )
-        file = f"{name}.py"
-        if "/" in name or Path(name).exists() or Path(file).is_file():
-            raise UsageError(
-                f"the suite {name!r} is a path. Give a name, or a file that ends in .py.",
-                name,
-                file if Path(file).is_file() else None,
-            )
+        file = f"{name}.py" if Path(f"{name}.py").is_file() else None
+        if "/" in name or Path(name).exists() or file:
+            raise UsageError(f"the suite {name!r} is a path. Give a name, or a file that ends in .py.", name, file)
         known_names = sorted([*known_suites(), ALL])
         raise UnknownName("suite", name, known_names, f"{', '.join(known_names)}; or a .py file with your suites")
     return [name]

@@ -24,15 +24,15 @@ def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
     """Makes the cell of a group. Without facts about the device, the cell does not name a kind of device."""
     cases = tuple(planned.case.id for planned in group.cases)
     first_case = group.cases[0].case
-    device = next((fact for fact in facts if fact.key == first_case.device), None)
-    if device is None:
-        return Cell(group.setting, cases, "")
-    if not device.accelerated:
-        return Cell(group.setting, cases, device.kind)
-    return Cell(group.setting, cases, short_device_name(device.name), device.index + first_case.ranks)
+    for device in facts:
+        if device.key == first_case.device:
+            if not device.accelerated:
+                return Cell(group.setting, cases, device.kind)
+            return Cell(group.setting, cases, shorten_device_name(device.name), device.index + first_case.ranks)
+    return Cell(group.setting, cases, "")
 
 
-def short_device_name(name: str) -> str:
+def shorten_device_name(name: str) -> str:
     """Returns a device's name without its vendor: 'h200' for 'NVIDIA H200', 'mi300x' for 'AMD Instinct MI300X'."""
     name_words = re.findall(r"[a-z0-9.]+", name.lower())
     return "-".join(part for part in name_words if part not in _VENDOR_WORDS) or "gpu"

@@ -40,7 +40,7 @@ def user_errors_as_usage(workload: Workload) -> Iterator[None]:
     except Exception as error:
         if type(workload).__module__.startswith("fp8bench."):
             raise
-        raise _planning_error(workload, own_words(error)) from error
+        raise _make_planning_error(workload, own_words(error)) from error
 
 
 def _translates_user_errors(
@@ -62,11 +62,11 @@ def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     axes = workload.axes(facts)
     for axis in axes:
         if axis.quiet and len(axis.default) != 1:
-            raise _planning_error(
+            raise _make_planning_error(
                 workload, f"its axis {axis.name!r} is quiet and has the defaults {axis.default!r:.80}, not one"
             )
         if axis.name in _COMMON_AXES:
-            raise _planning_error(workload, f"every suite already has an axis {axis.name!r}. Rename this one")
+            raise _make_planning_error(workload, f"every suite already has an axis {axis.name!r}. Rename this one")
     return (*axes, *COMMON_AXES)
 
 
@@ -113,7 +113,8 @@ def _choose_axis_values(
     """Returns the values of each axis. They are those of the request. If it has none, they are those of the history's
     grid if the request asks for that, or else the defaults.
     """
-    requested_values, is_quick = dict(request.axes), request.quick
+    requested_values = dict(request.axes)
+    is_quick = request.quick
     if request.grid and workload.history is not None:
         requested_values = {**(workload.history.gpu if facts.accelerated else workload.history.cpu), **requested_values}
         is_quick = False  # the sizes of --quick are not in the grid, so they have no history
@@ -128,23 +129,20 @@ def _check_params(workload: Workload, params: Params) -> Params:
     """Returns the parameters if each is a pair of a name and a plain value that can be printed on one line."""
     returned: object = params
     if not isinstance(returned, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in returned):
-        raise _planning_error(workload, f"its parameters are {returned!r:.120}, and must be a tuple of pairs")
+        raise _make_planning_error(workload, f"its parameters are {returned!r:.120}, and must be a tuple of pairs")
     for name, value in returned:
         if not isinstance(name, str) or not name.isprintable() or not name:
-            raise _planning_error(
+            raise _make_planning_error(
                 workload, f"a parameter is called {name!r:.80}, and its name must be text on one line"
             )
+        subject = f"parameter {name!r} is {value!r:.80}"
         if type(value) not in (int, float, str, bool):
-            kind = type(value).__name__
-            raise _planning_error(
-                workload, f"parameter {name!r} is {value!r:.80} ({kind}), and must be an int, float, str or bool"
+            raise _make_planning_error(
+                workload, f"{subject} ({type(value).__name__}), and must be an int, float, str or bool"
             )
         # Control characters would break tables, and lone surrogates all files except JSON.
-        is_writable = value.isprintable() if isinstance(value, str) else math.isfinite(value)
-        if not is_writable:
-            raise _planning_error(
-                workload, f"parameter {name!r} is {value!r:.80}, and must be finite, or text on one line"
-            )
+        if not (value.isprintable() if isinstance(value, str) else math.isfinite(value)):
+            raise _make_planning_error(workload, f"{subject}, and must be finite, or text on one line")
     return params
 
 
@@ -153,14 +151,15 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
     returned: object = work
     if not isinstance(returned, Work):
-        raise _planning_error(workload, f"work() returned {returned!r:.80}, and must return a Work")
+        raise _make_planning_error(workload, f"work() returned {returned!r:.80}, and must return a Work")
     for name, value in vars(returned).items():
         is_count = name == "tokens"
+        subject = f"work() returned {name} = {value!r:.80}"
         if type(value) is not int and (is_count or type(value) is not float):
             expected_type = "a whole number (int)" if is_count else "a number (float)"
-            raise _planning_error(workload, f"work() returned {name} = {value!r:.80}, and it must be {expected_type}")
+            raise _make_planning_error(workload, f"{subject}, and it must be {expected_type}")
         if not math.isfinite(value) or value < 0 or (is_count and value >= _MAX_TOKENS):
-            raise _planning_error(workload, f"work() returned {name} = {value!r:.80}, which is not a count")
+            raise _make_planning_error(workload, f"{subject}, which is not a count")
     return work
 
 
@@ -168,7 +167,7 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
 def checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
     returned: object = workload.memory(params, precision)
     if type(returned) not in (int, float) or not math.isfinite(byte_count := float(str(returned))) or byte_count < 0:
-        raise _planning_error(
+        raise _make_planning_error(
             workload, f"memory() returned {returned!r:.80}, and must return a number of bytes (float)"
         )
     return byte_count
@@ -187,9 +186,10 @@ def checked_support(
         support = workload.layer_support(kind, params, precision, facts)
     else:
         support = workload.support(params, precision, facts)
-    level, support_reason = getattr(support, "level", None), getattr(support, "reason", None)
+    level = getattr(support, "level", None)
+    support_reason = getattr(support, "reason", None)
     if type(support) is not Support or not isinstance(level, Level) or not isinstance(support_reason, str):
-        raise _planning_error(
+        raise _make_planning_error(
             workload, f"support() returned {support!r:.120}, and must return a Support of a Level and a text"
         )
     return support
@@ -197,21 +197,22 @@ def checked_support(
 
 def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, kind: str) -> str:
     """Returns why no device can run this precision in this workload. Returns '' if some device might."""
-    layer_backend = precision.backend if precision.whole_layers and not workload.linear_layers else None
-    if layer_backend is not None and workload.single_products:
-        if reason := layer_backend.why_inseparable(precision):
+    backend = precision.backend
+    suites = map(workloads.get, workloads.names())
+    if backend is not None and precision.whole_layers and not workload.linear_layers:
+        if not workload.single_products:
+            usable_suites = ", ".join(suite.name for suite in suites if suite.linear_layers)
+            why = f"{backend.name} replaces linear layers, and suite {workload.name} has none"
+            return f"{why}: choose {usable_suites}"
+        if reason := backend.why_inseparable(precision):
             return reason
-    elif layer_backend is not None:
-        usable_suites = ", ".join(name for name in workloads.names() if workloads.get(name).linear_layers)
-        why = f"{layer_backend.name} replaces linear layers, and suite {workload.name} has none"
-        return f"{why}: choose {usable_suites}"
     if precision.unit_scaled and (kind or not workload.unit_scales):
-        usable_suites = ", ".join(f"suite {name}" for name in workloads.names() if workloads.get(name).unit_scales)
+        usable_suites = ", ".join(f"suite {suite.name}" for suite in suites if suite.unit_scales)
         subject = f"{kind} layers of another model" if kind else f"suite {workload.name}"
         why = f"{precision.mode} casts without scales, which only works in unit-scaled models; {subject} cannot be one"
         return f"{why}: choose {usable_suites} or train, or fp8 here"
-    refused_precisions = precision.backend.refuses if precision.backend else {}
-    return next((why for (axis, value), why in refused_precisions.items() if params.get(axis) == value), "")
+    refused_cases = backend.refuses.items() if backend else ()
+    return next((why for (axis, value), why in refused_cases if params.get(axis) == value), "")
 
 
 @_translates_user_errors
@@ -233,24 +234,23 @@ def checked_products(workload: Workload, params: Scalars) -> tuple[Layer, ...]:
 
 def merge_layers(workload: Workload, settings: Iterable[Params], keys: Sequence[str] = ()) -> list[Layer]:
     """Returns the layers of several cases, without repetitions."""
-    layers: dict[Layer, None] = {}
-    for params in settings:
-        layers |= dict.fromkeys(checked_layers(workload, dict(params), keys))
-    return list(layers)
+    layers = (checked_layers(workload, dict(params), keys) for params in settings)
+    return list(dict.fromkeys(itertools.chain.from_iterable(layers)))
 
 
 def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     """Returns the layers if their names are unique, and if names and kinds can be written in a precision map."""
     if not isinstance(layers, tuple):
-        raise _planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
+        raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
     for layer in layers:
+        subject = f"layers() returned {layer!r:.120}"
         if not isinstance(layer, Layer) or not _is_map_key(layer.name) or not _is_map_key(layer.kind):
             rule = "name and kind must be text without commas, spaces, '=' and empty parts between dots"
-            raise _planning_error(workload, f"layers() returned {layer!r:.120}, which is not a Layer, or whose {rule}")
+            raise _make_planning_error(workload, f"{subject}, which is not a Layer, or whose {rule}")
         if layer.high not in (True, False):
-            raise _planning_error(workload, f"layers() returned {layer!r:.120}, whose `high` must be True or False")
+            raise _make_planning_error(workload, f"{subject}, whose `high` must be True or False")
     if len({layer.name for layer in layers}) < len(layers):
-        raise _planning_error(workload, "two of its layers have the same name")
+        raise _make_planning_error(workload, "two of its layers have the same name")
     return layers
 
 
@@ -261,5 +261,5 @@ def _is_map_key(text: object) -> bool:
     return all(text.split("."))
 
 
-def _planning_error(workload: Workload, reason: str) -> UsageError:
+def _make_planning_error(workload: Workload, reason: str) -> UsageError:
     return UsageError(f"suite {workload.name!r} cannot be planned: {reason}. Fix the file.")

@@ -42,16 +42,15 @@ class Corpus:
         return f"{self.name}:{self.digest[:8]}"
 
 
-def standard_library_text() -> bytes:
+def read_standard_library() -> bytes:
     """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts, total = [], 0
-    for path in sorted(root.glob("*.py")) + sorted(root.glob("asyncio/*.py")) + sorted(root.glob("email/*.py")):
-        parts.append(path.read_bytes())
-        total += len(parts[-1])
-        if total >= MAX_BYTES:
-            break
-    return b"".join(parts)[:MAX_BYTES]
+    text = bytearray()
+    for pattern in ("*.py", "asyncio/*.py", "email/*.py"):
+        for path in sorted(root.glob(pattern)):
+            if len(text) < MAX_BYTES:
+                text += path.read_bytes()
+    return bytes(text[:MAX_BYTES])
 
 
 def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
@@ -65,7 +64,14 @@ def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
         raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {MIN_BYTES} bytes.")
     if b"\0" in text:
         raise UsageError(f"--data {path} contains zero bytes, so it is not text. Give a text file.")
-    if reason := _explain_binary(text):
+    control_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
+    undecodable_count = text.decode("utf-8", errors="replace").count("\ufffd")
+    reason = ""
+    if control_count > _MAX_CONTROL_SHARE * len(text):
+        reason = f"{control_count} of {len(text)} bytes are control characters"
+    elif undecodable_count > len(text) / 2:
+        reason = f"{undecodable_count} of {len(text)} bytes are not valid UTF-8"
+    if reason:
         raise UsageError(f"--data {path} is not text: {reason}. Give a text file, best in UTF-8.")
     return text
 
@@ -74,7 +80,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     """Returns the text of a run and its name: the user's file, or the sources of Python's standard library."""
     if data is not None:
         return read_user_text(Path(data), max_bytes=max_bytes), name_of(data)
-    text = standard_library_text()
+    text = read_standard_library()
     if len(text) < MIN_BYTES:
         raise UsageError(
             f"the sources of Python's standard library were not found ({len(text)} bytes). Give --data FILE."
@@ -85,17 +91,6 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
 def name_of(data: str) -> str:
     """Returns the name of a file for case ids. Characters that cannot be printed become '?'."""
     return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
-
-
-def _explain_binary(text: bytes) -> str:
-    """Returns why these bytes cannot be text in any language; '' if they can."""
-    control_character_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
-    if control_character_count > _MAX_CONTROL_SHARE * len(text):
-        return f"{control_character_count} of {len(text)} bytes are control characters"
-    undecodable_count = text.decode("utf-8", errors="replace").count("\ufffd")
-    if undecodable_count > len(text) / 2:
-        return f"{undecodable_count} of {len(text)} bytes are not valid UTF-8"
-    return ""
 
 
 def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:

@@ -27,11 +27,11 @@ from fp8bench.plan.checked_workload import (
 from fp8bench.plan.precision_map import (
     PrecisionMap,
     add_static_scales,
-    backend_with_version,
     check_keys,
-    mapped_layer_support,
-    mode_with_backend,
-    suite_map,
+    describe_backend,
+    find_mode,
+    iterate_layer_supports,
+    select_map_entries,
 )
 from fp8bench.protocols import Layer, Workload
 from fp8bench.protocols.axes import CACHE, HOT
@@ -80,9 +80,9 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     for part in parts:
         for device in chosen_devices:
             for params in expand_request(part.workload, request, device, corpus):
-                group = _plan_group(part, params, device, request.reference is not None)
+                group, note = _plan_group(part, params, device, request.reference is not None)
                 groups.append(group)
-                notes += _describe_new_reference(part, group)
+                notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
 
     # 2. Note options that have no effect in this plan.
@@ -98,7 +98,15 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     for device in chosen_devices:
         notes += _describe_large_cases(groups, device)
     if request.ranks is not None:
-        notes += _describe_ranks(request.ranks, chosen_devices)
+        notes.append(
+            f"{request.ranks} ranks: each call takes the time of the slowest rank; energy, tapes and ceilings are not "
+            "measured"
+        )
+        if not all(device.accelerated for device in chosen_devices):
+            notes.append(
+                "ranks on a CPU share its cores and communicate through its memory: this is a functional test; "
+                "its times and bandwidths do not predict those of a cluster"
+            )
 
     # 4. Add static scales to cases if they are requested.
     if request.scales is None:
@@ -111,8 +119,7 @@ def has_reference_added(plan: Plan) -> bool:
     """Returns whether a reference may have been added to the plan. Old versions never added one, and their plans have
     no fp32.
     """
-    cases = chain.from_iterable(group.cases for group in plan)
-    return any(planned.case.precision == ADDED_REFERENCE for planned in cases)
+    return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 
 
 def check_names(request: Request) -> tuple[Workload, ...]:
@@ -155,20 +162,19 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
     """Returns a case with a different batch size. Returns None if the suite has no batch axis, or if the axis refuses
     the size.
     """
-    case, workload = planned.case, workloads.get(planned.case.workload)
+    case = planned.case
+    workload = workloads.get(planned.case.workload)
     with user_errors_as_usage(workload):
         axes = checked_axes(workload, facts)
         axis = next((axis for axis in axes if axis.name == workload.batch_axis), None)
+        if axis is None:
+            return None
         try:
-            value = axis.parse(str(batch)) if axis is not None else None
-            if value is None:
-                return None
-            params_of_cases = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
-        except (ValueError, UsageError):
+            value = axis.parse(str(batch))
+            (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
+        except (ValueError, UsageError):  # also if the batch stands for several cases
             return None
-        if len(params_of_cases) != 1:
-            return None
-        case_with_batch = _plan_case(workload, params_of_cases[0], facts, case.precision, case.precision_map)
+        case_with_batch = _plan_case(workload, params, facts, case.precision, case.precision_map)
     return replace(case_with_batch, case=replace(case_with_batch.case, static=case.static))
 
 
@@ -199,18 +205,6 @@ def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
         )
 
 
-def _describe_ranks(ranks: int, chosen: Sequence[DeviceFacts]) -> list[str]:
-    notes = [
-        f"{ranks} ranks: each call takes the time of the slowest rank; energy, tapes and ceilings are not measured"
-    ]
-    if not all(device.accelerated for device in chosen):
-        notes.append(
-            "ranks on a CPU share its cores and communicate through its memory: this is a functional test; "
-            "its times and bandwidths do not predict those of a cluster"
-        )
-    return notes
-
-
 def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:
     """Returns notes about the search for the largest batch. Raises UsageError if the memory limit is not safe on a
     device.
@@ -230,22 +224,22 @@ def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence
 def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
     """Yields a note for each suite whose largest case takes much of a device's memory."""
     by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
-    for group in groups:
-        for planned in group.cases:
-            case = planned.case
-            if case.device != facts.key:
-                continue
-            required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
-            if required_bytes:
-                by_suite.setdefault(case.workload, []).append((required_bytes, planned))
+    for planned in chain.from_iterable(group.cases for group in groups):
+        case = planned.case
+        required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
+        if required_bytes and case.device == facts.key:
+            by_suite.setdefault(case.workload, []).append((required_bytes, planned))
     for suite, cases in by_suite.items():
-        runnable_cases = [(required_bytes, planned) for required_bytes, planned in cases if planned.runs]
-        too_large_count = sum(
-            required_bytes > facts.memory_bytes > 0 and not planned.runs for required_bytes, planned in cases
-        )
-        largest_bytes, largest = max(runnable_cases, key=lambda pair: pair[0], default=(0.0, None))
+        largest_bytes = 0.0
+        takes_most = "does not fit"
+        too_large_count = 0
+        for required_bytes, planned in cases:
+            if planned.runs and required_bytes > largest_bytes:
+                largest_bytes = required_bytes
+                takes_most = f"({planned.case.mode}) takes about {size(required_bytes)}"
+            elif not planned.runs and required_bytes > facts.memory_bytes > 0:
+                too_large_count += 1
         if too_large_count or largest_bytes > _LARGE_SHARE * facts.memory_bytes > 0:
-            takes_most = f"({largest.case.mode}) takes about {size(largest_bytes)}" if largest else "does not fit"
             skipped = f"; {too_large_count} of {len(cases)} cases take more and are skipped" if too_large_count else ""
             capacity = f"{facts.key} has {size(facts.memory_bytes)}"
             yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {capacity}{skipped}"
@@ -285,15 +279,15 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
     of the suite.
     """
     defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
-    names = [mode_with_backend(word, request.backend) for word in (request.dtypes or defaults)]
+    names = [find_mode(word, request.backend) for word in (request.dtypes or defaults)]
     if request.reference is not None:
-        reference = mode_with_backend(request.reference, request.backend)
+        reference = find_mode(request.reference, request.backend)
     else:
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
     has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
     may_add = compares and has_choice and workload.fused and ADDED_REFERENCE not in modes
-    return _SuitePlan(workload, modes, suite_map(request, layers, modes), may_add)
+    return _SuitePlan(workload, modes, select_map_entries(request, layers, modes), may_add)
 
 
 def choose_devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
@@ -313,36 +307,29 @@ def device_named(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     return by_key[key]
 
 
-def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> Group:
-    """Plans the cases of one setting. If the user named the reference (`is_named`), it stays the reference even if it
-    is emulated.
+def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
+    """Plans the cases of one setting. Also returns a note if a reference was added. If the user named the reference
+    (`is_named`), it stays the reference even if it is emulated.
     """
     cases_without_map = [_plan_case(part.workload, params, facts, name, ()) for name in part.modes]
-    native = [planned for planned in cases_without_map if _is_native(planned)]
+    reference = _choose_reference(cases_without_map, is_named)
+    native = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
+    added: list[PlannedCase] = []
+    note = ""
     if part.may_add and len(native) == 1:
         added_case = _plan_case(part.workload, params, facts, ADDED_REFERENCE, ())
         if _is_native(added_case):
-            cases_with_map = [
-                planned if planned in native else _apply_precision_map(part, planned, facts)
-                for planned in cases_without_map
-            ]
-            return Group((added_case, *cases_with_map), 0)
-    reference = _choose_reference(cases_without_map, is_named)
+            added = [added_case]
+            reference = native[0]
+            name = part.modes[reference]
+            reason = f"on {facts.key} {name} would have had nothing native to compare with"
+            note = f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {name} leaves it out)"
+    # The reference has no precision map, nor has the native case that was the reference until one was added.
     cases = [
         planned if index == reference else _apply_precision_map(part, planned, facts)
         for index, planned in enumerate(cases_without_map)
     ]
-    return Group(tuple(cases), reference)
-
-
-def _describe_new_reference(part: _SuitePlan, group: Group) -> list[str]:
-    """Returns a note that a reference was added, if the user did not request it."""
-    reference, *candidates = group.cases
-    if not part.may_add or reference.case.precision != ADDED_REFERENCE:
-        return []
-    native = next(planned.case.precision for planned in candidates if _is_native(planned))
-    reason = f"on {reference.case.device} {native} would have had nothing native to compare with"
-    return [f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {native} leaves it out)"]
+    return Group((*added, *cases), 0 if added else reference), note
 
 
 def _is_native(planned: PlannedCase) -> bool:
@@ -356,37 +343,32 @@ def _apply_precision_map(part: _SuitePlan, planned: PlannedCase, facts: DeviceFa
 
 def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
-    values, precision = dict(params), precisions.get(name)
+    values = dict(params)
+    precision = precisions.get(name)
     # 1. The support level of a case is the lowest level of its layers.
     supports = [
         checked_support(workload, values, precision, facts),
-        *mapped_layer_support(workload, values, facts, layers, name),
+        *iterate_layer_supports(workload, values, facts, layers, name),
     ]
     support = max(supports, key=lambda support: _LEVELS_BY_SUPPORT.index(support.level))
-    support = replace(support, backend=backend_with_version(name, support.level, facts))
+    support = replace(support, backend=describe_backend(name, support.level, facts))
     if facts.unusable:
         support = Support(Level.REFUSED, facts.unusable)
     # 2. Skip cases that the device refuses, that do not fit into its memory, or whose cache state cannot be set up.
     work = checked_work(workload, values)
-    skip_reason = support.reason if support.level is Level.REFUSED else ""
     expected_bytes = checked_memory(workload, values, precision)
-    if not skip_reason and facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
-        is_certain = work.least_memory > facts.memory_bytes
-        memory_need_text = (
-            f"need at least {size(work.least_memory)}" if is_certain else f"take about {size(expected_bytes)}"
-        )
-        skip_reason = (
-            f"its tensors {memory_need_text} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
-        )
-    return PlannedCase(case, support, work, skip_reason or _explain_unknown_cache(case, facts))
-
-
-def _explain_unknown_cache(case: Case, facts: DeviceFacts) -> str:
-    """Returns why a device cannot begin steps with the requested state of its cache; '' if it can."""
-    cache = CACHE.of(dict(case.params))
-    if cache == HOT or facts.cache_bytes:
-        return ""
-    return f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
+    cache = CACHE.of(values)
+    skip_reason = ""
+    if support.level is Level.REFUSED:
+        skip_reason = support.reason
+    elif facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
+        need = f"take about {size(expected_bytes)}"
+        if work.least_memory > facts.memory_bytes:
+            need = f"need at least {size(work.least_memory)}"
+        skip_reason = f"its tensors {need} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+    elif cache != HOT and not facts.cache_bytes:
+        skip_reason = f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
+    return PlannedCase(case, support, work, skip_reason)
 
 
 def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
@@ -396,8 +378,7 @@ def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
     """
     if cases[0].runs and (is_named or cases[0].support.is_native):
         return 0
-    runnable_indices = [index for index, planned in enumerate(cases) if planned.runs]
-    native = [index for index in runnable_indices if cases[index].support.is_native]
-    return min(
-        native or runnable_indices, key=lambda index: precisions.get(cases[index].case.precision).rank, default=0
-    )
+    runnable = [index for index, planned in enumerate(cases) if planned.runs]
+    native = [index for index in runnable if cases[index].support.is_native]
+    ranks = {index: precisions.get(cases[index].case.precision).rank for index in native or runnable}
+    return min(ranks, key=ranks.__getitem__, default=0)

@@ -9,12 +9,12 @@ from itertools import chain
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
 from fp8bench.plan.checked_workload import checked_layers, checked_products, checked_support
-from fp8bench.protocols import Layer, Precision, TensorScale, Workload, explain_missing_product, key_of, list_map_keys
+from fp8bench.protocols import Layer, TensorScale, Workload, explain_missing_product, key_of, list_map_keys
 from fp8bench.protocols.workload import kind_keys
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
 
-def mode_with_backend(dtype: str, backend: str) -> str:
+def find_mode(dtype: str, backend: str) -> str:
     """Returns the mode (a precision with options) of a dtype with this backend. A dtype that already names a backend,
     or that takes none, is unchanged.
     """
@@ -24,7 +24,7 @@ def mode_with_backend(dtype: str, backend: str) -> str:
     return precision.by(backends.get(backend)).mode
 
 
-def backend_with_version(mode: str, level: Level, facts: DeviceFacts) -> str:
+def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
     """Returns the backend of a case with its version, like 'torchao 0.18.0'; '' if the case does not run."""
     if level is Level.REFUSED:
         return ""
@@ -65,15 +65,13 @@ def check_can_mix(mode: str, other: str) -> None:
         )
 
 
-def suite_map(request: Request, layers_of_suite: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
+def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes: Sequence[str]) -> PrecisionMap:
     """Returns the entries of a precision map that apply to a suite with these layers. They apply to all modes except
     the first one, which is the reference.
     """
     reference, *candidates = modes
     keys = list_map_keys(layers_of_suite)
-    layers = [
-        (key, mode_with_backend(precision, request.backend)) for key, precision in request.precision_map if key in keys
-    ]
+    layers = [(key, find_mode(precision, request.backend)) for key, precision in request.precision_map if key in keys]
     if layers and not candidates:
         raise UsageError(
             f"--precision-map would have no effect: {reference} is the reference, which takes no map. Add another "
@@ -85,7 +83,7 @@ def suite_map(request: Request, layers_of_suite: Sequence[Layer], modes: Sequenc
     return tuple(layers)
 
 
-def mapped_layer_support(
+def iterate_layer_supports(
     workload: Workload, params: Scalars, facts: DeviceFacts, layers: PrecisionMap, mode: str
 ) -> Iterator[Support]:
     """Yields for each key of a precision map how the device supports the key's precision, in cases of a mode. A key
@@ -93,32 +91,22 @@ def mapped_layer_support(
     """
     keys = [key for key, _ in layers]
     case_layers = checked_layers(workload, params, keys) if layers else ()
-    for key, precision in layers:
+    for key, name in layers:
+        precision = precisions.get(name)
         if key not in list_map_keys(case_layers):
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in case_layers)) or "none that a map could name"
-            yield Support(
-                Level.REFUSED, f"no layer is called {key} in this case, only {kinds}: leave {key} out of the map"
-            )
+            reason = f"no layer is called {key} in this case, only {kinds}: leave {key} out of the map"
+            yield Support(Level.REFUSED, reason)
         mapped = [layer for layer in case_layers if key_of(layer, keys) == key]
         for kind, is_product in dict.fromkeys((layer.kind, layer.product) for layer in mapped):
-            support = checked_support(workload, params, precisions.get(precision), facts, kind)
-            if is_product:
-                yield support
-                continue
-            if precisions.get(mode).unit_scaled:
-                yield Support(
-                    Level.REFUSED, f"{mode} also unit-scales elementwise operations: leave {key} out of the map"
-                )
-            yield elementwise_support(precisions.get(precision), support, key)
-
-
-def elementwise_support(precision: Precision, support: Support, key: str) -> Support:
-    """Returns how a device supports an elementwise operation. Devices compute such an operation in a dtype of torch,
-    and not in a narrower format.
-    """
-    if support.is_native and precision.carried_by:
-        return Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
-    return support
+            support = checked_support(workload, params, precision, facts, kind)
+            if not is_product and precisions.get(mode).unit_scaled:
+                reason = f"{mode} also unit-scales elementwise operations: leave {key} out of the map"
+                yield Support(Level.REFUSED, reason)
+            # Devices compute an elementwise operation in a dtype of torch, and not in a narrower format.
+            if not is_product and support.is_native and precision.carried_by:
+                support = Support(Level.EMULATED, f"{key} is rounded to {precision.mode} and computed in float32")
+            yield support
 
 
 def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
@@ -139,10 +127,9 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
     """
     # 1. Find the kinds of scales that each case's layers use. A case without layers has an empty set.
     scalings_by_case: dict[Case, set[TensorScale]] = {}
-    for group in groups:
-        for planned in group.cases:
-            modes = list_layer_precisions(workloads.get(planned.case.workload), planned.case)
-            scalings_by_case[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
+    for planned in chain.from_iterable(group.cases for group in groups):
+        modes = list_layer_precisions(workloads.get(planned.case.workload), planned.case)
+        scalings_by_case[planned.case] = {precisions.get(mode).tensor_scale for mode in modes}
 
     # 2. Check that some case supports static scales. Check also that scales from an earlier run fit the layers.
     scaled_cases = {case for case, kinds in scalings_by_case.items() if kinds - {TensorScale.NONE}}
@@ -193,16 +180,10 @@ def _with_static_scales(planned: PlannedCase, rule: StaticScales) -> PlannedCase
 
 def _describe_scalings(groups: Sequence[Group], scalings: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
     references = {group.cases[group.reference].case for group in groups}
-    unscaled: dict[str, None] = {}
-    layerless: dict[str, None] = {}
-    delayed: dict[str, None] = {}
-    for case, kinds in scalings.items():
-        if not kinds:
-            layerless[case.workload] = None
-        if kinds == {TensorScale.NONE} and case not in references:
-            unscaled[case.mode] = None
-        if TensorScale.DELAYED in kinds:
-            delayed[case.mode] = None
+    layerless = dict.fromkeys(case.workload for case, kinds in scalings.items() if not kinds)
+    delayed = dict.fromkeys(case.mode for case, kinds in scalings.items() if TensorScale.DELAYED in kinds)
+    without_scales = [case for case, kinds in scalings.items() if kinds == {TensorScale.NONE}]
+    unscaled = dict.fromkeys(case.mode for case in without_scales if case not in references)
     if unscaled:
         yield f"--static-scales has no effect on {', '.join(unscaled)}, whose tensors have no float32 scale each"
     if layerless:

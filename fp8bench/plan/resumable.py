@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fp8bench.errors import UsageError
@@ -45,7 +45,7 @@ def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) 
     refuse_code_of_others(subject, imports)
     for name in texts:
         if name and not Path(name).is_absolute() and not Path(name).exists():
-            raise _missing_file_error(subject, name)
+            raise _make_missing_file_error(subject, name)
 
 
 def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
@@ -55,13 +55,13 @@ def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
         if file.suffix != ".py":
             continue
         if not file.exists():
-            raise _missing_file_error(subject, name)
+            raise _make_missing_file_error(subject, name)
         if _is_owned_by_others(file):
             reason = f"{file} belongs to another user, in a folder where every user may create files"
             raise resume_error(subject, reason, "The code may have been replaced; start a new run.")
 
 
-def _missing_file_error(subject: str, name: str) -> UsageError:
+def _make_missing_file_error(subject: str, name: str) -> UsageError:
     return resume_error(
         subject, f"it reads {name}, which does not exist here", "Resume it in the folder where it was started."
     )
@@ -96,42 +96,42 @@ def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environm
     """Compares the present conditions with those at the start of the run. Returns the first difference; '' if nothing
     differs.
     """
-    return next(_list_differences(run, plan, facts, environment), "")
-
-
-def _list_differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterator[str]:
-    yield from describe_environment_changes(run.environment, environment)
-    current = {fact.key: fact for fact in facts}
-    previous = {fact.key: fact for fact in run.devices}
-    for key in dict.fromkeys(planned.case.device for planned in _list_planned_cases(run.plan)):
+    if change := next(describe_environment_changes(run.environment, environment), ""):
+        return change
+    current = {fact.key: fact.name for fact in facts}
+    previous = {fact.key: fact.name for fact in run.devices}
+    for planned in _list_planned_cases(run.plan):
+        key = planned.case.device
         if key not in previous or key not in current:
-            yield f"there is no device {key}"
-        elif previous[key].name != current[key].name:
-            yield f"{key} was {previous[key].name} and is {current[key].name}"
-    yield from _list_plan_differences(run.plan, plan)
+            return f"there is no device {key}"
+        if previous[key] != current[key]:
+            return f"{key} was {previous[key]} and is {current[key]}"
+    return _find_plan_difference(run.plan, plan)
 
 
-def describe_environment_changes(first: Environment, second: Environment) -> Iterable[str]:
+def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
     """Yields a sentence for each difference between two environments, among the facts that must be equal."""
     for fact, name in _REQUIRED_FACTS.items():
-        previous, current = first.get(fact), second.get(fact)
+        previous = first.get(fact)
+        current = second.get(fact)
         if previous != current:
             yield f"{name} was {_describe_value(previous)} and is {_describe_value(current)}"
 
 
-def _list_plan_differences(previous: Plan, current: Plan) -> Iterable[str]:
-    old = {planned.case.id: planned for planned in _list_planned_cases(previous)}
-    new = {planned.case.id: planned for planned in _list_planned_cases(current)}
-    unmatched = [name for name in old if name not in new] or [name for name in new if name not in old]
-    if unmatched:
-        yield f"it would be planned differently now ({unmatched[0]})"
-    for name in (name for name in old if name in new):
-        backend, new_backend = old[name].support.backend, new[name].support.backend
-        if backend and new_backend != backend:
-            yield f"{name} was multiplied by {backend} and would now be by {new_backend or 'no backend'}"
-        version, new_version = old[name].case.version, new[name].case.version
-        if version != new_version:
-            yield f"the workload {old[name].case.workload} was version {version} and is {new_version}"
+def _find_plan_difference(previous: Plan, current: Plan) -> str:
+    old_cases = {planned.case.id: planned for planned in _list_planned_cases(previous)}
+    new_cases = {planned.case.id: planned for planned in _list_planned_cases(current)}
+    for name in (*old_cases, *new_cases):
+        if name not in old_cases or name not in new_cases:
+            return f"it would be planned differently now ({name})"
+    for name, old in old_cases.items():
+        new = new_cases[name]
+        backend = new.support.backend
+        if old.support.backend and backend != old.support.backend:
+            return f"{name} was multiplied by {old.support.backend} and would now be by {backend or 'no backend'}"
+        if old.case.version != new.case.version:
+            return f"the workload {old.case.workload} was version {old.case.version} and is {new.case.version}"
+    return ""
 
 
 def _list_planned_cases(plan: Plan) -> Iterator[PlannedCase]:

@@ -42,7 +42,7 @@ class PhaseStart:
 
 @dataclass(frozen=True)
 class RoleNote:
-    """Assigns a role to the allocations at these addresses."""
+    """Assigns a role, such as weights, to the allocations at these addresses."""
 
     addresses: tuple[int, ...]
     role: MemoryRole
@@ -118,7 +118,8 @@ class _PeakFinder:
         if self._phase:
             self.phases[self._phase] = max(self._current_bytes, self.phases.get(self._phase, 0))
             if self.peak is None or self._current_bytes > self.peak:
-                self.peak, self.peak_event = self._current_bytes, number
+                self.peak = self._current_bytes
+                self.peak_event = number
 
     def _apply_change(self, number: int, change: MemoryChange) -> None:
         if change.node and not self._node:
@@ -172,8 +173,8 @@ class _DeviceBlock:
 
 
 class _DevicePeakFinder:
-    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events.
-    The emulation's own allocations are replaced by those in the notes.
+    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events
+    as _PeakFinder. The emulation's own allocations are replaced by those in the notes.
     """
 
     def __init__(self) -> None:
@@ -198,7 +199,8 @@ class _DevicePeakFinder:
                     self._release(self._held.pop(address))
             # Hardware does not need the memory of an emulation. So that memory is counted separately.
             case Emulating():
-                self._emulation_blocks, self.has_notes = {}, True
+                self._emulation_blocks = {}
+                self.has_notes = True
             case EmulationEnd():
                 self._end_emulation(event.replaced)
             case Laid() if not event.address:
@@ -242,7 +244,8 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     """Returns the peak of memory since the first phase, and what is held at the peak. Returns None if no phase
     begins.
     """
-    finder, device_finder = _PeakFinder(), _DevicePeakFinder()
+    finder = _PeakFinder()
+    device_finder = _DevicePeakFinder()
     for number, event in enumerate(events):
         finder.read(number, event)
         device_finder.read(event)
@@ -251,14 +254,16 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     first_phase_event = finder.first_phase_event
     backward_start = next((number for number in finder.backward_events if number > first_phase_event), 0)
     phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
-    held, forward = finder.list_held_blocks(finder.peak_event), finder.list_held_blocks(backward_start - 1)
+    held = finder.list_held_blocks(finder.peak_event)
+    forward = finder.list_held_blocks(backward_start - 1)
     on_device = device_finder.peak if device_finder.has_notes else None
     return MemoryCourse(finder.peak, held, phases, on_device=on_device, forward=forward)
 
 
 def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
     """Returns the bytes that are held at the start of each phase. Allocations from before the events do not count."""
-    held_bytes, bytes_at_starts = 0, []
+    held_bytes = 0
+    bytes_at_starts = []
     for event in events:
         match event:
             case MemoryChange():
@@ -302,13 +307,13 @@ class AllocationStream:
         self._profile = profiler
         self._contexts.enter_context(record_function("fp8bench: whole"))
         if alone:
-            self.alone()
+            self.keep_backward_in_thread()
 
     @property
     def listening(self) -> bool:
         return self._profile is not None
 
-    def alone(self) -> None:
+    def keep_backward_in_thread(self) -> None:
         """Makes backward passes run in the thread that starts them, until `stop`. So all their events are recorded."""
         import torch
 
@@ -328,7 +333,8 @@ class AllocationStream:
         """Stops recording and returns the events in order. Returns None if nothing was recorded. It can be called
         after an exception.
         """
-        profiler, self._profile = self._profile, None
+        profiler = self._profile
+        self._profile = None
         if profiler is None:
             return None
         self._contexts.close()

@@ -54,8 +54,11 @@ class EventStamper(Stamper):
         self._used: list[Any] = []
 
     def source(self) -> Callable[[], Any]:
-        event_type, free, keep = self._backend.Event, self._free, self._used.append
-        stream, record = self._backend.current_stream(), find_record_method(self._backend.Event)
+        event_type = self._backend.Event
+        free = self._free
+        keep = self._used.append
+        stream = self._backend.current_stream()
+        record = find_record_method(self._backend.Event)
 
         def stamp() -> Any:
             event = free.pop() if free else event_type(enable_timing=True)
@@ -125,7 +128,9 @@ class AllocatorMeter(StreamMeter):
         """Takes the device's key, its index in `backend` (torch.cuda, torch.xpu), and a function that frees the
         workspaces of libraries.
         """
-        self._backend, self._index, self._end_workspaces = backend, index, end_workspaces
+        self._backend = backend
+        self._index = index
+        self._end_workspaces = end_workspaces
         super().__init__(key)
         self._backward = Backward(key)
         self._bytes_at_start = 0
@@ -141,7 +146,8 @@ class AllocatorMeter(StreamMeter):
         # counts for every case and not only for the first case of a process.
         self._end_workspaces()
         self._bytes_at_start = self._backend.memory_allocated(self._index)
-        self._phase, self._phases = "", {}
+        self._phase = ""
+        self._phases = {}
         if blocks:
             self._stream.start(alone=False)
 
@@ -153,7 +159,7 @@ class AllocatorMeter(StreamMeter):
             # be late and have no events. After one more backward pass they are done.
             self._backward.run()
             self._stream.note(LiveAddresses(self._list_live_addresses()))
-            self._stream.alone()
+            self._stream.keep_backward_in_thread()
         self._close_phase()
         self._backend.reset_peak_memory_stats(self._index)
         self._phase = phase

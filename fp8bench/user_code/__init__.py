@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.files import check_file, read_file
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code.switches import Switch, process_switches, read_values, restore_values
+from fp8bench.user_code.switches import Switch, list_process_switches, read_values, restore_values
 
 # stdout and the switches belong to the whole process, so only one thread may import at a time.
 _importing = threading.RLock()
@@ -31,7 +31,7 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
         registry.names()
-    watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
+    watched = [switch for switch in watched or list_process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
             _import(name, watched)
@@ -56,7 +56,7 @@ def _import(name: str, watched_switches: Sequence[Switch]) -> None:
         changed_switches = restore_values(watched_switches, values_before)
     if changed_switches:
         # remove the module, so that a second import fails in the same way
-        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)
+        sys.modules.pop(user_module(name), None)
         raise ImportFailed(
             f"importing {name!r} leaves {', '.join(changed_switches)}: all later measurements would run with that. "
             "Set it in prepare or step, and restore it there."
@@ -113,7 +113,7 @@ def hash_user_code(names: Iterable[str]) -> str | None:
 
 
 def _list_files(name: str) -> list[Path]:
-    module = sys.modules.get(user_module(name) if name.endswith(".py") else name)
+    module = sys.modules.get(user_module(name))
     # A file that this process has not imported counts too.
     file = getattr(module, "__file__", name)
     if not isinstance(file, str) or not Path(file).is_file():
@@ -149,13 +149,15 @@ def own_words(error: BaseException) -> str:
     )
 
 
-def user_module(file: str) -> str:
-    """Returns the module name for a user's file. Files with equal names in different folders have different module
-    names.
+def user_module(name: str) -> str:
+    """Returns the name in sys.modules of a user's module or file. Files with equal names in different folders have
+    different module names.
     """
     import hashlib
 
-    path = Path(file).resolve()
+    if not name.endswith(".py"):
+        return name
+    path = Path(name).resolve()
     return f"fp8bench_user_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,11 +85,7 @@ def named(target: str) -> Callable[..., Any]:
     """
     module_or_file, name = split_target(target)
     import_user_modules([module_or_file])
-    module = (
-        sys.modules[user_module(module_or_file)]
-        if module_or_file.endswith(".py")
-        else importlib.import_module(module_or_file)
-    )
+    module = sys.modules[user_module(module_or_file)]
     try:
         value = reduce(getattr, name.split("."), module)
     except AttributeError:

@@ -133,11 +133,16 @@ _TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profil
 
 
 @cache
-def process_switches() -> tuple[Switch, ...]:
-    return (*_interpreter_switches(), *_system_switches(), *_library_switches(), *_clock_and_signal_switches())
+def list_process_switches() -> tuple[Switch, ...]:
+    return (
+        *_list_interpreter_switches(),
+        *_list_system_switches(),
+        *_list_c_library_switches(),
+        *_list_clock_and_signal_switches(),
+    )
 
 
-def _interpreter_switches() -> Iterator[Switch]:
+def _list_interpreter_switches() -> Iterator[Switch]:
     yield Switch("the working directory", _read_working_directory, os.chdir, recorded=False)
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), usual=True)
     yield Switch("the thresholds of garbage collection", gc.get_threshold, lambda old: gc.set_threshold(*old))
@@ -152,7 +157,7 @@ def _interpreter_switches() -> Iterator[Switch]:
     yield Switch("the interpreter's switch interval", sys.getswitchinterval, sys.setswitchinterval, usual=0.005)
 
 
-def _system_switches() -> Iterator[Switch]:
+def _list_system_switches() -> Iterator[Switch]:
     binding_variables = _BINDING_VARIABLES & os.environ.keys()
     if hasattr(os, "sched_getaffinity") and not binding_variables:
         yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
@@ -174,7 +179,7 @@ def _system_switches() -> Iterator[Switch]:
     )
 
 
-def _clock_and_signal_switches() -> Iterator[Switch]:
+def _list_clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCK_NAMES:
         yield make_attribute_switch(
             f"time.{name}",
@@ -195,7 +200,7 @@ def _clock_and_signal_switches() -> Iterator[Switch]:
         yield Switch(f"the {kind} timer", partial(_is_timer_running, timer), partial(_stop_timer, timer), usual=False)
 
 
-def _library_switches() -> Iterator[Switch]:
+def _list_c_library_switches() -> Iterator[Switch]:
     import ctypes
 
     library = ctypes.CDLL(None)

@@ -35,7 +35,6 @@ from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import (
     Prepared,
     State,
-    answer_without_ranks,
     begin_without_ranks,
     count_bytes,
     make_cache_flush,
@@ -83,7 +82,7 @@ class Bench(UntimedPasses):
         self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = begin_without_ranks
-        self._any_rank: Callable[[bool], bool] = answer_without_ranks
+        self._any_rank: Callable[[bool], bool] = bool  # without other ranks, this process's answer decides
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._original_threads = torch.get_num_threads()
@@ -98,9 +97,9 @@ class Bench(UntimedPasses):
         torch.set_num_threads(self._original_threads)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
-        from fp8bench.worker.trial import installed_packages
+        from fp8bench.worker.trial import list_installed_packages
 
-        packages = installed_packages()
+        packages = list_installed_packages()
         available_devices = [facts for kind in devices.names() for facts in devices.get(kind).available()]
         return tuple(replace(facts, packages=packages) for facts in available_devices)
 
@@ -134,7 +133,8 @@ class Bench(UntimedPasses):
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
         """Builds the state of a case under `key`, and runs one untimed step, so that one-time work is not timed."""
         device = self._select_device(facts)
-        workload, precision = workloads.get(case.workload), precisions.get(case.precision)
+        workload = workloads.get(case.workload)
+        precision = precisions.get(case.precision)
         already_running = list_running()
         fusing.forget_waiting()  # quantisers that only untimed passes requested need no compilation
         cache_mode = CACHE.of(dict(case.params))
@@ -193,7 +193,7 @@ class Bench(UntimedPasses):
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Calibrates the static scales of a case with data, if the case has them. Later requests use these scales."""
-        with self._apart(case, facts) as (_, _, setup):
+        with self._run_apart(case, facts) as (_, _, setup):
             setup()
         gc.collect()
 
@@ -271,7 +271,8 @@ class Bench(UntimedPasses):
         released = self._kept.pop(key, None) or self._prepared.pop(key, None)
         if released is None:
             return ()
-        device, started_processes = released.device, released.started
+        device = released.device
+        started_processes = released.started
         # The last reference to the state must be deleted before its memory can be freed.
         del released
         gc.collect()
@@ -294,7 +295,8 @@ class Bench(UntimedPasses):
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
         from fp8bench.worker.conformity import compare_arithmetics
 
-        device, precision = self._select_device(facts), precisions.get(mode)
+        device = self._select_device(facts)
+        precision = precisions.get(mode)
         with precision_scope(precision), restore_switches(), untimed_pass():
             conformities = compare_arithmetics(precision, facts, self._settings.seed)
         device.empty_cache()

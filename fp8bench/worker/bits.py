@@ -31,10 +31,8 @@ def digest(tensor: Any) -> int:
             # moves the upper bits of a word into the lower ones; otherwise two changed signs would cancel
             mixed_words = words * _WORD_FACTOR
             mixed_words ^= mixed_words >> 32
-            weighted_sum = int(
-                (mixed_words * _make_position_weights(words.device, _PIECE_ELEMENTS)[: words.numel()]).sum()
-            )
-            digest_value = (digest_value * _PIECE_FACTOR + weighted_sum) % _DIGEST_MODULUS
+            mixed_words *= _make_position_weights(words.device)[: words.numel()]
+            digest_value = (digest_value * _PIECE_FACTOR + int(mixed_words.sum())) % _DIGEST_MODULUS
     return digest_value
 
 
@@ -44,12 +42,11 @@ def sketch(tensor: Any, original: Any = None) -> Any:
 
     The distance between the sketches of two tensors is about the distance between the tensors.
     """
-    dtype, sums = (
-        _choose_readable_dtype(tensor.dtype),
-        torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device),
-    )
+    dtype = _choose_readable_dtype(tensor.dtype)
+    sums = torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device)
     wide_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    signs, end_signs = _make_sign_table(tensor.device, wide_dtype), _make_sign_table(tensor.device, torch.float64)
+    signs = _make_sign_table(tensor.device, wide_dtype)
+    end_signs = _make_sign_table(tensor.device, torch.float64)
     for number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
         numbers = piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
         # subtract element by element, because rounding errors of the sums would hide a small step
@@ -58,6 +55,10 @@ def sketch(tensor: Any, original: Any = None) -> Any:
             numbers = numbers - original_piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
         sums += (numbers @ signs[: piece.numel()]) * end_signs[number % _SIGN_TABLE_ROWS]
     return sums
+
+
+def count_subnormals(tensor: Any) -> int:
+    return int(((tensor.abs() < torch.finfo(tensor.dtype).tiny) & (tensor != 0)).sum())
 
 
 def copy_bytes(tensor: Any) -> Any:
@@ -76,8 +77,14 @@ def replace_numbers(tensor: Any, seed: int) -> Iterator[None]:
     Floating-point numbers become random numbers between the smallest and the largest one. Others are drawn from the
     existing ones. Infinities and NaN remain, because a mask needs its infinities.
     """
+    generator = torch.Generator(tensor.device).manual_seed(seed)
+    dtype = _choose_readable_dtype(tensor.dtype)
     with restore_afterwards(tensor):
-        _write_random_numbers(tensor, seed)
+        for piece in _view_storage(tensor, dtype).split(_PIECE_ELEMENTS):
+            if dtype.is_floating_point:
+                piece.copy_(_draw_within_range(piece, generator))
+            else:
+                piece.copy_(piece[torch.randint(piece.numel(), piece.shape, generator=generator, device=piece.device)])
         yield
 
 
@@ -88,17 +95,6 @@ def restore_afterwards(tensor: Any) -> Iterator[None]:
         yield
     finally:
         restore_bytes(tensor, original)
-
-
-def _write_random_numbers(tensor: Any, seed: int) -> None:
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    dtype = _choose_readable_dtype(tensor.dtype)
-    with torch.no_grad():
-        for piece in _view_storage(tensor, dtype).split(_PIECE_ELEMENTS):
-            if dtype.is_floating_point:
-                piece.copy_(_draw_within_range(piece, generator))
-            else:
-                piece.copy_(piece[torch.randint(piece.numel(), piece.shape, generator=generator, device=piece.device)])
 
 
 def _choose_readable_dtype(dtype: Any) -> Any:
@@ -128,9 +124,9 @@ def _view_storage(tensor: Any, dtype: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
-def _make_position_weights(device: Any, count: int) -> Any:
-    """Returns a weight for each position of a word, so that the digest depends on the order of the words."""
-    return torch.arange(1, 2 * count, 2, dtype=torch.int64, device=device)
+def _make_position_weights(device: Any) -> Any:
+    """Returns a weight for each position of a word in a piece, so that the digest depends on the order of the words."""
+    return torch.arange(1, 2 * _PIECE_ELEMENTS, 2, dtype=torch.int64, device=device)
 
 
 @functools.lru_cache(maxsize=2)

@@ -46,14 +46,16 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
     if limit is Limit.LAUNCH:
         return ((1,),)
     if limit is Limit.LOAD:
-        return tuple((size,) for size in _LOADED_BYTES) if facts.accelerated else ()
-    if limit is Limit.CACHED:
-        return tuple((size,) for size in _CACHED_BYTES.get(facts.kind, _CACHED_BYTES[""]))
-    # Each array is larger than the cache.
-    least_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
-    # On a CPU only one size is tried, because new memory is mapped slowly, page by page.
-    sizes = (least_bytes, 2 * least_bytes) if facts.accelerated else (least_bytes,)
-    return tuple((size,) for size in sizes if size <= facts.memory_bytes / _MEMORY_PER_ARRAY)
+        sizes: Sequence[int] = _LOADED_BYTES if facts.accelerated else ()
+    elif limit is Limit.CACHED:
+        sizes = _CACHED_BYTES.get(facts.kind, _CACHED_BYTES[""])
+    else:
+        # Each array is larger than the cache. On a CPU only one size is tried, because new memory is mapped slowly,
+        # page by page.
+        least_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
+        most_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
+        sizes = [size for size in (least_bytes, 2 * least_bytes)[: 1 + facts.accelerated] if size <= most_bytes]
+    return tuple((size,) for size in sizes)
 
 
 def count_work(limit: Limit, shape: Shape) -> float:
@@ -115,7 +117,6 @@ def measure_next(device: Device, facts: DeviceFacts, rate: Rate, seconds: float)
     """Continues to measure a rate: the first call searches the best shape, and each further call adds one run on new
     tensors.
     """
-
     wait = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
@@ -154,12 +155,10 @@ def _find_best_shape(
     All shapes have an equal part of the time. A shape is skipped if even its first call would take longer than this,
     at the best rate that was found. All larger shapes are skipped as well.
     """
-    best_rate, best_shape, tried_count, seconds_per_shape = (
-        0.0,
-        next(iter(work_by_shape)),
-        0,
-        seconds / len(work_by_shape),
-    )
+    best_rate = 0.0
+    best_shape = next(iter(work_by_shape))
+    tried_count = 0
+    seconds_per_shape = seconds / len(work_by_shape)
     for shape, work in work_by_shape.items():
         # All further shapes are larger and would take even longer, so the search ends.
         if best_rate and work / best_rate > seconds_per_shape:

@@ -53,7 +53,8 @@ def check_gradient_error(returned: object) -> float | None:
 def _copy_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
         raise TypeError(f"statistics() gave {_describe(returned)}; expected a TensorStatistics")
-    outside, error_words = [], ("outside of TensorStatistics holds", "a tuple")
+    outside = []
+    error_words = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *error_words):
         # Rows may be any sequence of three.
         match tuple(_require_iterable(row, *error_words)):

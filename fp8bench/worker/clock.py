@@ -8,6 +8,7 @@ of the marker, the stamp and the event pair, and that of the whole harness compa
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, PHASES, UNATTRIBUTED, Overheads
-from fp8bench.protocols import Device, Markers, Phases, SilentPhases, Stamper
+from fp8bench.protocols import Device, Markers, Phases, ReportingMarker, SilentPhases, Stamper
 
 UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
@@ -64,7 +65,7 @@ class PhaseClock(Markers):
     between stamps[i] and stamps[i + 1]. If `report` is given, it is called with the code of each new phase.
     """
 
-    __slots__ = ("_last_step", "_notes", "_now", "_open", "_expected_notes", "_shared", "_stamps", "_report")
+    __slots__ = ("_last_step", "_note", "_notes", "_open", "_expected_notes", "_shared", "_stamps", "_report", "now")
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
@@ -76,13 +77,9 @@ class PhaseClock(Markers):
         self._shared: dict[int, int] = {}
         self._expected_notes: list[int] = []
         self._report = report
-        self._now = stamper.source()
-        note = self._notes.append if report is None else self._report_phase
-        super().__init__(lambda name: Marker(CELL_PHASES.index(name), note, self._stamps.append, self._now))
-
-    @property
-    def now(self) -> Callable[[], Any]:
-        return self._now
+        self.now = stamper.source()
+        self._note = self._notes.append if report is None else self._report_phase
+        super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note, self._stamps.append, self.now))
 
     def share(self, notes: list[int], indices: Iterable[int]) -> None:
         """From now on, takes no time stamps at the marks with these `indices`. This applies to steps whose marks are
@@ -91,11 +88,12 @@ class PhaseClock(Markers):
         Each of these marks begins a phase right after another phase ends. Nothing is launched between the two, so no
         time is assigned to the wrong phase.
         """
-        self._expected_notes, self._shared = notes, {index: notes[index] for index in indices}
-        note = self._notes.append if self._report is None else self._report_phase
+        self._expected_notes = notes
+        self._shared = {index: notes[index] for index in indices}
         for name in PHASES:
-            code, stamp = CELL_PHASES.index(name), self._stamps.append
-            setattr(self, name, SharingMarker(code, note, stamp, self._now, self._notes, self._shared))
+            code = CELL_PHASES.index(name)
+            stamp = self._stamps.append
+            setattr(self, name, SharingMarker(code, self._note, stamp, self.now, self._notes, self._shared))
 
     def begin(self) -> None:
         """Starts a step, and drops the remains of an aborted one."""
@@ -104,7 +102,7 @@ class PhaseClock(Markers):
         self._open[:] = [UNATTRIBUTED_CODE]
         if self._report is not None:
             self._report(UNATTRIBUTED_CODE)
-        self._stamps.append(self._now())
+        self._stamps.append(self.now())
 
     def end(self) -> tuple[list[int], list[Any]]:
         """Ends the step and returns its phase codes and stamps.
@@ -112,20 +110,18 @@ class PhaseClock(Markers):
         Raises RuntimeError if a marker is still open, or was closed out of order. This is a bug of the workload. The
         marker itself does not raise, because a thread or a dropped generator would hide the error.
         """
-        self._stamps.append(self._now())
+        self._stamps.append(self.now())
         notes, phase_codes = self._last_step
         if self._notes != notes:  # most steps have the same marks as the previous step
             phase_codes = _compute_phase_codes(self._notes)
             if self._shared:
-                phase_codes = [code for index, code in enumerate(phase_codes) if not self._is_shared(index)]
+                shared = {index for index, note in enumerate(self._notes) if self._shared.get(index) == note}
+                phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared]
                 # the marks are not those that were inspected, so stamps must not be shared any more
                 if self._notes and self._notes != self._expected_notes:
                     self._shared.clear()
             self._last_step = self._notes.copy(), phase_codes
         return phase_codes.copy(), self._stamps.copy()
-
-    def _is_shared(self, index: int) -> bool:
-        return index < len(self._notes) and self._shared.get(index) == self._notes[index]
 
     def _report_phase(self, note: int) -> None:
         self._notes.append(note)
@@ -143,7 +139,8 @@ class BetweenCalls:
     """
 
     def __init__(self, stamper: Stamper) -> None:
-        self._stamper, self._now = stamper, stamper.source()
+        self._stamper = stamper
+        self._now = stamper.source()
         self._stamps: list[Any] = []
 
     def mark(self) -> None:
@@ -175,6 +172,13 @@ def _compute_phase_codes(notes: Iterable[int]) -> list[int]:
         open_phases = ", ".join(CELL_PHASES[code] for code in open_codes[1:])
         raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
     return phase_codes
+
+
+def make_reporting_phases(report: Callable[[str], None]) -> Markers:
+    """Returns markers that call `report` with the name of the current phase whenever the phase changes."""
+    # backward may run on a different thread, so all threads use the same list of open phases
+    open_phases: list[str] = [UNATTRIBUTED]
+    return Markers(lambda name: ReportingMarker(name, open_phases, report))
 
 
 def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
@@ -217,15 +221,10 @@ _QUEUED_STAMPS = 512
 _OCCUPIED_SECONDS = 10e-3
 
 
-_measured_stamp_costs: dict[tuple[str, int], float] = {}
-
-
+@functools.cache
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
-    device_key = device.kind, index
-    if device_key not in _measured_stamp_costs:
-        _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
-    return _measured_stamp_costs[device_key]
+    return measure_overheads(device, index).stamp_cost
 
 
 def measure_overheads(device: Device, index: int) -> Overheads:
@@ -295,7 +294,8 @@ def time_loop_pairs(
     """Returns the CPU seconds per step of two loops: the slots of the harness, and bare loops. In each round both
     run, and they take turns in running first.
     """
-    harness_seconds, bare_seconds = [], []
+    harness_seconds = []
+    bare_seconds = []
     for round_number in range(rounds):
         for is_harness in (round_number % 2, 1 - round_number % 2):
             start = time.process_time()
@@ -335,12 +335,12 @@ def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterat
     yield
     for name, clock in clocks.items():
         earliest_start, clock_start, latest_start = readings[name]
-        earliest_end, clock_end, latest_end = _READ_CLOCK(_HARDWARE_CLOCK), clock(), _READ_CLOCK(_HARDWARE_CLOCK)
-        clock_duration, least_duration, most_duration = (
-            clock_end - clock_start,
-            earliest_end - latest_start,
-            latest_end - earliest_start,
-        )
+        earliest_end = _READ_CLOCK(_HARDWARE_CLOCK)
+        clock_end = clock()
+        latest_end = _READ_CLOCK(_HARDWARE_CLOCK)
+        clock_duration = clock_end - clock_start
+        least_duration = earliest_end - latest_start
+        most_duration = latest_end - earliest_start
         if (
             not least_duration * (1 - MAX_CLOCK_DIFFERENCE)
             <= clock_duration

@@ -31,7 +31,8 @@ _MAX_LINE_LENGTH = 300
 
 def compare_arithmetics(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
     try:
-        native, emulated = _make_native(precision, facts), _make_emulation(precision, facts)
+        native = _make_native(precision, facts)
+        emulated = _make_emulation(precision, facts)
     except (NotImplementedError, KeyError) as error:
         return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
     compared = _Compared(precision, native, emulated, facts, seed)
@@ -85,25 +86,21 @@ class _Compared:
         facts: DeviceFacts,
         seed: int,
     ) -> None:
-        self.mode, self._native, self._emulated = precision.mode, native, emulated
-        self._device, self._seed = facts.key, seed
+        self.mode = precision.mode
+        self._native = native
+        self._emulated = emulated
+        self._device = facts.key
+        self._seed = seed
         self._hopper = has_hopper_units(facts)
         self._has_unknown_units = (is_nvidia(facts) or is_amd(facts)) and not self._hopper
-        recipe = getattr(precision, "recipe", None)
-        operand_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
         # if no format has the precision's name, the precision does not cast
-        single_format = FORMATS.get(precision.name, FORMATS["tf32"])
-        self._formats: dict[Role, Format] = dict.fromkeys(Role, single_format)
-        self._formats.update(
-            zip(
-                (Role.INPUT, Role.WEIGHT, Role.GRADIENT),
-                (treatment.fmt for treatment in operand_treatments),
-                strict=False,
-            )
-        )
+        self._formats: dict[Role, Format] = dict.fromkeys(Role, FORMATS.get(precision.name, FORMATS["tf32"]))
         self._bits = 24
-        if isinstance(recipe, Recipe) and recipe.accumulator is not Accumulator.FP32:
-            self._bits = recipe.accumulator_bits
+        recipe = getattr(precision, "recipe", None)
+        if isinstance(recipe, Recipe):
+            self._formats = {role: treatment.fmt for role, treatment in zip(Role, recipe.treatments, strict=True)}
+            if recipe.accumulator is not Accumulator.FP32:
+                self._bits = recipe.accumulator_bits
 
     def compare_casts(self) -> Iterator[Conformity]:
         rows, _, columns = PRODUCT_SHAPES[1]
@@ -130,10 +127,13 @@ class _Compared:
         return normal_numbers.to(self._native().carrier)
 
     def _compare_cast(self, cast_name: str, role: Role, x: Tensor, method_name: str) -> Conformity:
-        from fp8bench.numerics.conformity import explain_cast, have_different_bits, largest_grid_steps
+        from fp8bench.numerics.conformity import explain_cast, largest_grid_steps
 
-        subject, shape, fmt = f"cast of {cast_name}", f"{x.shape[0]}x{x.shape[1]}", self._formats[role]
-        native, emulated = self._native(), self._emulated()
+        subject = f"cast of {cast_name}"
+        shape = f"{x.shape[0]}x{x.shape[1]}"
+        fmt = self._formats[role]
+        native = self._native()
+        emulated = self._emulated()
         try:
             native_values, emulated_values = (
                 arithmetic.restore(getattr(arithmetic, method_name)(x.to(device), role), torch.float32)
@@ -143,25 +143,25 @@ class _Compared:
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, subject, shape, why=_describe_refusal(error))
-        differs = have_different_bits(native_values, emulated_values)
-        if not bool(differs.any()):
-            return Conformity(self.mode, subject, shape, Difference.NONE, total=x.numel())
-        difference, reason = explain_cast(native_values, emulated_values, x.to(torch.float32), fmt)
-        largest_value = float(emulated_values.abs().nan_to_num(0.0, 0.0).max())
-        step_counts = (native_values - emulated_values).abs().to(torch.float64) / largest_grid_steps(
-            emulated_values.to(torch.float64), fmt, largest_value
-        )
-        return _add_details(
-            Conformity(self.mode, subject, shape, difference, reason),
-            differs,
-            step_counts,
+
+        def count_steps(native_values: Tensor, emulated_values: Tensor) -> Tensor:
+            largest_value = float(emulated_values.abs().nan_to_num(0.0, 0.0).max())
+            steps = largest_grid_steps(emulated_values.to(torch.float64), fmt, largest_value)
+            return (native_values - emulated_values).abs().to(torch.float64) / steps
+
+        return _compare_elements(
+            Conformity(self.mode, subject, shape, Difference.NONE),
             native_values,
             emulated_values,
+            lambda: explain_cast(native_values, emulated_values, x.to(torch.float32), fmt),
+            count_steps,
         )
 
     def _compare_product(self, product: str, m: int, n: int, k: int) -> Iterator[Conformity]:
-        native_arithmetic, emulation = self._native(), self._emulated()
-        subject, shape = f"{product} product", f"{m}x{n}x{k}"
+        native_arithmetic = self._native()
+        emulation = self._emulated()
+        subject = f"{product} product"
+        shape = f"{m}x{n}x{k}"
         try:
             operands = self._cast_operands(native_arithmetic, self._device, product, m, n, k)
             # If the device rounds operands when it loads them, round them here before they are given to the
@@ -201,7 +201,8 @@ class _Compared:
     def _cast_operands(
         self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int
     ) -> list[Operand]:
-        roles, operands = PRODUCTS[product], []
+        roles = PRODUCTS[product]
+        operands = []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
             cast_tensor = arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast
             operands.append(cast_tensor(self._draw_tensor(f"{product} {name}", rows, k).to(device), role))
@@ -248,42 +249,44 @@ class _Compared:
     def _compare_results(
         self, subject: str, shape: str, native: Tensor, emulated: Tensor, values: list[Tensor]
     ) -> Conformity:
-        from fp8bench.numerics.conformity import (
-            ConformitySums,
-            count_steps_between,
-            explain_product,
-            have_different_bits,
-        )
+        from fp8bench.numerics.conformity import ConformitySums, count_steps_between, explain_product
 
-        differs = have_different_bits(native, emulated)
-        if not bool(differs.any()):
-            return Conformity(self.mode, subject, shape, Difference.NONE, total=native.numel())
-        a, b = (value.to(torch.float64) for value in values)
-        difference, reason = explain_product(native, ConformitySums(a, b, native.dtype, self._bits))
-        return _add_details(
-            Conformity(self.mode, subject, shape, difference, reason),
-            differs,
-            count_steps_between(native, emulated),
-            native,
-            emulated,
-        )
+        def explain() -> tuple[Difference, str]:
+            a, b = (value.to(torch.float64) for value in values)
+            return explain_product(native, ConformitySums(a, b, native.dtype, self._bits))
+
+        conformity = Conformity(self.mode, subject, shape, Difference.NONE)
+        return _compare_elements(conformity, native, emulated, explain, count_steps_between)
 
 
-def _add_details(
-    conformity: Conformity, differs: Tensor, steps: Tensor, native: Tensor, emulated: Tensor
+def _compare_elements(
+    conformity: Conformity,
+    native: Tensor,
+    emulated: Tensor,
+    explain: Callable[[], tuple[Difference, str]],
+    count_steps: Callable[[Tensor, Tensor], Tensor],
 ) -> Conformity:
+    """Adds to `conformity` how many elements differ, why, and by how many steps of the format. `explain` and
+    `count_steps` are called only if some elements differ.
+    """
+    from fp8bench.numerics.conformity import have_different_bits
+
+    differs = have_different_bits(native, emulated)
+    conformity = replace(conformity, total=differs.numel())
+    if not bool(differs.any()):
+        return conformity
+    difference, reason = explain()
     first_index = tuple(int(index) for index in differs.nonzero()[0])
-    first_element = FirstElement(first_index, float(native[first_index]), float(emulated[first_index]))
     return replace(
         conformity,
+        difference=difference,
+        why=reason,
         count=int(differs.sum()),
-        total=differs.numel(),
-        largest=float(steps[differs].max()),
-        first=first_element,
+        largest=float(count_steps(native, emulated)[differs].max()),
+        first=FirstElement(first_index, float(native[first_index]), float(emulated[first_index])),
     )
 
 
 def _describe_refusal(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[
-        :_MAX_LINE_LENGTH
-    ]
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"[:_MAX_LINE_LENGTH]

@@ -30,7 +30,8 @@ class _Holding:
     _keys = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
-        self._note, self._key = note, next(self._keys)
+        self._note = note
+        self._key = next(self._keys)
         note(Laid(self._key, size, address))
 
     def __del__(self) -> None:
@@ -152,7 +153,9 @@ class LaidOutArithmetic(Arithmetic):
 
     def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
         vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES if name != "restore"})
-        self._inner, self._hardware, self._ledger = inner, hardware, ledger
+        self._inner = inner
+        self._hardware = hardware
+        self._ledger = ledger
         self._recipes: dict[tuple[Any, ...], _Recipe] = {}
         self._shadows: dict[int, tuple[_Shadow, weakref.ref[Tensor]]] = {}
 
@@ -176,9 +179,13 @@ class LaidOutArithmetic(Arithmetic):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
+        shadow, _ = self._shadows.get(id(operand.data), (None, None))
         with self._ledger.mark_emulation() as replaced:
             turned_operand = self._inner.turn(operand, source, role)
-            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, operand_given=operand)
+            if shadow is None:
+                self._ledger.followed = False
+                return turned_operand
+            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, shadow)
         return recorded  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
@@ -234,24 +241,21 @@ class LaidOutArithmetic(Arithmetic):
         role: Role,
         results: Sequence[Any],
         replaced: list[int],
-        operand_given: Operand | None = None,
+        shadow: _Shadow | None = None,
     ) -> list[Any]:
-        """Records the results of the call `name`, and returns them in separate tensors.
+        """Records the results of the call `name`, and returns them in separate tensors. `shadow` belongs to the
+        operand that the call received.
 
         The emulation may return a view of a tensor where hardware has a copy. The returned tensor must not keep that
         other tensor alive.
         """
-        shadow = self._shadows.get(id(operand_given.data), (None,))[0] if operand_given is not None else None
-        if operand_given is not None and shadow is None:
-            self._ledger.followed = False
-            return list(results)
         recipe = self._find_recipe(name, source, role, shadow)
         new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
-        if scale_address := self._find_stored_scale(role):
-            new_holdings = [
-                _Holding(self._ledger.meter.note, 0, scale_address) if n == recipe.parts[0][-1] else holding
-                for n, holding in enumerate(new_holdings)
-            ]
+        # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
+        scale = getattr(self._inner, "scales", {}).get(role)
+        if scale is not None and scale.last is not None and new_holdings and recipe.parts[0][-1] >= 0:
+            address = scale.last.inverse.untyped_storage().data_ptr()
+            new_holdings[recipe.parts[0][-1]] = _Holding(self._ledger.meter.note, 0, address)
         recorded = []
         for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
             # hardware that transposes later needs the source tensor, which is not stored here
@@ -261,21 +265,10 @@ class LaidOutArithmetic(Arithmetic):
                 continue
             detached = replace(real, data=real.data.detach())
             replaced.append(detached.data.untyped_storage().data_ptr())
-            self._attach_shadow(
-                _Shadow(operand, tuple(self._find_memory_owner(part, new_holdings, source, shadow) for part in parts)),
-                detached.data,
-            )
+            holdings = tuple(self._find_memory_owner(part, new_holdings, source, shadow) for part in parts)
+            self._attach_shadow(_Shadow(operand, holdings), detached.data)
             recorded.append(detached)
         return recorded
-
-    def _find_stored_scale(self, role: Role) -> int:
-        """Returns the address of the stored scale that a cast of this role uses. Returns 0 if the cast computes the
-        scale from the tensor.
-
-        Emulation and hardware have the same tensor for a stored scale.
-        """
-        scale = getattr(self._inner, "scales", {}).get(role)
-        return 0 if scale is None or scale.last is None else int(scale.last.inverse.untyped_storage().data_ptr())
 
     def _find_memory_owner(self, part: int, new: Sequence[_Holding], source: Any, shadow: _Shadow | None) -> _Holding:
         if part >= 0:
@@ -293,15 +286,9 @@ class LaidOutArithmetic(Arithmetic):
         self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
 
     def _find_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
-        tensors = () if shadow is None else shadow.operand.tensors
-        key = (
-            name,
-            role,
-            *(
-                None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
-                for tensor in (source, *tensors)
-            ),
-        )
+        tensors = [source] if shadow is None else [source, *shadow.operand.tensors]
+        layouts = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        key = name, role, *layouts
         if key not in self._recipes:
             self._recipes[key] = self._make_recipe(name, source, role, shadow)
         return self._recipes[key]
@@ -311,18 +298,19 @@ class LaidOutArithmetic(Arithmetic):
 
         # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
         with torch.device("meta"), torch.no_grad():
-            meta_source = (
-                None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-            )
+            meta_source = None
+            if source is not None:
+                meta_source = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             arguments = () if shadow is None else (shadow.operand,)
             result = getattr(self._hardware, name)(*arguments, meta_source, role)
         # 2. Find the memory of the inputs. All other memory is new.
         operands = result if isinstance(result, tuple) else (result,)
-        owner_by_storage = {} if meta_source is None else {meta_source.untyped_storage()._cdata: _SOURCE_OWNER}
-        if shadow is not None:
-            owner_by_storage |= {
-                tensor.untyped_storage()._cdata: _OPERAND_OWNERS[n] for n, tensor in enumerate(shadow.operand.tensors)
-            }
+        inputs = [meta_source] if shadow is None else [meta_source, *shadow.operand.tensors]
+        owner_by_storage = {
+            tensor.untyped_storage()._cdata: owner
+            for tensor, owner in zip(inputs, (_SOURCE_OWNER, *_OPERAND_OWNERS), strict=False)
+            if tensor is not None
+        }
         sizes: list[int] = []
         part_owners = []
         # 3. Count memory only once, even if several tensors are views of it.

@@ -41,9 +41,11 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
         return DescribedFault(error.kind, message, error.trace, error.out_of_memory)
     device_kinds = devices.names() if asks_devices else ()
     try:
-        message, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in device_kinds)
+        message = str(error)
+        exhausted = any(devices.get(kind).is_out_of_memory(error) for kind in device_kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text
-        message, exhausted = "an exception that has no text", False
+        message = "an exception that has no text"
+        exhausted = False
     # Characters that cannot be encoded (half a surrogate pair) are escaped.
     message, trace = (
         part.encode("utf-8", "backslashreplace").decode()

@@ -74,8 +74,10 @@ class FiniteState:
             if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)
 
-    def lost(self, state: object) -> Lost:
-        count, checked_count, first_tensor = 0, 0, ""
+    def find_lost(self, state: object) -> Lost:
+        count = 0
+        checked_count = 0
+        first_tensor = ""
         has_read_all = self._has_read_all
         for tensor in self._read_tensors(state):
             if get_view_key(tensor) not in self._prepared and not has_read_all:
@@ -89,11 +91,17 @@ class FiniteState:
         return Lost(count, checked_count, first_tensor)
 
     def _read_tensors(self, state: object) -> Iterator[Any]:
+        import torch
+
         deadline = time.thread_time() + SECONDS
-        for tensor in _find_numbers(state, deadline):
+        for tensor in iterate_tensors(state, until=deadline):
             if time.thread_time() > deadline:
                 break
-            yield tensor
+            dtype = tensor.dtype
+            if dtype.is_complex and not tensor.is_conj():
+                yield torch.view_as_real(tensor.detach())
+            elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
+                yield tensor.detach()
         self._has_read_all = self._has_read_all and time.thread_time() <= deadline
 
     def _count_lost(self, tensor: Any) -> int:
@@ -111,17 +119,6 @@ class FiniteState:
             if prepared.is_mask:
                 not_finite = not_finite & ~_mask_negative_infinity(tensor)
         return int(not_finite.sum())
-
-
-def _find_numbers(state: object, deadline: float) -> Iterator[Any]:
-    import torch
-
-    for tensor in iterate_tensors(state, until=deadline):
-        dtype = tensor.dtype
-        if dtype.is_complex and not tensor.is_conj():
-            yield torch.view_as_real(tensor.detach())
-        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
-            yield tensor.detach()
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -55,19 +56,19 @@ def explain_eager() -> str:
     return ""
 
 
-def count_calls() -> tuple[int, dict[int, int]]:
-    """Returns how often quantisers (emulated casts) ran eagerly in this process. The second value is how often they
-    ran as one compiled kernel, by the vector width of the kernel in bits.
-    """
+# How often quantisers (emulated casts) ran eagerly, and how often as one compiled kernel, by the vector width of the
+# kernel in bits.
+QuantiserCalls = tuple[int, Counter[int]]
+
+
+def count_calls() -> QuantiserCalls:
     kernels = _find_kernel_registry()
-    return kernels.eager, dict(kernels.fused)
+    return kernels.eager, Counter(kernels.fused)
 
 
-def count_calls_since(earlier: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
+def count_calls_since(earlier: QuantiserCalls) -> QuantiserCalls:
     eager, fused = count_calls()
-    return eager - earlier[0], {
-        bits: added for bits, count in fused.items() if (added := count - earlier[1].get(bits, 0))
-    }
+    return eager - earlier[0], fused - earlier[1]
 
 
 def try_to_compile(device: str) -> str:
@@ -85,10 +86,9 @@ def try_to_compile(device: str) -> str:
         return reason
     calls_before = count_calls()
     values(torch.ones(64, device=device), E4M3)
-    vector_bits = [str(number) for number in count_calls_since(calls_before)[1] if number]
-    description = f"a quantiser compiles in {seconds:.1f} s" + "".join(
-        f", with vectors of {bit} bits" for bit in vector_bits
-    )
+    description = f"a quantiser compiles in {seconds:.1f} s"
+    for bits in filter(None, count_calls_since(calls_before)[1]):
+        description += f", with vectors of {bits} bits"
     torch_device = torch.device(device)
     return f"{description}; {_try_triton(torch_device)}" if torch_device.type == "cuda" else description
 

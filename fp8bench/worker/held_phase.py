@@ -50,7 +50,9 @@ class HeldPhase:
         """Repeats the phase for a while, and restores its inputs. Returns the time of the phase and the size of its
         inputs.
         """
-        deadline, repetitions, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
+        deadline = time.perf_counter() + WARM_SECONDS
+        repetitions = 1
+        seconds = self.loop(1)
         while time.perf_counter() < deadline:
             repetitions = max(1, round(repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
             seconds = self.loop(repetitions)
@@ -58,7 +60,7 @@ class HeldPhase:
         return RawReplay(seconds / repetitions, len(self.replay.calls), self.replay.bytes)
 
 
-def held_phase(
+def store_phase_inputs(
     workload: Workload,
     state: Any,
     device: Device,

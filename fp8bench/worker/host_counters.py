@@ -51,7 +51,8 @@ def _reset_peak(proc: Path) -> Reading:
         path.write_text(_RESET_HIGH_WATER)
     except OSError as error:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
-    new_peak, resident_bytes = _read_status_bytes(proc, "VmHWM"), _read_status_bytes(proc, "VmRSS")
+    new_peak = _read_status_bytes(proc, "VmHWM")
+    resident_bytes = _read_status_bytes(proc, "VmRSS")
     if new_peak >= old_peak and new_peak > 1.01 * resident_bytes:
         raise NoReading(f"{path} was written, but the peak stayed at {new_peak} B")
     return Reading(new_peak, "B", str(path))
@@ -96,11 +97,9 @@ def _split_first_line(path: str) -> list[bytes]:
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return os.read(descriptor, _MAX_LINE_BYTES).partition(b"\n")[0].split()
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        return os.read(descriptor, _MAX_LINE_BYTES).partition(b"\n")[0].split()
-    except OSError as error:
-        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
-    finally:
-        os.close(descriptor)

@@ -7,7 +7,7 @@ the same clock. A step that detects that it is timed therefore behaves in the sa
 from __future__ import annotations
 
 import resource
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,11 +20,12 @@ from fp8bench.protocols import Device
 from fp8bench.tape.counting import ALLOCATION_OPERATORS, count_tape
 from fp8bench.tape.recorder import OperatorTape, operator_name
 from fp8bench.user_code.switches import read_values
+from fp8bench.worker.bits import count_subnormals
 from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.step_effect import Beginning, compare_slots, make_slot, restore_state
-from fp8bench.worker.switches import arithmetic_switches
+from fp8bench.worker.switches import get_arithmetic_switches
 
-# The most steps whose operators are counted.
+# The operators of at most this many steps are counted.
 _MAX_COUNTED_STEPS = 32
 # The most operators in a step after which switches are read, and the most elements that are inspected in each result.
 _MAX_CHECKED_OPERATORS, _MAX_SAMPLED_NUMBERS = 64, 4096
@@ -45,7 +46,8 @@ class LateSlots:
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:
         self.is_due = True
-        self._device, self._tf32 = device, tf32
+        self._device = device
+        self._tf32 = tf32
         self._state_restoration = ExitStack()
         self._replace_inputs = partial(restore_state, state, inputs)
         self._initial_contents: Beginning | None = None
@@ -71,19 +73,16 @@ class LateSlots:
         with ExitStack() as stack:
             if not self._is_timed:
                 self._compiled = stack.enter_context(without_compiling())
-            stack.callback(self._end_call)
+            stack.callback(self._call.close)
             waits_before = _count_waits()
             yield
             self._wait_count = _count_waits() - waits_before
 
     def begin_call(self) -> None:
-        self._end_call()
+        self._call.close()
         if not self._is_timed:
             self._tapes.append(_LateTape(looks=not self._tapes and self._device.kind == "cpu"))
             self._call.enter_context(self._tapes[-1])
-
-    def _end_call(self) -> None:
-        self._call.close()
 
     def add_slot(self, seconds: Sequence[float], discarded: int) -> None:
         sketches = [] if self._initial_contents is None else self._initial_contents.sketch_changes(list(self._answers))
@@ -99,7 +98,8 @@ class LateSlots:
             slot = None if self._compiled else make_slot(step_seconds, operator_count, sketches, max(seconds))
             self._is_timed = self._slot_requests.send(slot)
         except StopIteration as comparison:
-            self.is_due, self._late = False, replace(self._late, told_apart=comparison.value)
+            self.is_due = False
+            self._late = replace(self._late, told_apart=comparison.value)
 
     def _summarise_tapes(self, tapes: Sequence[_LateTape]) -> LateSteps:
         counted_tapes = [count_tape(tape.calls, self._tf32) for tape in tapes[-_MAX_COUNTED_STEPS:]]
@@ -108,7 +108,8 @@ class LateSlots:
         for tape in counted_tapes:
             flops_by_path.update(tape.by_path)
         is_complete = all(tape.complete for tape in counted_tapes)
-        first_tape, operator_seconds = self._tapes[0], _mean_seconds(tapes)
+        first_tape = self._tapes[0]
+        operator_seconds = _compute_mean_seconds(tapes)
         on_host = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
             by_path=tuple((path, total / len(counted_tapes)) for path, total in sorted(flops_by_path.items()))
@@ -135,13 +136,12 @@ def _count_waits() -> int:
     return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
-def _mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
+def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
     """Returns for each operator, by its name, the mean seconds that it takes in a step."""
-    seconds: dict[str, float] = {}
+    seconds = defaultdict[str, float](float)
     for tape in tapes:
         for operator, operator_seconds in tape.seconds_of.items():
-            name = operator_name(operator)
-            seconds[name] = seconds.get(name, 0.0) + operator_seconds / len(tapes)
+            seconds[operator_name(operator)] += operator_seconds / len(tapes)
     return seconds
 
 
@@ -154,16 +154,16 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
 
     def __init__(self, looks: bool) -> None:
         super().__init__()
-        self.seconds_of: dict[Any, float] = {}
+        self.seconds_of = defaultdict[Any, float](float)
         self.switches: dict[str, None] = {}
         self.looked = self.subnormal = 0
-        self._switches = arithmetic_switches() if looks else ()
+        self._switches = get_arithmetic_switches() if looks else ()
         self._initial_values = read_values(self._switches)
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         start = thread_time()
         result = super().run_call(func, args, named)
-        self.seconds_of[func] = self.seconds_of.get(func, 0.0) + thread_time() - start
+        self.seconds_of[func] += thread_time() - start
         if self._switches and len(self.calls) <= _MAX_CHECKED_OPERATORS:
             switch_values = zip(self._switches, self._initial_values, read_values(self._switches), strict=True)
             self.switches.update((switch.name, None) for switch, usual, present in switch_values if present != usual)
@@ -182,6 +182,5 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
                 continue
             sampled_numbers = tensor.detach().flatten()
             sampled_numbers = sampled_numbers[:: max(1, len(sampled_numbers) // _MAX_SAMPLED_NUMBERS)]
-            is_subnormal = (sampled_numbers.abs() < torch.finfo(sampled_numbers.dtype).tiny) & (sampled_numbers != 0)
             self.looked += len(sampled_numbers)
-            self.subnormal += int(is_subnormal.sum())
+            self.subnormal += count_subnormals(sampled_numbers)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
+from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
 from fp8bench.model.words import LOADING
 from fp8bench.profiler.allocations import AllocationStream, PhaseStart, list_bytes_at_phase_starts
@@ -19,11 +19,9 @@ from fp8bench.protocols import (
     MEMORY_ROLES,
     CannotLimit,
     Device,
-    Markers,
     MemoryMeter,
     Operand,
     Phases,
-    ReportingMarker,
     Role,
     Setup,
     SilentPhases,
@@ -31,6 +29,7 @@ from fp8bench.protocols import (
     Workload,
 )
 from fp8bench.protocols.arithmetic import Watch
+from fp8bench.worker.clock import make_reporting_phases
 from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, Hardware
 from fp8bench.worker.host_counters import memory, reset_high_water
 from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state_tensors
@@ -97,11 +96,9 @@ def measure_step_memory(
         # 2. Record the memory that hardware would hold instead of an emulation. If the emulation holds different
         # tensors, this needs a separate step.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
-        device_course = (
-            _measure_second_step(make, device, meter, ledger).course
-            if ledger and hardware.needs_separate_step
-            else None
-        )
+        device_course = None
+        if ledger and hardware.needs_separate_step:
+            device_course = _measure_second_step(make, device, meter, ledger).course
         second_step = _measure_second_step(make, device, meter, None if device_course else ledger)
         if second_step.course is None:
             return "torch's profiler recorded nothing", None
@@ -109,14 +106,16 @@ def measure_step_memory(
         memory_use = _summarise_memory(
             second_step.course, second_step.before, state_tensors(second_step.prepared.state), second_step.resident
         )
-        memory_use = _add_device_peak(memory_use, device_course or second_step.course, ledger, hardware)
+        # If nothing is emulated, hardware has the measured peak.
+        device_peak = (device_course or second_step.course).on_device if ledger else memory_use.peak
+        reason = ledger.why() if ledger else hardware.why
+        memory_use = replace(memory_use, on_device=None if reason else device_peak, off_device=reason)
         # 4. Measure the growth of memory, which takes many more steps.
         if not leaks:
             return memory_use, second_step.prepared.state
         repeat_step = partial(second_step.prepared.step, SilentPhases())
-        growth_bytes = measure_growth(
-            repeat_step, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", second_step.seconds
-        )
+        device_key = device.kind if device.kind == "cpu" else f"{device.kind}:{index}"
+        growth_bytes = measure_growth(repeat_step, device_key, second_step.seconds)
         return replace(memory_use, leak=growth_bytes), second_step.prepared.state
 
 
@@ -127,7 +126,6 @@ def _measure_second_step(
     gc.collect(0)
     device.empty_cache()  # cached blocks would change how new ones are allocated
     meter.start()
-    course = None
     try:
         prepared = prepare()
         prepared.step(SilentPhases())
@@ -135,26 +133,14 @@ def _measure_second_step(
         state_before = state_tensors(prepared.state)
         resident_reading = reset_high_water()
         meter.mark()
-        # backward may run on a different thread, so all threads use the same list of open phases
-        open_phases = [UNATTRIBUTED]
         start = time.perf_counter()
-        prepared.step(Markers(lambda name: ReportingMarker(name, open_phases, meter.enter)))
+        prepared.step(make_reporting_phases(meter.enter))
         seconds = time.perf_counter() - start
         if isinstance(resident_reading, Reading):
             resident_reading = memory()["rss_high_water"]
     finally:
         course = meter.stop()
     return _SecondStep(course, prepared, state_before, resident_reading, seconds)
-
-
-def _add_device_peak(
-    use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware
-) -> MemoryUse:
-    """Adds the highest memory that hardware would have. If nothing is emulated, this is the measured value."""
-    if hardware.why or ledger is not None:
-        reason = hardware.why or (ledger.why() if ledger else "")
-        return replace(use, on_device=None if reason else course.on_device, off_device=reason)
-    return replace(use, on_device=use.peak)
 
 
 def _summarise_memory(
@@ -209,7 +195,7 @@ def make_cast_watch(report: ReportMemory) -> Watch:
         if torch.compiler.is_compiling():  # while it is compiled, tensors have no addresses
             return
         source_addresses = [] if source is None else list(iterate_addresses(source))
-        known_addresses = {*source_addresses, *_list_addresses(other_orientation)}
+        known_addresses = {*source_addresses, *(_list_addresses(other_orientation) if other_orientation else ())}
         copied_addresses = [address for address in _list_addresses(operand) if address not in known_addresses]
         for addresses, memory_role in ((source_addresses, MEMORY_ROLES[role]), (copied_addresses, _COPY_ROLES[role])):
             if addresses:
@@ -218,9 +204,8 @@ def make_cast_watch(report: ReportMemory) -> Watch:
     return watch
 
 
-def _list_addresses(operand: Operand | None) -> list[int]:
-    tensors = () if operand is None else (operand.data, operand.scale)
-    return list(itertools.chain.from_iterable(iterate_addresses(part) for part in tensors if part is not None))
+def _list_addresses(operand: Operand) -> list[int]:
+    return list(itertools.chain.from_iterable(map(iterate_addresses, operand.tensors)))
 
 
 _LOW_PRECISION_ROLES = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
@@ -250,24 +235,26 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
     the reports of casts decide, or else the lifetime of the memory.
     """
     existed_before = not block.phase
-    state_role = (state_after.get(block.address) if block.lasting else None) or (
-        state_before.get(block.address) if existed_before else None
-    )
-    copy_role = next((role for role in block.said if role in _LOW_PRECISION_ROLES), None)
-    if state_role or copy_role:
-        return state_role or copy_role or MemoryRole.OTHER
+    if block.lasting and (role := state_after.get(block.address)):
+        return role
+    if existed_before and (role := state_before.get(block.address)):
+        return role
+    for role in block.said:
+        if role in _LOW_PRECISION_ROLES:
+            return role
     if block.phase in LOADING:
         return MemoryRole.DATA
     # A weight existed before the step, or came from other ranks. Other tensors that are cast like weights are
     # intermediate results, such as moments, or a weight during its update.
     may_be_weight = existed_before or block.phase == Phase.COMMUNICATION
-    reported_roles = [role for role in block.said if may_be_weight or role is not MemoryRole.WEIGHTS]
-    return (
-        reported_roles[0] if reported_roles else MemoryRole.OTHER if existed_before else _find_role_by_lifetime(block)
-    )
+    for role in block.said:
+        if may_be_weight or role is not MemoryRole.WEIGHTS:
+            return role
+    return MemoryRole.OTHER if existed_before else _find_role_by_lifetime(block)
 
 
 def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
+    """Returns the purpose of an allocation of the step, from when and for how long its memory was held."""
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:
@@ -347,7 +334,7 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
         return None
     if bytes_after_few[-1] - bytes_after_few[0] < MIN_GROWTH_BYTES:
         return 0.0
-    # The first value was read before the first step.
+    # Leave out the first count of held bytes, because it was read before the first step.
     step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
     return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 

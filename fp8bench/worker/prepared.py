@@ -32,7 +32,7 @@ from fp8bench.worker import fusing
 from fp8bench.worker.checked_results import check_verdict
 from fp8bench.worker.clock import BetweenCalls, PhaseClock, require_agreeing_clocks, stamp_cost
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.held_phase import HeldPhase, held_phase
+from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import get_address, iterate_tensors
 from fp8bench.worker.static_scales import step
@@ -59,11 +59,6 @@ _MAX_STEPS_PER_MARKED_STEP = 32
 
 def begin_without_ranks() -> None:
     """Does nothing, because without other ranks a slot begins at once."""
-
-
-def answer_without_ranks(here: bool) -> bool:
-    """Returns the argument: without other ranks, this process's answer is the only one."""
-    return here
 
 
 class State(NamedTuple):
@@ -141,7 +136,7 @@ class Prepared:
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begin_without_ranks
-    any_rank: Callable[[bool], bool] = answer_without_ranks
+    any_rank: Callable[[bool], bool] = bool
     # For each slot, the least seconds of a call that neither the stamps of its step nor the clock's work explain.
     _missing: list[float] = field(default_factory=list)
     # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
@@ -246,7 +241,8 @@ class Prepared:
 
     def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
-        replay, state_count = self.replay, len(self.states)
+        replay = self.replay
+        state_count = len(self.states)
         slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / state_count)), discard, filling)
         if state_count == 1:
             return slot
@@ -259,8 +255,11 @@ class Prepared:
     ) -> RawSlot:
         # Look functions up before a step runs, so that a step that replaces them cannot affect its slot.
         clock, begin, end, now = self.clock, self.clock.begin, self.clock.end, time.perf_counter
-        make_ready, make_ready_on_device = self._make_ready, self._make_ready_on_device
-        late_slots, steps_per_mark, silent_phases = self._late_slots, self.steps_per_marked_step, SilentPhases()
+        make_ready = self._make_ready
+        make_ready_on_device = self._make_ready_on_device
+        late_slots = self._late_slots
+        steps_per_mark = self.steps_per_marked_step
+        silent_phases = SilentPhases()
         # The answer of a step is freed within the timed part: `id` does not keep the answer.
         keep_answer, slot_inspection = (
             (id, nullcontext()) if late_slots is None else (late_slots.keep, late_slots.slot())
@@ -279,7 +278,9 @@ class Prepared:
                 keep_answer(take_step(state, clock))
                 end()
             self.device.synchronise(self.index)
-            cpu_start, thread_start, wall_start = time.process_time(), time.thread_time(), time.perf_counter()
+            cpu_start = time.process_time()
+            thread_start = time.thread_time()
+            wall_start = time.perf_counter()
             for number in range(calls):
                 state = make_ready_on_device(number, filling)
                 call_start = now()
@@ -290,11 +291,9 @@ class Prepared:
             host_seconds = time.perf_counter() - wall_start
             counters_at_end = counters_before if self._between_calls is None else counters()
             self.device.synchronise(self.index)
-            wall_seconds, thread_seconds, cpu_seconds = (
-                time.perf_counter() - wall_start,
-                time.thread_time() - thread_start,
-                time.process_time() - cpu_start,
-            )
+            wall_seconds = time.perf_counter() - wall_start
+            thread_seconds = time.thread_time() - thread_start
+            cpu_seconds = time.process_time() - cpu_start
             counters_after = counters()
             counter_growth = grown(counters_before, counters_after)
             retries_after = self.device.retried(self.index)
@@ -303,16 +302,13 @@ class Prepared:
         self._space_marks(steps)
         if late_slots is not None:
             late_slots.add_slot([step.seconds for step in steps], discard)
-        seconds_between_calls = max(0.0, host_seconds - sum(calls_seconds))
-        # If the host had to wait for a core, it noticed too late that the device was done.
-        late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
-        self._missing.append(
-            min(map(_compute_missing_in_call, calls_seconds, steps))
-            if self._between_calls is None
-            else _compute_missing_in_slot(
-                wall_seconds, seconds_between_calls + self._between_calls.seconds() + late_seconds, steps
-            )
-        )
+        if self._between_calls is None:
+            self._missing.append(min(map(_compute_missing_in_call, calls_seconds, steps)))
+        else:
+            # If the host had to wait for a core, it noticed too late that the device was done.
+            late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
+            between_seconds = max(0.0, host_seconds - sum(calls_seconds)) + self._between_calls.seconds()
+            self._missing.append(_compute_missing_in_slot(wall_seconds, between_seconds + late_seconds, steps))
         eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
         preemptions = _get_number(counter_growth["preemptions"])
         return RawSlot(
@@ -391,13 +387,18 @@ class Prepared:
 
     def end_late(self) -> LateSteps:
         """Restores the state, and returns what the inspected steps did."""
-        late_slots, self._late_slots = self._late_slots, None
+        late_slots = self._late_slots
+        self._late_slots = None
         return LateSteps() if late_slots is None else late_slots.end()
 
     def check(self) -> StateCheck:
         """Checks the clock's stamps, lets the workload check its states, and counts numbers that are not finite."""
         if self.any_rank(self._has_wrong_stamps()):
-            self._take_more_slots()
+            # Take more slots first, because load may lengthen most slots of a short run. All ranks take as many slots
+            # as the slowest rank needs.
+            deadline = time.perf_counter() + _ACCUSING_SECONDS
+            while self.any_rank(self._needs_more_slots(deadline)):
+                self.slot(4, 0)
         if self._has_wrong_stamps():
             return StateCheck(_MOVED_STAMPS_REASON)
         with restore_switches(), untimed_pass():
@@ -410,23 +411,13 @@ class Prepared:
         # An interruption before a call's first stamp lengthens single slots, but not most of many slots.
         return bool(self._missing) and median(self._missing) > 0
 
-    def _take_more_slots(self) -> None:
-        """Takes more slots before a step counts as moving stamps, because load may lengthen most slots of a short
-        run.
-
-        All ranks take as many slots as the slowest rank needs.
-        """
-        deadline = time.perf_counter() + _ACCUSING_SECONDS
-        while self.any_rank(self._needs_more_slots(deadline)):
-            self.slot(4, 0)
-
     def _needs_more_slots(self, deadline: float) -> bool:
         slot_count = len(self._missing)
         return slot_count < _MIN_ACCUSING_SLOTS or (slot_count < _ACCUSING_SLOTS and time.perf_counter() < deadline)
 
     def _check_state(self, state: State) -> StateCheck:
         state_verdict = check_verdict(self.workload.check(state.held))
-        lost_numbers = state.finite.lost(state.held)
+        lost_numbers = state.finite.find_lost(state.held)
         if self.workload.may_diverge:
             return StateCheck(state_verdict, lost_numbers.share)
         return StateCheck(state_verdict or str(lost_numbers))
@@ -450,7 +441,7 @@ class Prepared:
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
         with precision_scope(self.precision), restore_switches(), untimed_pass():
             state = self._make_ready()
-            held_phase_or_reason = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
+            held_phase_or_reason = store_phase_inputs(self.workload, state, self.device, self.index, phase, most_bytes)
             if isinstance(held_phase_or_reason, RawReplay):
                 return held_phase_or_reason
             self.held = held_phase_or_reason
@@ -463,7 +454,8 @@ class Prepared:
 
     def drop_phase(self) -> str:
         """Frees the stored inputs of the phase. Returns which of its numbers are no longer finite, or ''."""
-        held_phase, self.held = self.held, None
+        held_phase = self.held
+        self.held = None
         return held_phase.replay.find_lost_values() if held_phase is not None else ""
 
 

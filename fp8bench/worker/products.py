@@ -28,6 +28,7 @@ from fp8bench.numerics.operands import ProductWatch, has_dtype_of, has_format
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
+from fp8bench.worker.bits import count_subnormals
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.memory_pass import report_casts
 from fp8bench.worker.state_tensors import find_models, get_address, get_version, iterate_tensors, state_tensors
@@ -43,17 +44,19 @@ _MAX_STEP_SECONDS = 1.0
 def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts: DeviceFacts) -> Products:
     addresses_cast_in_step = set[int]()
     setup = report_casts(make_setup(), lambda addresses, role: addresses_cast_in_step.update(addresses))
-    formats, precision = find_formats(workload, setup.case, facts), precisions.get(setup.case.precision)
+    formats = find_formats(workload, setup.case, facts)
+    precision = precisions.get(setup.case.precision)
     is_native = precision.support(facts).is_native
     # Only native products take codes. TF32 units read float32 tensors and round them.
     takes_codes = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
     state = workload.prepare(setup)
     given_state = GivenState(state)
-    clock, start = PhaseClock(devices.get(facts.kind).stamper(facts.index)), time.thread_time()
+    clock = PhaseClock(devices.get(facts.kind).stamper(facts.index))
+    start = time.thread_time()
     with ProductWatch(inspection.inspect) as watch:
         step(workload, state, setup.scales, clock)
-    input_sums = given_state.after_step()
+    input_sums = given_state.sum_inputs()
     held_weights = _HeldWeights(state, formats)
     if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps keep
         addresses_cast_in_step.clear()
@@ -103,11 +106,8 @@ class _HeldWeights:
                 self._read.add(get_address(weight))
 
     def find_unwritten(self) -> set[int]:
-        return {address for address in self._read & self._held.keys() if _has_version(*self._held[address])}
-
-
-def _has_version(tensor: Any, version: int) -> bool:
-    return get_version(tensor) == version
+        held = ((address, *self._held[address]) for address in self._read & self._held.keys())
+        return {address for address, tensor, version in held if get_version(tensor) == version}
 
 
 def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Format, ...]:
@@ -116,20 +116,18 @@ def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Fo
     """
     precision_by_key = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
-    uses_case_precision = not layers or any(
-        not layer.high and key_of(layer, precision_by_key) is None for layer in layers
-    )
     # keys of layers only: elementwise operations have none
-    mapped_keys = [key for layer in layers if (key := key_of(layer, precision_by_key)) is not None]
+    keys = [(layer, key_of(layer, precision_by_key)) for layer in layers]
+    modes = [precision_by_key[key] for _, key in keys if key is not None]
+    if not layers or any(key is None and not layer.high for layer, key in keys):
+        modes = [case.precision]
     formats: dict[Format, None] = {}
-    for name in (
-        (case.precision,) if uses_case_precision else [precision_by_key[key] for key in dict.fromkeys(mapped_keys)]
-    ):
-        recipe = getattr(precisions.get(name), "recipe", None)
-        named_formats = [FORMATS[name]] if name in FORMATS else []
+    for mode in modes:
+        recipe = getattr(precisions.get(mode), "recipe", None)
         if isinstance(recipe, Recipe):
-            named_formats = [treatment.fmt for treatment in recipe_on_device(recipe, facts).treatments]
-        formats.update(dict.fromkeys(named_formats))
+            formats |= dict.fromkeys(treatment.fmt for treatment in recipe_on_device(recipe, facts).treatments)
+        elif mode in FORMATS:
+            formats[FORMATS[mode]] = None
     return tuple(formats)
 
 
@@ -162,7 +160,8 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
     is_native = precision.support(facts).is_native
     if not is_native and recipe.accumulator is not Accumulator.FP32:  # emulating sums in few bits takes seconds
         return ""
-    arithmetic, generator = precision.arithmetic(facts), torch.Generator(facts.key).manual_seed(0)
+    arithmetic = precision.arithmetic(facts)
+    generator = torch.Generator(facts.key).manual_seed(0)
     m, n, k = _EXAMINED_SHAPE
     x, weight = (torch.randn(rows, k, generator=generator, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
     emulated_layer = RecipeArithmetic(recipe_on_device(recipe, facts)).layer(_LAYER_NAME)
@@ -238,40 +237,37 @@ class GivenState:
         ]
         self._remaining_seconds = self._deadline - time.thread_time()
 
-    def after_step(self) -> tuple[GivenTensors, ...]:
+    def sum_inputs(self) -> tuple[GivenTensors, ...]:
         sums_by_shape: dict[tuple[int, ...], GivenTensors] = {}
         self._deadline = time.thread_time() + self._remaining_seconds
         for tensor, version, sums in self._sums_before:
             is_trained = tensor.is_leaf and tensor.requires_grad
             if is_trained or (get_version(tensor) == version and self._sum_numbers(tensor) == sums):
                 shape = tuple(tensor.shape)
-                previous_sums = sums_by_shape.get(shape, GivenTensors(shape))
-                total, squares, subnormals = (a + b for a, b in zip(previous_sums.sums, sums, strict=True))
-                scattered_count = previous_sums.scattered + (
-                    tensor.layout is torch.strided and 1 not in tensor.stride()
-                )
+                previous = sums_by_shape.get(shape, GivenTensors(shape))
+                total, squares, subnormals = (a + b for a, b in zip(previous.sums, sums, strict=True))
+                scattered = previous.scattered + (tensor.layout is torch.strided and 1 not in tensor.stride())
                 sums_by_shape[shape] = GivenTensors(
-                    shape, previous_sums.tensors + 1, total, squares, int(subnormals), scattered_count
+                    shape, previous.tensors + 1, total, squares, int(subnormals), scattered
                 )
-        is_too_late = time.thread_time() > self._deadline
-        return (
-            ()
-            if is_too_late
-            else tuple(sorted(sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
-        )
+        if time.thread_time() > self._deadline:
+            return ()
+        return tuple(sorted(sums_by_shape.values(), key=lambda tensors: -tensors.elements)[:_MAX_SHAPES])
 
     def _sum_numbers(self, tensor: Any) -> tuple[float, float, int] | None:
         """Returns the sum, the sum of squares and the number of subnormals; None if some are not finite or the time
         is over.
         """
-        total, squares, subnormals = 0.0, 0.0, 0
+        total = 0.0
+        squares = 0.0
+        subnormals = 0
         for piece in tensor.detach().reshape(-1).split(_PIECE_ELEMENTS):
             if time.thread_time() > self._deadline:
                 return None
             total += float(piece.sum(dtype=torch.float64))
             squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
             if tensor.dtype is not torch.float16:  # no processor multiplies in float16
-                subnormals += int(((piece.abs() < torch.finfo(piece.dtype).tiny) & (piece != 0)).sum())
+                subnormals += count_subnormals(piece)
         return (total, squares, subnormals) if squares < float("inf") else None
 
 

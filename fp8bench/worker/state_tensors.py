@@ -51,7 +51,7 @@ def state_tensors(state: object) -> StateTensors:
     roles: dict[int, MemoryRole | None] = {}
     optimizers: list[torch.optim.Optimizer] = []
     holders: list[Any] = []
-    for part in _iterate_held(state):
+    for part in _iterate_objects(state):
         if isinstance(part, torch.Tensor):
             is_trained = part.requires_grad and part.is_leaf
             _add_addresses(roles, part, MemoryRole.WEIGHTS if is_trained else None)
@@ -81,7 +81,7 @@ def find_models(state: object) -> list[Any]:
 
     contained_modules: set[object] = set()
     models = []
-    for part in _iterate_held(state):
+    for part in _iterate_objects(state):
         if isinstance(part, torch.nn.Module) and part not in contained_modules:
             models.append(part)
             contained_modules.update(part.modules())
@@ -91,7 +91,7 @@ def find_models(state: object) -> list[Any]:
 def _set_role(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 
-    for part in _iterate_held(parts):
+    for part in _iterate_objects(parts):
         if isinstance(part, torch.Tensor):
             roles.update(dict.fromkeys(iterate_addresses(part), role))
 
@@ -102,11 +102,12 @@ def _add_addresses(roles: dict[int, MemoryRole | None], tensor: Any, role: Memor
         roles[address] = roles.get(address) or role
 
 
-def _iterate_held(root: object, until: float = math.inf) -> Iterator[object]:
+def _iterate_objects(root: object, until: float = math.inf) -> Iterator[Any]:
     """Yields an object and all objects that it holds, nearest first. The contents of tensors, classes and modules are
     not searched.
     """
-    pending_objects, visited = deque([root]), set[int]()
+    pending_objects = deque([root])
+    visited = set[int]()
     kept_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
     while pending_objects and len(visited) < MAX_OBJECTS and time.thread_time() < until:
         part = pending_objects.popleft()
@@ -115,10 +116,10 @@ def _iterate_held(root: object, until: float = math.inf) -> Iterator[object]:
         visited.add(id(part))
         kept_objects.append(part)
         yield part
-        pending_objects.extend(_list_held(part))
+        pending_objects.extend(_list_referenced_objects(part))
 
 
-def _list_held(holder: Any) -> list[Any]:
+def _list_referenced_objects(holder: Any) -> list[Any]:
     import torch
 
     if isinstance(holder, torch.Tensor):
@@ -147,14 +148,12 @@ def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
     import torch
 
     visited_views = set()
-    for tensor_holder in _iterate_held(roots, until):
+    for tensor_holder in _iterate_objects(roots, until):
         if not isinstance(tensor_holder, torch.Tensor):
             continue
-        tensors = (
-            (tensor_holder, tensor_holder.grad)
-            if tensor_holder.is_leaf and tensor_holder.grad is not None
-            else (tensor_holder,)
-        )
+        tensors = [tensor_holder]
+        if tensor_holder.is_leaf and tensor_holder.grad is not None:
+            tensors.append(tensor_holder.grad)
         for tensor in tensors:
             for part in _iterate_parts(tensor):
                 if get_address(part) and (view := get_view_key(part)) not in visited_views:
@@ -186,16 +185,14 @@ def save_generators(state: object) -> list[Callable[[], object]]:
 
     restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     numpy_generator: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
-    for part in _iterate_held(state):
-        generator_part: Any = part
+    for part in _iterate_objects(state):
         if isinstance(part, torch.Generator):
             restorers.append(partial(part.set_state, part.get_state()))
         elif isinstance(part, random.Random):
             restorers.append(partial(part.setstate, part.getstate()))
         elif isinstance(part, numpy_generator):
-            restorers.append(
-                partial(setattr, generator_part.bit_generator, "state", generator_part.bit_generator.state)
-            )
+            bit_generator = part.bit_generator
+            restorers.append(partial(setattr, bit_generator, "state", bit_generator.state))
     return restorers
 
 
@@ -203,9 +200,9 @@ def holds_foreign_data(state: object) -> bool:
     """Returns whether a state holds numbers outside of torch's tensors: arrays, buffers, open files."""
     array_type = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
     foreign_types = (array_type, memoryview, bytearray, mmap.mmap, io.IOBase)
-    return any(isinstance(part, foreign_types) for part in _iterate_held(state)) or any(
-        map(is_foreign, iterate_tensors(state))
-    )
+    if any(isinstance(part, foreign_types) for part in _iterate_objects(state)):
+        return True
+    return any(map(is_foreign, iterate_tensors(state)))
 
 
 def get_view_key(tensor: Any) -> ViewKey:
@@ -225,6 +222,7 @@ def _iterate_parts(tensor: Any) -> Iterator[Any]:
     if list_part_names is None:
         yield tensor
         return
-    for part in (getattr(tensor, name) for name in list_part_names(tensor)[0]):
+    for name in list_part_names(tensor)[0]:
+        part = getattr(tensor, name)
         if isinstance(part, torch.Tensor):
             yield from _iterate_parts(part)

@@ -12,11 +12,13 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Measurement, specs
 from fp8bench.model.specs import MetricSpec
-from fp8bench.protocols import Device, Markers, Phases, ReportingMarker, Setup, SilentPhases, Workload
+from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Workload
+from fp8bench.worker.clock import make_reporting_phases
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
 from fp8bench.worker.tracing import TRACED_STEPS, record_trace
@@ -80,11 +82,10 @@ class PhaseReadings:
     _last: Sequence[float] = ()
 
     def run(self, take_step: Callable[[Phases], object]) -> None:
-        # backward may run on a different thread, so all threads use the same list of open phases
-        open_phases = [UNATTRIBUTED]
-        phases = Markers(lambda name: ReportingMarker(name, open_phases, self.change_phase))
+        phases = make_reporting_phases(self.change_phase)
         self.steps.append({})
-        self._phase, self._last = UNATTRIBUTED, self.read()
+        self._phase = UNATTRIBUTED
+        self._last = self.read()
         take_step(phases)
         self.change_phase(UNATTRIBUTED)
 
@@ -155,15 +156,15 @@ def _count_device_allocations(run: Callable[[Phases], None], device: Device, ind
     """
     if device.allocations(index) is None:
         return (), ()
-    samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _DEVICE_COUNTS.values()}
+    readings = [device.allocations(index) or {}]
     for _ in range(MEASURED_STEPS):
-        counts_before = device.allocations(index) or {}
         run(SilentPhases())
-        counts_after = device.allocations(index) or {}
-        for name, spec in _DEVICE_COUNTS.items():
-            samples[spec].append(float(counts_after.get(name, 0) - counts_before.get(name, 0)))
+        readings.append(device.allocations(index) or {})
     seconds = sum_device_call_seconds(record_trace(run, device.kind)["traceEvents"]) / TRACED_STEPS
-    measurements = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
+    measurements = []
+    for name, spec in _DEVICE_COUNTS.items():
+        growths = tuple(float(after.get(name, 0) - before.get(name, 0)) for before, after in pairwise(readings))
+        measurements.append(Measurement(spec.name, spec.unit, growths))
     return (*measurements, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
 
 

@@ -123,11 +123,14 @@ class _Steps:
         return self.digest_memories(self.memories())
 
     def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_MemoryContents]:
-        digests, deadline = [], time.thread_time() + MAX_STEP_SECONDS
+        digests = []
+        deadline = time.thread_time() + MAX_STEP_SECONDS
         for address, tensors in memories.items():
             _require_time(deadline)
-            first_tensor, version = tensors[0], max(map(get_version, tensors))
-            count, floating = max(tensor.numel() for tensor in tensors), first_tensor.dtype.is_floating_point
+            first_tensor = tensors[0]
+            version = max(map(get_version, tensors))
+            count = max(tensor.numel() for tensor in tensors)
+            floating = first_tensor.dtype.is_floating_point
             digests.append(_MemoryContents(address, digest(first_tensor), version, count, floating))
         return digests
 
@@ -191,11 +194,8 @@ def _check_effect(steps: _Steps) -> StepEffect:
     overwritten_addresses = {result.address for result in results if result not in previous_step} & {
         tensor.address for tensor in previous_step
     }
-    for chosen_addresses, with_results in (
-        (floating_addresses, False),
-        (integer_addresses, False),
-        (overwritten_addresses, True),
-    ):
+    replacements = ((floating_addresses, False), (integer_addresses, False), (overwritten_addresses, True))
+    for chosen_addresses, with_results in replacements:
         if chosen_addresses and _changes_result(steps, chosen_addresses, history, with_results):
             return StepEffect(True)  # the step did work, perhaps by code outside of torch
     if is_idle:
@@ -271,7 +271,8 @@ def _count_digests(
     """Counts the digests of memory that did not last. Returns the counts of tensors with several elements, then those
     of single numbers.
     """
-    tensor_counts, number_counts = Counter[int](), Counter[int]()
+    tensor_counts = Counter[int]()
+    number_counts = Counter[int]()
     for memory in memories:
         if memory.address not in lasting_memories:
             (tensor_counts if memory.elements > 1 else number_counts)[memory.digest] += 1
@@ -286,7 +287,8 @@ def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHis
     in place. Such a memory may nevertheless be a result. Before the first step it may hold results of an earlier
     state at this address. This happens if torch did not count that it was written.
     """
-    memory_before, replaced_digests = steps.read_memory(), dict[int, int]()
+    memory_before = steps.read_memory()
+    replaced_digests = dict[int, int]()
     with ExitStack() as stack:
         # Give each memory different numbers. Otherwise a result that equals an input would also equal it afterwards.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
@@ -327,12 +329,11 @@ def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
 
 
 def _is_idle(steps: _Steps) -> bool:
-    """Returns whether a step does nothing: it calls no operator of torch, and is too fast to do any work outside of
-    torch.
-    """
+    """Returns whether a step calls no operator of torch, and is too fast to do any other work."""
     if calls_operators(steps.take_step_and_wait) is not False:
         return False
-    deadline, spent_seconds = time.monotonic() + MAX_STEP_SECONDS, 0.0
+    deadline = time.monotonic() + MAX_STEP_SECONDS
+    spent_seconds = 0.0
     for number in range(_MAX_REPETITIONS):
         start = time.process_time()
         steps.take_step_and_wait()
@@ -401,13 +402,15 @@ def compare_slots() -> Generator[bool, Slot | None, str]:
 
 
 def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
-    slowest_timed, fastest_counted = max(slot.typical for slot in timed), min(slot.least for slot in counted)
+    slowest_timed = max(slot.typical for slot in timed)
+    fastest_counted = min(slot.least for slot in counted)
     if fastest_counted > _MAX_SLOWDOWN * slowest_timed:
         return (
             f"timed, a step takes {units.seconds(slowest_timed)}, and its operators {units.seconds(fastest_counted)} "
             "or more while they are counted"
         )
-    fastest_timed, slowest_counted = min(slot.least for slot in timed), max(slot.most for slot in counted)
+    fastest_timed = min(slot.least for slot in timed)
+    slowest_counted = max(slot.most for slot in counted)
     if fastest_timed > _MAX_SLOWDOWN * slowest_counted:
         return (
             f"timed, a step takes {units.seconds(fastest_timed)}, and {units.seconds(slowest_counted)} while its "
@@ -419,7 +422,8 @@ def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         (float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0
     )
     for tensor_sums in zip_longest(*sketches):
-        timed_sums, counted_sums = tensor_sums[: len(timed)], tensor_sums[len(timed) :]
+        timed_sums = tensor_sums[: len(timed)]
+        counted_sums = tensor_sums[len(timed) :]
         is_settled = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
         if is_settled and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
             return "timed, a step leaves other numbers than while its operators are counted"
@@ -433,10 +437,8 @@ def _all_agree(sketches: Sequence[Any], least_change: float) -> bool:
 def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
     if sums is None or other_sums is None:
         return sums is other_sums
-    difference, largest_sum = (
-        float((sums - other_sums).abs().max()),
-        float(max(sums.abs().max(), other_sums.abs().max())),
-    )
+    difference = float((sums - other_sums).abs().max())
+    largest_sum = float(max(sums.abs().max(), other_sums.abs().max()))
     return difference <= max(_ROUNDING_SHARE * largest_sum, least_change)
 
 
@@ -444,19 +446,22 @@ class Beginning:
     """The contents of a state's memory, and the positions of its random generators, at the beginning of every slot."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
-        self._state, self._is_known = state, memories is not None
+        self._state = state
+        self._is_known = memories is not None
         self._initial = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
         self._generator_resets = save_generators(state) if self._is_known else []
-        self._later_contents: dict[int, tuple[Any, Any]] = {}
+        # Copies of the memory when the slot began, by address.
+        self._copies: dict[int, Any] = {}
 
     def restore(self) -> None:
         """Restores the memory and the generators, except for tensors that earlier slots added to the state."""
         for first, copy in self._initial.values():
             restore_bytes(first, copy)
         memories = find_memories(self._state) if self._is_known else {}
-        self._later_contents = {
-            at: (some[0], copy_bytes(some[0])) for at, some in memories.items() if at not in self._initial
-        }
+        self._copies = {address: copy for address, (_, copy) in self._initial.items()}
+        for address, (first, *_) in memories.items():
+            if address not in self._copies:
+                self._copies[address] = copy_bytes(first)
         for draw_again in self._generator_resets:
             draw_again()
 
@@ -465,11 +470,14 @@ class Beginning:
         if the beginning is unknown.
         """
         memories = find_memories(self._state, answer) if self._is_known else {}
-        return [sketch(first, self._find_contents_before(address, first)) for address, (first, *_) in memories.items()]
-
-    def _find_contents_before(self, address: int, tensor: Any) -> Any:
-        _, copy = self._initial.get(address) or self._later_contents.get(address) or (None, None)
-        return copy if copy is not None and copy.numel() == tensor.untyped_storage().nbytes() else None
+        sketches = []
+        for address, (first, *_) in memories.items():
+            copy = self._copies.get(address)
+            # memory of a different size is a new tensor at an old address
+            if copy is not None and copy.numel() != first.untyped_storage().nbytes():
+                copy = None
+            sketches.append(sketch(first, copy))
+        return sketches
 
 
 @contextmanager

@@ -57,22 +57,21 @@ def untimed_pass() -> Iterator[None]:
     already_running = list_running()
     with stdout_to_stderr():
         yield
-    running_names = wait_and_name_running(list_running() - already_running)
-    if running_names:
+    if names := wait_and_name_running(list_running() - already_running):
         raise LeftRunning(
-            f"it left {len(running_names)} running ({', '.join(running_names[:5])}): "
-            "they would be timed with later work. Join them before returning."
+            f"it left {_describe_running(names)}: they would be timed with later work. Join them before returning."
         )
 
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
     """Runs timed steps in the body. Raises an error if one of them printed, or left a thread or a process running."""
-    already_running, stdout_size = list_running(), _stdout_size()
+    already_running = list_running()
+    stdout_size = _measure_stdout()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
     lines = captured_output.getvalue().strip().splitlines()
-    bypassed_bytes = _stdout_size() - stdout_size
+    bypassed_bytes = _measure_stdout() - stdout_size
     if lines or bypassed_bytes:
         shown_output = repr(lines[0][:60]) if lines else f"{bypassed_bytes} bytes past Python's own stdout"
         further_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
@@ -80,15 +79,18 @@ def silent_step() -> Iterator[None]:
             f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    running_names = wait_and_name_running(list_running() - already_running, 0.0)
-    if running_names:
+    if names := wait_and_name_running(list_running() - already_running, 0.0):
         raise LeftRunning(
-            f"a step left {len(running_names)} running ({', '.join(running_names[:5])}): "
-            "it would be timed with the next one. Join it in the step, or start it while preparing."
+            f"a step left {_describe_running(names)}: it would be timed with the next one. Join it in the step, or "
+            "start it while preparing."
         )
 
 
-def _stdout_size() -> int:
+def _describe_running(names: list[str]) -> str:
+    return f"{len(names)} running ({', '.join(names[:5])})"
+
+
+def _measure_stdout() -> int:
     try:
         status = os.fstat(1)
     except OSError:
@@ -224,7 +226,7 @@ def _end_processes(started: Iterable[int]) -> list[str]:
     deadline = time.monotonic() + _EXIT_SECONDS
     while (remaining := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    descriptions = [f"process {pid}: {_command_line(pid):.60}" for pid in remaining]
+    descriptions = [f"process {pid}: {_read_command_line(pid):.60}" for pid in remaining]
     for pid in remaining:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
@@ -237,10 +239,10 @@ def _is_busy(pid: int) -> bool:
     """Returns whether a process runs and is not a harmless helper. A process that has just started has no command
     line.
     """
-    return _is_alive(pid) and not any(word in _command_line(pid) for word in _HARMLESS_COMMANDS)
+    return _is_alive(pid) and not any(word in _read_command_line(pid) for word in _HARMLESS_COMMANDS)
 
 
-def _command_line(pid: int) -> str:
+def _read_command_line(pid: int) -> str:
     """Returns the name of a process's program without its folder, and its arguments; '' if the process has ended."""
     try:
         program, *arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -12,15 +12,15 @@ import contextlib
 import functools
 import gc
 import sys
-import types
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
-from fp8bench.user_code.switches import Switch, Unset, make_plain, process_switches, read_values, restore_values
+from fp8bench.user_code.switches import Switch, Unset, list_process_switches, make_plain, read_values, restore_values
 
 _MAX_NAMED = 8
 
@@ -75,7 +75,11 @@ def without_garbage_collection() -> Iterator[None]:
 def switches() -> tuple[Switch, ...]:
     from fp8bench.worker.torch_switches import list_torch_switches
 
-    return (*list_torch_switches(), *process_switches(), Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()))
+    return (
+        *list_torch_switches(),
+        *list_process_switches(),
+        Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()),
+    )
 
 
 _OWN_FUNCTIONS = "fp8bench's own functions"
@@ -96,7 +100,8 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
         if name.startswith(_MEASURING_MODULES):
             classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *classes):
-                function_places += _list_functions(holder)
+                names: Any = getattr(holder, "__dict__", {})
+                function_places += [(names, word) for word, value in names.items() if type(value) is FunctionType]
     functions: list[Any] = [names[name] for names, name in function_places]
     function_codes = [function.__code__ for function in functions]
 
@@ -115,15 +120,8 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
     return list_replacements
 
 
-def _list_functions(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    names: Any = getattr(holder, "__dict__", {})
-    for name, value in list(names.items()):
-        if isinstance(value, types.FunctionType):
-            yield names, name
-
-
 @functools.cache
-def arithmetic_switches() -> tuple[Switch, ...]:
+def get_arithmetic_switches() -> tuple[Switch, ...]:
     from fp8bench.worker.torch_switches import list_arithmetic_switches
 
     return tuple(list_arithmetic_switches())

@@ -92,7 +92,8 @@ def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares |
 
 def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
     operator_times = OperatorTimes(find_models(state), steps.clock)
-    observed_calls, unobserved_seconds = [], []
+    observed_calls = []
+    unobserved_seconds = []
     # Observed and unobserved steps alternate, so that a drift affects both kinds.
     for _ in _iterate_limited_turns():
         with operator_times.time_calls() as calls:

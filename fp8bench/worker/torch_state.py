@@ -33,17 +33,18 @@ def set_flags_frozen(frozen: bool) -> None:
 
 
 def list_function_modes() -> list[Any]:
-    if not torch._C._len_torch_function_stack():
-        return []
-    return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+    return list(map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())))
+
+
+def count_function_modes() -> int:
+    """Returns how many modes intercept torch's functions, without that of a default device."""
+    return len(list_function_modes()) - (get_default_device() is not None)
 
 
 def get_default_device() -> Any:
     """Returns the default device that was set, or None. A default device, even the CPU, intercepts every call of
     torch.
     """
-    if not list_function_modes():
-        return None
     return next((mode.device for mode in list_function_modes() if isinstance(mode, DeviceContext)), None)
 
 
@@ -62,11 +63,9 @@ def list_disabled_operators() -> tuple[tuple[str, str], ...]:
     """
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
-    if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
-        return ()
-    names_by_kind = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
+    names_by_kind = {"language": state._dsl_names, "operator": state._op_symbols, "device": state._dispatch_keys}
     disabled_operators: list[tuple[str, str]] = []
-    for kind, names in names_by_kind:
+    for kind, names in names_by_kind.items():
         disabled_operators += [(kind, name) for name in sorted(names)]
     return tuple(disabled_operators)
 
@@ -96,11 +95,9 @@ def get_stance() -> Any:
     compiler takes seconds.
     """
     eval_frame_module = sys.modules.get("torch._dynamo.eval_frame")
-    return (
-        None
-        if eval_frame_module is None or eval_frame_module._stance == eval_frame_module.DynamoStance()
-        else eval_frame_module._stance
-    )
+    if eval_frame_module is None or eval_frame_module._stance == eval_frame_module.DynamoStance():
+        return None
+    return eval_frame_module._stance
 
 
 def set_stance(old: Any) -> None:

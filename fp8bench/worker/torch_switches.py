@@ -50,33 +50,16 @@ def _list_mode_switches() -> Iterator[Switch]:
         names=("torch.backends.disable_global_flags",),
         mend="do not call torch.backends.disable_global_flags()",
     )
-    # Inference mode comes first, because it also turns gradients off.
-    yield Switch(
-        "inference mode",
-        torch.is_inference_mode_enabled,
-        None,
-        usual=False,
-        bends=bool,
-        mend="leave torch.inference_mode()",
-    )
+    # Inference mode comes before gradients, because it also turns gradients off.
+    for name, read, usual, remedy in (
+        ("inference mode", torch.is_inference_mode_enabled, False, "leave torch.inference_mode()"),
+        ("modes of torch's functions", state.count_function_modes, 0, "leave the TorchFunctionMode"),
+        ("modes of torch's dispatcher", torch._C._len_torch_dispatch_stack, 0, "leave the TorchDispatchMode"),
+        ("torch's profiler", torch._C._autograd._profiler_enabled, False, "end the profiler"),
+    ):
+        yield Switch(name, read, None, usual=usual, bends=bool, mend=remedy)
     yield _make_function_switch("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
     yield _make_function_switch("the default device", state.get_default_device, "torch.set_default_device", usual=None)
-    yield Switch(
-        "modes of torch's functions",
-        lambda: len(state.list_function_modes()) - (state.get_default_device() is not None),
-        None,
-        usual=0,
-        bends=bool,
-        mend="leave the TorchFunctionMode",
-    )
-    yield Switch(
-        "modes of torch's dispatcher",
-        torch._C._len_torch_dispatch_stack,
-        None,
-        usual=0,
-        bends=bool,
-        mend="leave the TorchDispatchMode",
-    )
     yield Switch(
         "hooks of saved tensors",
         state.get_saved_hooks,
@@ -85,8 +68,6 @@ def _list_mode_switches() -> Iterator[Switch]:
         bends=bool,
         mend="leave torch.autograd.graph.saved_tensors_hooks",
     )
-    is_profiling = torch._C._autograd._profiler_enabled
-    yield Switch("torch's profiler", is_profiling, None, usual=False, bends=bool, mend="end the profiler")
     for kind in _DEVICE_KINDS:
         yield _make_function_switch(
             f"autocast on {kind}",
@@ -185,26 +166,21 @@ def _list_library_switches() -> Iterator[Switch]:
         get_or_set = getattr(cuda, function)
         yield Switch(switch_name, get_or_set, get_or_set, names=(f"torch.backends.cuda.{function}",))
     if hasattr(torch.backends, "python_native"):  # since torch 2.12
-        native = "torch.backends.python_native"
+        setters = (
+            "DSLController.enabled",
+            "DSLController.enable",
+            "DSLController.disable",
+            "enable_operations",
+            "disable_operations",
+            "enable_dispatch_keys",
+            "disable_dispatch_keys",
+        )
         yield Switch(
             "operators in Python's kernel languages",
             state.list_disabled_operators,
             state.restore_disabled_operators,
             usual=(),
-            names=(
-                f"{native}.DSLController.enabled",
-                *(
-                    f"{native}.{name}"
-                    for name in (
-                        "DSLController.enable",
-                        "DSLController.disable",
-                        "enable_operations",
-                        "disable_operations",
-                        "enable_dispatch_keys",
-                        "disable_dispatch_keys",
-                    )
-                ),
-            ),
+            names=tuple(f"torch.backends.python_native.{setter}" for setter in setters),
         )
 
 
@@ -257,6 +233,7 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
     hook_dicts = [
         value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)
     ]
+    no_hooks = ((),) * len(hook_dicts)
 
     def restore_hooks(old: tuple[dict[int, Any], ...]) -> None:
         for holder, old_hooks in zip(hook_dicts, old, strict=True):
@@ -265,9 +242,9 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
 
     yield Switch(
         "hooks of all modules",
-        lambda: tuple(dict(hook) for hook in hook_dicts) if any(hook_dicts) else ((),) * len(hook_dicts),
+        lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else no_hooks,
         restore_hooks,
-        usual=((),) * len(hook_dicts),
+        usual=no_hooks,
         bends=any,
         mend="remove the hooks",
     )
@@ -289,8 +266,11 @@ def _list_gpu_switches() -> Iterator[Switch]:
     if not torch.cuda.is_available():
         return
     # Name, function that reads, function that writes, default, public name.
-    cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
-    plans, name = libraries.cufft_plan_cache, "torch.backends.cuda.cuFFTPlanCache.max_size"
+    cuda = torch.cuda
+    tunable = torch.cuda.tunable
+    libraries = torch.backends.cuda
+    plans = libraries.cufft_plan_cache
+    name = "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
         ("the current GPU", cuda.current_device, cuda.set_device, 0, "torch.cuda.set_device"),
         ("the current stream", lambda: cuda.current_stream().cuda_stream, state.set_stream, 0, "torch.cuda.set_stream"),
@@ -354,7 +334,8 @@ def _list_product_switches() -> Iterator[Switch]:
         lambda value: value != "highest",
         mend='torch.set_float32_matmul_precision("highest")',
     )
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
     yield Switch(
         "cuDNN's TF32",
         lambda: state.read_setting(lambda: cudnn.allow_tf32),
@@ -364,10 +345,9 @@ def _list_product_switches() -> Iterator[Switch]:
     )
     for dtype in ("bf16", "fp16"):
         attribute_name = f"allow_{dtype}_reduced_precision_reduction"
-        attribute_names = [
-            attribute_name,
-            *(f"{attribute_name}_split_k" for _ in "." if hasattr(matmul, f"{attribute_name}_split_k")),
-        ]
+        attribute_names = [attribute_name]
+        if hasattr(matmul, f"{attribute_name}_split_k"):
+            attribute_names.append(f"{attribute_name}_split_k")
         yield Switch(
             f"{dtype}'s reduced-precision sums",
             partial(_read_attributes, matmul, attribute_names),

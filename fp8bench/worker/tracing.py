@@ -9,11 +9,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fp8bench.files import write_whole
 from fp8bench.model import PHASES
@@ -106,18 +106,21 @@ def write_trace(trace: Mapping[str, Any], file: Path) -> None:
 Event = dict[str, Any]
 
 RANGE_PREFIX = "fp8bench."
+_PHASE_RANGES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
 STEP_PREFIX = "ProfilerStep#"
 _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
 
 
-@dataclass(frozen=True)
-class TracedStretch:
+class TracedStretch(NamedTuple):
     """An interval of a thread in nanoseconds."""
 
-    name: str
     start: int
     end: int
+
+
+# For each time in nanoseconds, the stretches of a thread that are open then.
+OpenStretches = dict[int, list[TracedStretch]]
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
@@ -126,8 +129,8 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     node. So it may begin within an operator and end after it. The cut parts are microseconds long.
     """
     all_events = list(events)
-    stretches: dict[object, list[TracedStretch]] = defaultdict(list)
-    edges: dict[object, set[int]] = defaultdict(set)
+    stretches = defaultdict[object, list[TracedStretch]](list)
+    edges = defaultdict[object, set[int]](set)
     for event in all_events:
         if _is_phase(event):
             phase_stretch = _make_stretch(event)
@@ -138,7 +141,8 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     return [_cut_phase(event, open_stretches[event.get("tid")]) if _is_phase(event) else event for event in all_events]
 
 
-def _find_open_stretches(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
+def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -> OpenStretches:
+    """Returns for each time the stretches that are open at it."""
     later_stretches = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
     open_now: list[TracedStretch] = []
     open_by_time = {}
@@ -150,19 +154,13 @@ def _find_open_stretches(stretches: Sequence[TracedStretch], times: Iterable[int
     return open_by_time
 
 
-def _cut_phase(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
-    phase_stretch = _make_stretch(event)
-    cut_start = max(
-        (stretch.end for stretch in is_open[phase_stretch.start] if stretch.end < phase_stretch.end),
-        default=phase_stretch.start,
-    )
-    cut_end = min(
-        (stretch.start for stretch in is_open[phase_stretch.end] if stretch.start >= cut_start),
-        default=phase_stretch.end,
-    )
-    if (cut_start, cut_end) == (phase_stretch.start, phase_stretch.end):
+def _cut_phase(event: Event, open_stretches: OpenStretches) -> Event:
+    phase = _make_stretch(event)
+    start = max((other.end for other in open_stretches[phase.start] if other.end < phase.end), default=phase.start)
+    end = min((other.start for other in open_stretches[phase.end] if other.start >= start), default=phase.end)
+    if phase == TracedStretch(start, end):
         return event
-    return {**event, "ts": cut_start / 1000, "dur": (cut_end - cut_start) / 1000}
+    return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
 def _is_timed(event: Event) -> bool:
@@ -170,13 +168,10 @@ def _is_timed(event: Event) -> bool:
 
 
 def _is_phase(event: Event) -> bool:
-    name = event.get("name")
-    has_phase_name = (
-        isinstance(name, str) and name.startswith(RANGE_PREFIX) and name.removeprefix(RANGE_PREFIX) in PHASES
-    )
-    return has_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _is_timed(event)
+    is_phase_name = str(event.get("name")) in _PHASE_RANGES
+    return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _is_timed(event)
 
 
 def _make_stretch(event: Event) -> TracedStretch:
     start_ns = round(event["ts"] * 1000)
-    return TracedStretch(str(event.get("name", "")), start_ns, start_ns + round(event["dur"] * 1000))
+    return TracedStretch(start_ns, start_ns + round(event["dur"] * 1000))

@@ -35,7 +35,7 @@ _MAX_LAYER_ERROR = 0.08
 _ACCELERATE_PACKAGES = ("accelerate", "msamp")
 
 
-def installed_packages() -> tuple[tuple[str, str], ...]:
+def list_installed_packages() -> tuple[tuple[str, str], ...]:
     """Returns names and versions of the installed packages of backends and of Accelerate, except torch. No package is
     imported.
     """
@@ -101,31 +101,31 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     magnitude_decades = 0.5 if is_whole else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Draws numbers whose magnitudes differ from row to row and from column to column, by `down` and `across`
-        times the decades.
+        """Draws numbers whose magnitudes grow from the first to the last row, and from the first to the last column.
+        `down` and `across` scale this growth. If they are negative, magnitudes fall.
         """
-        exponent_limits = [magnitude_decades * value for value in (down, across)]
-        sizes = torch.logspace(-exponent_limits[0], exponent_limits[0], rows, device=facts.key)[:, None]
-        sizes = sizes * torch.logspace(-exponent_limits[1], exponent_limits[1], columns, device=facts.key)
+        row_decades = magnitude_decades * down
+        column_decades = magnitude_decades * across
+        sizes = torch.logspace(-row_decades, row_decades, rows, device=facts.key)[:, None]
+        sizes = sizes * torch.logspace(-column_decades, column_decades, columns, device=facts.key)
         # Most numbers have the same sign, because terms that cancel would hide an error.
         return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * sizes
 
     # Along the summed dimension, one operand grows as the other one falls, so that all terms of the sum matter.
-    x, weight, gradient = (
-        draw(_TOKENS, _INPUTS, 1, 0.5),
-        draw(_OUTPUTS, _INPUTS, 1, -0.5),
-        draw(_TOKENS, _OUTPUTS, -1, -1),
-    )
+    x = draw(_TOKENS, _INPUTS, 1, 0.5)
+    weight = draw(_OUTPUTS, _INPUTS, 1, -0.5)
+    gradient = draw(_TOKENS, _OUTPUTS, -1, -1)
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
     if is_whole:
-        errors, allowed_error = (
-            _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources),
-            _MAX_LAYER_ERROR,
-        )
-        compared_with, share_words = "fp8bench's emulation of it", "that"
+        errors = _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources)
+        allowed_error = _MAX_LAYER_ERROR
+        compared_with = "fp8bench's emulation of it"
+        share_words = "that"
     else:
-        errors, allowed_error = _compare_with_codes(arithmetic, *sources), _MAX_ERROR
-        compared_with, share_words = "the same product in fp64", "the sum of its magnitudes"
+        errors = _compare_with_codes(arithmetic, *sources)
+        allowed_error = _MAX_ERROR
+        compared_with = "the same product in fp64"
+        share_words = "the sum of its magnitudes"
     for name, error in errors.items():
         if not error <= allowed_error:  # true for NaN as well
             return (
@@ -152,9 +152,9 @@ def _compare_with_codes(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradi
         first_values, second_values = (arithmetic.restore(operand, torch.float64) for operand in (first, second))
         product = arithmetic.product(first, second, arithmetic.carrier)
         errors[name] = _find_largest_error(product, *_multiply_exactly(first_values, second_values))
-    return (
-        {**errors, **_compare_group_products(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else errors
-    )
+    if arithmetic.groups:
+        errors |= _compare_group_products(arithmetic, a, g, (x, weight, gradient))
+    return errors
 
 
 def _compare_group_products(
@@ -211,33 +211,21 @@ def _compare_with_emulation(
 ) -> dict[str, float]:
     from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.nn.linear import linear
+    from fp8bench.numerics.norms import relative_frobenius
 
     emulation = RecipeArithmetic(recipe, arithmetic.carrier)
     outputs_by_side = []
     for is_emulated in (False, True):
-        inputs, parameter = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
+        inputs = x.detach().clone().requires_grad_()
+        parameter = torch.nn.Parameter(weight.detach().clone())
         layer_function = None if is_emulated else arithmetic.whole(parameter)
-        outputs = (
-            linear(inputs, parameter, emulation, SilentPhases()) if layer_function is None else layer_function(inputs)
-        )
+        if layer_function is None:
+            outputs = linear(inputs, parameter, emulation, SilentPhases())
+        else:
+            outputs = layer_function(inputs)
         outputs_by_side.append((outputs, *torch.autograd.grad(outputs, (inputs, parameter), gradient)))
-    named_pairs = zip(
-        ("forward", "input gradient's", "weight gradient's"), zip(*outputs_by_side, strict=True), strict=True
-    )
-    return {name: _compute_relative_error(library_result, expected) for name, (library_result, expected) in named_pairs}
-
-
-def _compute_relative_error(product: Tensor, expected: Tensor) -> float:
-    """Returns the norm of the difference of two matrices, divided by the norm of `expected`; NaN if that norm is
-    zero.
-    """
-    expected_fp64 = expected.detach().to(torch.float64)
-    expected_norm = float(expected_fp64.norm())
-    return (
-        float((product.detach().to(torch.float64) - expected_fp64).norm()) / expected_norm
-        if expected_norm > 0
-        else math.nan
-    )
+    names = ("forward", "input gradient's", "weight gradient's")
+    return {name: relative_frobenius(*results) for name, *results in zip(names, *outputs_by_side, strict=True)}
 
 
 def _find_largest_error(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:

@@ -61,7 +61,7 @@ class UntimedPasses:
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
         # The exact results from which the errors of the last case were computed, with their key.
-        self._exact: tuple[object, Any] | None = None
+        self._exact: Any = None
         # False for ranks, which must all take the same number of steps. The number of steps for measuring growth
         # would differ from rank to rank.
         self._alone = True
@@ -70,79 +70,75 @@ class UntimedPasses:
         """Returns the workload's remarks on a case. Raises an error if the case is impossible for a reason that only
         the workload knows.
         """
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        # Keep the exact results, because `_apart` drops them.
+        # Cases that differ only in precision share their exact results. Any other request deletes these results, and
+        # so does `_run_apart`.
+        key = case.workload, case.params, facts.key, case.ranks
         stored_exact = self._exact
-        with self._apart(case, facts) as (workload, _, setup):
+
+        def share_exact(make: Callable[[], Any]) -> Any:
+            is_stored = stored_exact is not None and stored_exact[0] == key
+            self._exact = stored_exact if is_stored else (key, make())
+            return self._exact[1]
+
+        with self._run_apart(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
-            share_exact = partial(
-                self._share_results, (case.workload, case.params, facts.key, case.ranks), stored_exact
-            )
             try:
                 return check_errors(workload.error(replace(setup(), shared=share_exact)))
             except NotRepeatable as error:
                 return str(error)
 
-    def _share_results(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
-        """Returns the exact results that are stored for `key`. Missing ones are computed and stored. Any request
-        other than `error` deletes them.
-        """
-        self._exact = kept_value if kept_value is not None and kept_value[0] == key else (key, make())
-        return self._exact[1]
-
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_statistics(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
         from fp8bench.worker.products import inspect_products
 
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return inspect_products(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         from fp8bench.worker.step_effect import check_step_effect
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return check_step_effect(workload, setup(), device, facts.index)
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
         from fp8bench.worker.tape_pass import record_tape
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             stamper = device.stamper(facts.index)
             return record_tape(workload, setup(), precisions.get(case.precision), stamper)
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
         from fp8bench.worker.tape_pass import measure_shares
 
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return measure_shares(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        with self._apart(case, facts, frees=True) as (workload, device, setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
             return count_step_allocations(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
         """Returns how many products of a user's model the case converts. Returns None if the workload has no such
         model.
         """
-        with self._apart(case, facts) as (workload, _, setup):
-            covered_model = workload.covered(setup())
-            if covered_model is None:
-                return None
-            from fp8bench.tape.coverage import measure_coverage
+        from fp8bench.tape.coverage import measure_coverage
 
-            model_coverage = measure_coverage(
-                covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
-            )
-            return replace(model_coverage, loss=covered_model.loss())
+        with self._run_apart(case, facts) as (workload, _, setup):
+            covered = workload.covered(setup())
+            if covered is None:
+                return None
+            coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
+            return replace(coverage, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
         """Returns the memory of a step at its peak, divided by purpose, or why it is unknown.
@@ -150,7 +146,7 @@ class UntimedPasses:
         With `leaks`, also measures whether memory grows. With a key, the state stays in memory until it is released,
         so that the process can be observed from outside.
         """
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             hardware = find_hardware(case, workload, facts)
             make = make_preparer(workload, setup, hardware)
             memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
@@ -164,7 +160,7 @@ class UntimedPasses:
         return memory_use
 
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
@@ -174,7 +170,7 @@ class UntimedPasses:
         No other case runs in turn with these steps, so their times must not be used for verdicts.
         """
         seconds: list[float] = []
-        with self._apart(case, facts, frees=True) as (workload, device, make_setup):
+        with self._run_apart(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             for _ in range(_WARM_UP_STEPS + steps):
@@ -189,7 +185,7 @@ class UntimedPasses:
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         """Records a trace of a few steps into a file. Profiled steps are slower."""
-        with self._apart(case, facts) as (workload, device, make_setup):
+        with self._run_apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             trace = record_trace(partial(step, workload, state, setup.scales), facts.kind)
@@ -201,17 +197,17 @@ class UntimedPasses:
 
     def mark_slot(self, case: Case, facts: DeviceFacts) -> None:
         """Runs a slot between cudaProfilerStart and cudaProfilerStop, with an NVTX range for each phase."""
-        with self._apart(case, facts) as (workload, device, make_setup):
+        with self._run_apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             mark_slot(partial(step, workload, state, setup.scales), device, facts.index, case.id)
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_losses(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return check_gradient_error(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
@@ -222,7 +218,7 @@ class UntimedPasses:
         return device
 
     @contextmanager
-    def _apart(
+    def _run_apart(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
         """Runs a pass apart from timed steps, in the case's precision. Yields the workload, the device, and a
@@ -232,7 +228,8 @@ class UntimedPasses:
         because a device reports errors late, and the next request must not fail by them. With `frees`, it then
         returns memory to the device.
         """
-        device, workload = self._select_device(facts), workloads.get(case.workload)
+        device = self._select_device(facts)
+        workload = workloads.get(case.workload)
         with precision_scope(precisions.get(case.precision)), restore_switches(), untimed_pass():
             yield workload, device, partial(self._setup, case, facts)
             device.synchronise(facts.index)
@@ -242,10 +239,17 @@ class UntimedPasses:
 
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
-        arithmetic = precision.arithmetic(facts)
         layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         # Layers that a suite keeps in high precision use the carrier precision of the case.
         high_arithmetic = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
-        seed, corpus = self._settings.seed, self._settings.corpus
-        setup = Setup(case, facts, seed, arithmetic, high_arithmetic, layer_arithmetics, precision.loss_scale, corpus)
+        setup = Setup(
+            case,
+            facts,
+            self._settings.seed,
+            precision.arithmetic(facts),
+            high_arithmetic,
+            layer_arithmetics,
+            precision.loss_scale,
+            self._settings.corpus,
+        )
         return self._calibrations.apply(workloads.get(case.workload), setup)

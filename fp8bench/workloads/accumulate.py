@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, MemoryRole, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, SilentPhases, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ class Accumulate(Workload):
         )
 
     def work(self, params: Scalars) -> Work:
-        elements = int(params["tensors"]) * int(params["width"]) ** 2
-        gradient_bytes = float(GRADIENT_BYTES[str(params["gradients"])] * int(params["micro_batches"]) * elements)
+        tensors, width, micro_batches = read_integers(params, "tensors", "width", "micro_batches")
+        elements = tensors * width**2
+        gradient_bytes = float(GRADIENT_BYTES[str(params["gradients"])] * micro_batches * elements)
         # The gradients, and a buffer that has at least half a byte for each element.
         return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
@@ -128,11 +129,10 @@ class Accumulate(Workload):
     def prepare(self, setup: Setup) -> BufferState:
         import torch
 
-        dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
-        loss_scale = setup.loss_scale
+        dtype = torch.float32 if setup.params["gradients"] == "fp32" else torch.bfloat16
         micro_batches = _draw_micro_batches(setup)
         for index, gradients in enumerate(micro_batches):
-            micro_batches[index] = [(gradient * loss_scale).to(dtype) for gradient in gradients]
+            micro_batches[index] = [(gradient * setup.loss_scale).to(dtype) for gradient in gradients]
         arithmetic = setup.arithmetic
         # Each tensor gets its own arithmetic, because delayed scales differ between tensors.
         if arithmetic.plain:
@@ -171,15 +171,14 @@ class Accumulate(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
-        kind = ("gradients", Role.GRADIENT.value)
-        return compute_statistics((*kind, gradient) for gradient in chain.from_iterable(_draw_micro_batches(setup)))
+        gradients = chain.from_iterable(_draw_micro_batches(setup))
+        return compute_statistics(("gradients", Role.GRADIENT.value, gradient) for gradient in gradients)
 
 
 def _draw_micro_batches(setup: Setup) -> list[list[Tensor]]:
     from fp8bench.numerics import distributions
 
-    case = setup.case
-    width = int(case.param("width"))
+    tensors, width, micro_batches = read_integers(setup.params, "tensors", "width", "micro_batches")
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
-    source = distributions.GradientSource([(width, width)] * int(case.param("tensors")), generator)
-    return [source.draw() for _ in range(int(case.param("micro_batches")))]
+    source = distributions.GradientSource([(width, width)] * tensors, generator)
+    return [source.draw() for _ in range(micro_batches)]

@@ -124,31 +124,25 @@ class Attention(LayerWorkload):
         is_layer = params["part"] == "layer"
         features = (2 if is_training else 1) * (inner + width * is_layer) + (3 if is_training else 1) * width
         weight_bytes = 4.0 * (width * inner + width * width) * (2 if is_training else 1) * is_layer
-        head_score_bytes = (
-            (shared.SCORES_KEPT + shared.SCORES_IN_BACKWARD if is_training else shared.SCORES_FORWARD)
-            * 4.0
-            * rows
-            * int(params["sequence"])
-        )
-        score_bytes = (
-            head_score_bytes * int(params["heads"])
-            if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math"
-            else 0.0
-        )
+        score_bytes = 0.0
+        if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math":
+            copies = shared.SCORES_KEPT + shared.SCORES_IN_BACKWARD if is_training else shared.SCORES_FORWARD
+            score_bytes = copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
         return shared.carrier_bytes(precision) * rows * features + weight_bytes + score_bytes
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
         kernel = str(_KERNEL_AXIS.of(params))
+        has_low_scores = _has_low_scores(params)
         if support.level is Level.REFUSED:
             return support
         # First refuse settings that exclude each other, and only then ask the device.
-        if kernel != "auto" and _has_low_scores(params):
+        if kernel != "auto" and has_low_scores:
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
         if missing := shared.explain_missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
         # The core would have no product in this precision, so its time would mean nothing.
-        if params["part"] == "core" and not _has_low_scores(params) and precision.carried_by:
+        if params["part"] == "core" and not has_low_scores and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
@@ -162,7 +156,7 @@ class Attention(LayerWorkload):
             )
             if support.level is Level.REFUSED:
                 return support
-        if _has_low_scores(params):
+        if has_low_scores:
             return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
 
@@ -186,10 +180,9 @@ class Attention(LayerWorkload):
 
         exact_arithmetic = PlainArithmetic(torch.float64)
         core = HeadwiseCore(FusedCore(_is_causal(setup.params)))
+        exact = _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
-        errors = state.measure_errors(
-            _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core), setup.settles
-        )
+        errors = state.measure_errors(exact, setup.settles)
         with StoredScores() as written:
             state.outcome()
         return {**errors, "scores_bytes": float(written.largest_bytes)}
@@ -218,17 +211,13 @@ def _build_exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: At
     batch, sequence, heads = read_integers(params, "batch", "sequence", "heads")
     key_heads, head_width = read_integers(params, "key_heads", "head_width")
     width = heads * head_width
+    is_core = params["part"] == "core"
     # The core's inputs are queries, keys and values, already split into heads. The layer's inputs are tokens.
-    if params["part"] == "core":
-        shapes: list[tuple[int, ...]] = [
-            (batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)
-        ]
-    else:
-        shapes = [(batch, sequence, width)]
+    shapes: list[tuple[int, ...]] = [(batch, sequence, width)]
+    if is_core:
+        shapes = [(batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)]
 
     def build() -> BareAttention | SelfAttention:
-        if params["part"] == "core":
-            return BareAttention(core)
-        return SelfAttention(width, heads, key_heads, 1.0, choose, core)
+        return BareAttention(core) if is_core else SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
     return make_exercise(setup, build, shapes, carrier, shared.is_training(params), float(params["spread"]))

@@ -10,7 +10,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.protocols import MEMORY_ROLES, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPAN_FACTORS, STRIDED, VALUES, Axis, whole_number
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPAN_FACTORS, STRIDED, VALUES, Axis, read_integers, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ class Cast(Workload):
 
     def prepare(self, setup: Setup) -> CastState:
         source = _make_timed_source(setup)
-        role = Role(str(setup.case.param("role")))
+        role = Role(str(setup.params["role"]))
         # For direction=from, the steps restore codes. Make the codes here, before timing.
-        if setup.case.param("direction") == "to":
+        if setup.params["direction"] == "to":
             cast = _make_cast(setup)
             return CastState(source, _replace_by_copy(lambda: cast(source).data, source), role)
         operand = _make_cast(setup)(source)
@@ -149,7 +149,7 @@ class Cast(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
-        return compute_statistics([("source", str(setup.case.param("role")), _draw_source(setup))])
+        return compute_statistics([("source", str(setup.params["role"]), _draw_source(setup))])
 
 
 def parse_shape(text: str) -> str:
@@ -170,7 +170,7 @@ def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callabl
 
 
 def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
-    role = Role(str(setup.case.param("role")))
+    role = Role(str(setup.params["role"]))
     without_scale = setup.params.get("scaling") == "off"
     cast = setup.arithmetic.cast_without_scale if without_scale else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
@@ -180,7 +180,7 @@ def _make_timed_source(setup: Setup) -> Tensor:
     from fp8bench.numerics.distributions import apply_layout
 
     source = _draw_source(setup)
-    source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
+    source = source * setup.loss_scale if setup.params["role"] == Role.GRADIENT else source
     return apply_layout(source, str(LAYOUT.of(setup.params)))
 
 
@@ -190,11 +190,12 @@ def _draw_source(setup: Setup) -> Tensor:
 
     from fp8bench.numerics import distributions
 
-    case = setup.case
+    params = setup.params
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
-    shape = (int(case.param("rows")), int(case.param("columns")))
+    rows, columns = read_integers(params, "rows", "columns")
+    shape = (rows, columns)
     source = distributions.GradientSource([shape], generator)
-    values = distributions.draw_values(dict(case.params), shape, generator, setup.facts.key)
-    if case.param("role") == Role.GRADIENT:
+    values = distributions.draw_values(params, shape, generator, setup.facts.key)
+    if params["role"] == Role.GRADIENT:
         values.mul_(source.scales[0])
-    return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)
+    return values.to(torch.float32 if params["source"] == "fp32" else torch.bfloat16)

@@ -25,6 +25,8 @@ SUMMING_COLLECTIVES = ("all_reduce", "reduce_scatter")
 FP8_METHODS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
+# The history has one variant of FP8, and default sizes only.
+_HISTORY_AXES = {"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)}
 # Parameters that only matter for collectives that sum in FP8.
 _FP8_PARAMETERS = ("fp8", "scaling")
 # Each rank's part of the vector has a multiple of this number of elements, so that it has whole blocks of scales.
@@ -60,10 +62,9 @@ class Collective(Workload):
     least_ranks = 2
     fused = False
     dtypes = DTYPES
-    # The history has one variant of FP8, and default sizes only.
     history = Grid(
-        cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
-        gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
+        cpu=_HISTORY_AXES,
+        gpu=_HISTORY_AXES,
         dtypes=("fp32", "bf16", "fp8"),
         phases=("cast", "communication"),
         errors=("relative_error", "flushed_percent"),
@@ -113,11 +114,25 @@ class Collective(Workload):
 
     def prepare(self, setup: Setup) -> CollectiveState:
         """Prepares the exchange. Checks with a vector of ones that the ranks sum correctly."""
-        from fp8bench.numerics.collectives import Plain, check_mean_of_ones
+        import torch
+        import torch.distributed as dist
 
-        kind, values, rank, size = _prepare_exchange(setup)
+        from fp8bench.numerics.collectives import InFP8, Plain, check_mean_of_ones
+
+        params = setup.params
+        rank = dist.get_rank()
+        size = dist.get_world_size()
+        collective = str(params["collective"])
+        values = _draw_values(setup, rank)
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+        kind: Plain | InFP8
+        if setup.case.precision in dtypes:
+            kind = Plain(collective, dtypes[setup.case.precision])
+            values = kind.make_payload(values, size)
+        else:
+            kind = InFP8(collective, str(params.get("fp8", "")), str(params.get("scaling", "")))
         check_mean_of_ones(kind, _PART_MULTIPLE * size, rank, size, setup.facts.key)
-        return CollectiveState(kind, kind.make_payload(values, size) if isinstance(kind, Plain) else values, rank, size)
+        return CollectiveState(kind, values, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
         from fp8bench.numerics.collectives import Plain
@@ -130,39 +145,46 @@ class Collective(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
+        import torch.distributed as dist
 
         from fp8bench.numerics.collectives import InFP8, compute_expected, draw_rank_values
 
         # 1. Measure what a cast loses before anything is sent.
         state = self.prepare(setup)
-        lost_shares: list[Any] = [0.0, 0.0]
+        count = state.given.numel()
         if isinstance(state.kind, InFP8):
-            lost_shares = _measure_lost_shares(state)
+            saturated_share, lost_share = _measure_lost_shares(state.kind, state)
         else:
-            new_zeros = (state.given == 0).sum() - (_draw_values(setup, state.rank)[: state.given.numel()] == 0).sum()
-            lost_shares[1] = new_zeros / state.given.numel()
+            saturated_share = 0.0
+            lost_share = ((state.given == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()) / count
         # 2. Compare the result with the exact result. Every rank can compute that, because every rank can draw the
         # values of all ranks.
         self.step(state, SilentPhases())
         assert state.got is not None
-        count = int(setup.case.param("elements"))
-        rank_inputs = [draw_rank_values(setup.seed, rank, count) for rank in range(state.size)]
-        exact = compute_expected(str(setup.case.param("collective")), rank_inputs, state.rank)
+        elements = int(setup.params["elements"])
+        rank_inputs = [draw_rank_values(setup.seed, rank, elements) for rank in range(state.size)]
+        exact = compute_expected(str(setup.params["collective"]), rank_inputs, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
-        # 3. Add up the sums of all ranks. One collective does it, because every rank must call the same number of
-        # collectives.
-        sums = torch.stack(
-            [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *lost_shares)]
-        )
-        return _compute_errors(sums.to(setup.facts.key), state.size)
+        # 3. Add up the sums of all ranks, because each rank has other values. One collective does it, because every
+        # rank must call the same number of collectives.
+        summands = (noise, exact.square().sum(), saturated_share, lost_share)
+        sums = torch.tensor([float(summand) for summand in summands], dtype=torch.float64, device=setup.facts.key)
+        dist.all_reduce(sums)
+        all_noise, signal, saturation, flush = sums.tolist()
+        return {
+            "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / all_noise)) if all_noise > 0 else EXACT_DB,
+            "relative_error": math.sqrt(all_noise / signal) if signal > 0 else 0.0,
+            "saturated_ppm": saturation / state.size * 1e6,
+            "flushed_percent": flush / state.size * 100,
+        }
 
     def transfer(self, setup: Setup) -> Transfer:
         from fp8bench.numerics.collectives import InFP8, bus_factor
         from fp8bench.numerics.rank_programs import SentBytes
 
         state = self.prepare(setup)
-        elements = int(setup.case.param("elements"))
-        bus_ratio = bus_factor(str(setup.case.param("collective")), state.size)
+        elements = int(setup.params["elements"])
+        bus_ratio = bus_factor(str(setup.params["collective"]), state.size)
         logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, InFP8):
             counter = SentBytes(state.size)
@@ -192,69 +214,27 @@ class Collective(Workload):
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
-        if isinstance(kind, Plain):
-            return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, state.size))
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, state.rank, state.size))
-
-
-def _prepare_exchange(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
-    import torch
-    import torch.distributed as dist
-
-    from fp8bench.numerics.collectives import InFP8, Plain
-
-    rank = dist.get_rank()
-    size = dist.get_world_size()
-    params = setup.params
-    precision = setup.case.precision
-    collective = str(params["collective"])
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    values = _draw_values(setup, rank)
-    if precision in dtypes:
-        return Plain(collective, dtypes[precision]), values, rank, size
-    return InFP8(collective, str(params.get("fp8", "")), str(params.get("scaling", ""))), values, rank, size
+        ranks = (state.size,) if isinstance(kind, Plain) else (state.rank, state.size)
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, *ranks))
 
 
 def _draw_values(setup: Setup, rank: int) -> Tensor:
     from fp8bench.numerics.collectives import draw_rank_values
 
-    return draw_rank_values(setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
+    return draw_rank_values(setup.seed, rank, int(setup.params["elements"])).to(setup.facts.key)
 
 
-def _measure_lost_shares(state: CollectiveState) -> list[Any]:
+def _measure_lost_shares(kind: InFP8, state: CollectiveState) -> tuple[Any, Any]:
     """Returns two fractions: codes that are the format's largest value, and values that are sent as zero. With the
     scaling fp8lm_auto they are measured when its factor mu is stable.
     """
     from fp8bench.numerics import collectives
     from fp8bench.numerics.rank_programs import run_on_this_rank
 
-    kind = state.kind
-    source = state.given
-    rank = state.rank
-    size = state.size
-    assert isinstance(kind, collectives.InFP8)
     phase = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        saturated_share = collectives.saturated_share(kind(source, rank, size, phase).codes)
+        saturated_share = collectives.saturated_share(kind(state.given, state.rank, state.size, phase).codes)
     if kind.collective not in SUMMING_COLLECTIVES:
-        return [saturated_share, 0.0]
-    return [
-        saturated_share,
-        run_on_this_rank(collectives.flushed_share(source, kind.scaling, size, kind.auto), None, phase),
-    ]
-
-
-def _compute_errors(sums: Tensor, size: int) -> dict[str, float]:
-    """Computes errors from sums over all ranks. A single rank's sums would not do, because each rank has other
-    values.
-    """
-    import torch.distributed as dist
-
-    dist.all_reduce(sums)
-    noise, signal, saturation, flush = sums.tolist()
-    return {
-        "sqnr_db": min(EXACT_DB, 10 * math.log10(signal / noise)) if noise > 0 else EXACT_DB,
-        "relative_error": math.sqrt(noise / signal) if signal > 0 else 0.0,
-        "saturated_ppm": saturation / size * 1e6,
-        "flushed_percent": flush / size * 100,
-    }
+        return saturated_share, 0.0
+    flushed_share = collectives.flushed_share(state.given, kind.scaling, state.size, kind.auto)
+    return saturated_share, run_on_this_rank(flushed_share, None, phase)

@@ -83,7 +83,8 @@ class Conv(ConvolvedWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         batch, channels, image = read_integers(params, "batch", "channels", "image")
         size_text = f"batch={batch}, channels={channels}, image={image}"
-        support, sides = shared.convolution_support(precision, facts), (WINDOW_WEIGHTS * channels, channels)
+        support = shared.convolution_support(precision, facts)
+        sides = (WINDOW_WEIGHTS * channels, channels)
         return shared.require_fit(
             support, precision, batch * image * image, sides, shared.is_training(params), size_text
         )

@@ -135,7 +135,7 @@ class Data(Workload):
         casts_on_device = _casts_on_device(setup)
         first_batch = next(batches)
         first_operand = Operand(first_batch) if casts_on_device else setup.arithmetic.cast(first_batch, Role.INPUT)
-        decodes_records = setup.case.param("kind") == "reading"
+        decodes_records = setup.params["kind"] == "reading"
         return LoadState(
             batches, setup.arithmetic, DeviceBuffers(first_operand, setup.facts.key), decodes_records, casts_on_device
         )
@@ -162,7 +162,7 @@ class Data(Workload):
         from fp8bench.numerics.norms import relative_frobenius
 
         text, random = _load_records(setup)
-        indices = _draw_indices(random, int(setup.case.param("batch")))
+        indices = _draw_indices(random, int(setup.params["batch"]))
         device = setup.facts.key if _casts_on_device(setup) else "cpu"
         values = _wrap_records(setup, text).read_batch(indices).to(device)
         if setup.arithmetic.settles:
@@ -188,13 +188,13 @@ def _load_records(setup: Setup) -> tuple[Bytes, np.random.Generator]:
     if setup.corpus is None:
         raise ValueError("loading data needs a token file, but there is none")
     random = np.random.default_rng(setup.seed)
-    return draw_text_records(setup.corpus, RECORD_COUNT, int(setup.case.param("record")), random), random
+    return draw_text_records(setup.corpus, RECORD_COUNT, int(setup.params["record"]), random), random
 
 
 def _wrap_records(setup: Setup, text: Bytes) -> Records:
     from fp8bench.nn import batches
 
-    return batches.CompressedRecords(text) if setup.case.param("kind") == "reading" else batches.DecodedRecords(text)
+    return batches.CompressedRecords(text) if setup.params["kind"] == "reading" else batches.DecodedRecords(text)
 
 
 def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
@@ -205,7 +205,7 @@ def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator
 
     from fp8bench.nn.batches import CompressedRecords
 
-    batch = int(setup.case.param("batch"))
+    batch = int(setup.params["batch"])
     if isinstance(records, CompressedRecords):
         keeps_buffers = _BUFFERS_AXIS.of(setup.params) == "kept"
         reused_batch = records.read_batch(np.zeros(batch, np.int64)) if keeps_buffers else None

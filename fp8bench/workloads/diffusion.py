@@ -57,16 +57,15 @@ def _list_products(sizes: DenoiserSizes) -> list[_Product]:
     """Returns all layers with products. The first layer, the last layer and those of the time embedding stay in high
     precision, unless a precision map names them.
     """
-    shapes = [
+    products = []
+    for name, kind, *shape in (
         ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
         ("time.down", "time", sizes.batch, sizes.width, sizes.width),
         *(_iterate_dit_shapes(sizes) if sizes.denoiser == "dit" else _iterate_unet_shapes(sizes)),
-    ]
-    groups = ("output" if name == "last" else "mlp" if ".mlp." in name else "" for name, *_ in shapes)
-    return [
-        _Product(Layer(name, kind, kind in ("time", "ends"), group=group), *shape)
-        for (name, kind, *shape), group in zip(shapes, groups, strict=True)
-    ]
+    ):
+        group = "output" if name == "last" else "mlp" if ".mlp." in name else ""
+        products.append(_Product(Layer(name, kind, kind in ("time", "ends"), group=group), *shape))
+    return products
 
 
 _Shape = tuple[str, str, int, int, int]
@@ -197,16 +196,14 @@ class Diffusion(ConvolvedWorkload):
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         sizes = read_sizes(params)
+        numbers = range(sizes.layers)
+        norms: list[str] = []
         if sizes.denoiser == "dit":
-            norms = []
-            for number in range(sizes.layers):
+            for number in numbers:
                 norms += [f"blocks.{number}.norm_attn", f"blocks.{number}.norm_mlp"]
             return make_surrounding_layers((*norms, "norm"), "embedding", "residual")
         # Each block of a UNet has two norms.
-        down_blocks = [f"down.{number}" for number in range(sizes.layers)]
-        up_blocks = [f"up.{number}" for number in range(sizes.layers)]
-        norms = []
-        for block in (*down_blocks, *up_blocks, "middle.0", "middle.1"):
+        for block in (*map("down.{}".format, numbers), *map("up.{}".format, numbers), "middle.0", "middle.1"):
             norms += [f"{block}.norms.0", f"{block}.norms.1"]
         return make_surrounding_layers((*norms, "attn_norm", "norm"), "residual")
 
@@ -231,11 +228,11 @@ class Diffusion(ConvolvedWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:
-            high_steps = params["high_steps"]
             plan = read_plan(params)
             if plan.first + plan.last == plan.steps:
                 return refused(
-                    f"high_steps={high_steps} leaves no step of {plan.steps} to {precision.mode}: choose fewer of them"
+                    f"high_steps={params['high_steps']} leaves no step of {plan.steps} to {precision.mode}: choose "
+                    "fewer of them"
                 )
         kind_supports = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
         return max(kind_supports, key=lambda support: list(Level).index(support.level))
@@ -251,12 +248,14 @@ class Diffusion(ConvolvedWorkload):
             conv_sizes = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             conv_pass = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
-        products = [product for product in _list_products(sizes) if product.layer.kind == kind]
+        rows = 0  # a number of rows that does not fit, if there is one
         sides: set[int] = set()
-        for product in products:
-            sides |= {product.inputs, product.outputs}
+        for product in _list_products(sizes):
+            if product.layer.kind == kind:
+                sides |= {product.inputs, product.outputs}
+                if product.rows % precision.multiples[0]:
+                    rows = product.rows
         size_text = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
-        rows = next((product.rows for product in products if product.rows % precision.multiples[0]), 0)
         return require_fit(support, precision, rows, sorted(sides), is_training(params), size_text)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:

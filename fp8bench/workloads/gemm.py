@@ -203,7 +203,7 @@ class Gemm(Workload):
         a, b, roles = _draw_operands(setup, arithmetic.carrier)
         if (kept_weight := _store_weight(setup, b)) is not None:
             return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
-        return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
+        return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.params["operands"] == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
         arithmetic = state.arithmetic
@@ -374,7 +374,7 @@ def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], 
     """Returns an arithmetic whose casts and products are separate, and a function that casts both operands of this
     case's product.
     """
-    product = str(setup.case.param("product"))
+    product = str(setup.params["product"])
     arithmetic = setup.arithmetic.separate()
     (role_a, role_b) = PRODUCTS[product]
     cast_a, cast_b = (
@@ -406,7 +406,7 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
     from fp8bench.numerics import distributions
 
     params = setup.params
-    k = int(setup.case.param("k"))
+    k = int(params["k"])
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     a, b = (
         distributions.apply_layout(
@@ -417,4 +417,4 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
         )
         for rows, layout in zip("mn", _read_operand_layouts(params), strict=True)
     )
-    return a, b, PRODUCTS[str(setup.case.param("product"))]
+    return a, b, PRODUCTS[str(params["product"])]

@@ -97,12 +97,9 @@ class Learning(shared.TrainingWorkload):
         not finite, the mean loss counts as infinite.
         """
         case = setup.case
-        facts = setup.facts
         reference = _REFERENCE_OF_BF16 if case.precision == _USUAL_REFERENCE else _USUAL_REFERENCE
-        return {
-            RELATIVE_LOSS: _train_mean_loss(setup)
-            / _train_reference_loss(reference, case.params, facts, setup.seed, setup.corpus)
-        }
+        reference_loss = _train_reference_loss(reference, case.params, setup.facts, setup.seed, setup.corpus)
+        return {RELATIVE_LOSS: _train_mean_loss(setup) / reference_loss}
 
 
 def _make_config(params: Scalars) -> sizes.GPTConfig:

@@ -23,7 +23,7 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
-    from fp8bench.nn.own_model import Given, Outcome, OwnModel
+    from fp8bench.nn.own_model import Given, OwnModel
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
@@ -155,10 +155,13 @@ class Model(Workload):
         """Compares outputs, loss and gradients with those of the unchanged model. Both have the same weights, batch
         and random numbers.
         """
-        from fp8bench.nn.own_model import compute_errors
+        from fp8bench.nn.own_model import OwnModel, compute_errors
 
         # 1. Run the unchanged model twice. How the second run differs is not an error of the precision.
-        untouched, repeat_difference = _run_untouched_twice(setup)
+        untouched, repeated = (
+            OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
+        )
+        repeat_difference = compute_errors(repeated, untouched)
         # 2. Run the converted copy with the same random numbers.
         state = _make_converted_model(setup, draws_alike=True)
         if setup.settles:
@@ -223,18 +226,6 @@ def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
     return OwnModel(_copy_model(setup), setup, _find_native_multiples(setup), converts=_is_converted(setup), **options)
 
 
-def _run_untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
-    """Runs the unchanged model twice. Returns the results of the first run, and how far those of the second differ
-    from them.
-    """
-    from fp8bench.nn import own_model
-
-    first, second = (
-        own_model.OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
-    )
-    return first, own_model.compute_errors(second, first)
-
-
 def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
     """Returns whether the errors cannot be trusted, because two runs of the unchanged model differ too much. That is
     by more than a tenth of an error, and by more than another order of sums explains.
@@ -261,7 +252,7 @@ def _find_native_multiples(setup: Setup) -> tuple[int, int]:
 
 
 def _read_target_name(setup: Setup) -> str:
-    return str(setup.case.param("make"))
+    return str(setup.params["make"])
 
 
 def _copy_model(setup: Setup) -> Given:

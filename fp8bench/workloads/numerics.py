@@ -154,13 +154,13 @@ class Numerics(Workload):
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics
 
-        name = str(setup.case.param("tensor"))
+        name = str(setup.params["tensor"])
         kind = CAPTURED[name].kind if name in CAPTURED else name
         return compute_statistics([(kind, _read_role(setup).value, next(_iterate_unscaled_tensors(setup)))])
 
 
 def _read_role(setup: Setup) -> Role:
-    return Role(str(setup.case.param("role")))
+    return Role(str(setup.params["role"]))
 
 
 def _iterate_tensors(setup: Setup) -> Iterator[Tensor]:
@@ -173,7 +173,7 @@ def _iterate_tensors(setup: Setup) -> Iterator[Tensor]:
 
 def _iterate_unscaled_tensors(setup: Setup) -> Iterator[Tensor]:
     """Yields the case's tensor, then the tensors of earlier steps, without the loss scale."""
-    name = str(setup.case.param("tensor"))
+    name = str(setup.params["tensor"])
     if name in CAPTURED:
         from fp8bench.nn.captured import capture_tensors
 
@@ -187,5 +187,5 @@ def _iterate_unscaled_tensors(setup: Setup) -> Iterator[Tensor]:
     from fp8bench.numerics import distributions
 
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
-    shape = int(setup.case.param("rows")), int(setup.case.param("columns"))
+    shape = int(setup.params["rows"]), int(setup.params["columns"])
     yield from (distributions.DISTRIBUTIONS[name](shape, generator) for _ in range(CAPTURED_STEPS))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from fp8bench.model import DeviceFacts, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn.shared_workloads import storage_support
 from fp8bench.protocols import Grid, Phases, Precision, Role, Setup, SilentPhases, Workload, limit_to_one_thread
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Optimizer(Workload):
         return storage_support(precision, facts, "there are no moments of it")
 
     def prepare(self, setup: Setup) -> OptimizerState:
-        state, source = _draw_initial_state(setup, _choose_storages(setup), setup.case.param("fused") == "yes")
+        state, source = _draw_initial_state(setup, _choose_storages(setup), setup.params["fused"] == "yes")
         state.copy_gradients(source.draw())
         return state
 
@@ -126,11 +126,11 @@ class Optimizer(Workload):
         from fp8bench.numerics.norms import compute_vanished_share, joint_relative_frobenius
 
         # 1. Start twice from the same state, once with fp32 moments and once with stored moments.
-        small_setup = _shrink_setup(setup)
+        params = setup.params
+        params |= {"tensors": 1, "width": min(int(params["width"]), ERROR_WIDTH)}
+        small_setup = replace(setup, case=replace(setup.case, params=tuple(params.items())))
         exact, source = _draw_initial_state(small_setup, _make_exact_storages(), fused=True)
-        state, _ = _draw_initial_state(
-            small_setup, _choose_storages(small_setup), fused=small_setup.case.param("fused") == "yes"
-        )
+        state, _ = _draw_initial_state(small_setup, _choose_storages(setup), params["fused"] == "yes")
         initial_weights = [parameter.clone() for parameter in exact.parameters()]
         # 2. Give both runs the same gradients. Use one thread, because sums must not depend on the machine.
         with limit_to_one_thread():
@@ -164,17 +164,10 @@ class Optimizer(Workload):
         return compute_statistics(rows)
 
 
-def _shrink_setup(setup: Setup) -> Setup:
-    params = setup.params
-    width = min(int(params["width"]), ERROR_WIDTH)
-    small_case = replace(setup.case, params=tuple((params | {"tensors": 1, "width": width}).items()))
-    return replace(setup, case=small_case)
-
-
 def _choose_storages(setup: Setup) -> tuple[Storage, Storage]:
     from fp8bench.nn.moments import storages
 
-    return storages(setup.arithmetic, same=setup.case.param("second_moment") == "same")
+    return storages(setup.arithmetic, same=setup.params["second_moment"] == "same")
 
 
 def _make_exact_storages() -> tuple[Storage, Storage]:
@@ -197,11 +190,9 @@ def _draw_initial_state(
     from fp8bench.nn import moments
     from fp8bench.numerics.distributions import GradientSource, seeded_generator
 
-    case = setup.case
-    shape = (int(case.param("width")), int(case.param("width")))
-    shapes = [shape] * int(case.param("tensors"))
-    source = GradientSource(shapes, seeded_generator(setup.facts.key, setup.seed))
-    weights = [tensor.mul_(shape[1] ** -0.5) for tensor in source.draw_unscaled()]
+    tensors, width = read_integers(setup.params, "tensors", "width")
+    source = GradientSource([(width, width)] * tensors, seeded_generator(setup.facts.key, setup.seed))
+    weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled()]
     # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # has twice as much.
     deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]

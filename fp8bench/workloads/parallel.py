@@ -117,19 +117,16 @@ class Parallel(Workload):
             min_ranks = division.least_ranks
             return refused(f"{division.name} needs {min_ranks} ranks, not {facts.ranks}: add --ranks {min_ranks}")
         # 2. Refuse options of other methods, because they would have no effect.
-        options = {name: str(params[name]) for name in OPTIONS if name in params}
+        options = _read_options(params)
         unknown_options = [
             name
             for name, value in options.items()
             if name not in division.options or (isinstance(params[name], str) and value not in division.options[name])
         ]
         if unknown_options:
-            option_text = (
-                "; ".join(f"{name}: {', '.join(values)}" for name, values in division.options.items()) or "none"
-            )
-            return refused(
-                f"{division.name} has no {unknown_options[0]}={options[unknown_options[0]]}: it takes {option_text}"
-            )
+            name = unknown_options[0]
+            known = "; ".join(f"{option}: {', '.join(values)}" for option, values in division.options.items())
+            return refused(f"{division.name} has no {name}={options[name]}: it takes {known or 'none'}")
         # 3. Refuse layers that cannot be divided, and sizes that cannot be divided equally.
         if precision.whole_layers:
             return refused(
@@ -155,16 +152,13 @@ class Parallel(Workload):
 
         from fp8bench.nn.parallel import step
 
-        state = self._make_state(setup, dist.group.WORLD, plain=True)
-        differences = step.compare_with_one_rank(
-            state, self._make_single_rank_state(setup, plain=True), _COMPARED_STEPS
-        )
-        modes = (setup.case.precision, *(name for _, name in setup.case.precision_map))
         params = setup.params
-        difference_limits = step.find_limits(
-            map(precisions.get, modes), str(params.get("wire", "")), str(params.get("load", ""))
-        )
-        if excess := difference_limits.describe_excess(differences):
+        state = self._make_state(setup, dist.group.WORLD, plain=True)
+        single_rank_state = self._make_single_rank_state(setup, plain=True)
+        differences = step.compare_with_one_rank(state, single_rank_state, _COMPARED_STEPS)
+        modes = map(precisions.get, (setup.case.precision, *dict(setup.case.precision_map).values()))
+        limits = step.find_limits(modes, str(params.get("wire", "")), str(params.get("load", "")))
+        if excess := limits.describe_excess(differences):
             raise step.RanksDisagree(
                 f"{_COMPARED_STEPS} steps change weights differently from one rank alone: {excess}"
             )
@@ -185,23 +179,21 @@ class Parallel(Workload):
             communicating_state.train_step(SilentPhases())
         with StepWire(dist.get_rank()) as wire:
             communicating_state.train_step(SilentPhases())
-        single_rank_steps = (
-            bind_step(self._make_single_rank_state(setup)),
-            bind_step(self._make_single_rank_state(setup, parts=size)),
-        )
+        whole_step = bind_step(self._make_single_rank_state(setup))
+        share_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
             bind_step(self._make_state(setup, make_silent_group())),
             wire.repeat_exchanges,
             bind_step(communicating_state),
             wire.list_sent(dist.get_rank()),
-            single_rank_steps,
+            (whole_step, share_step),
         )
 
     def _make_state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
         from fp8bench.nn.parallel.step import make_parallel_state
 
         assert group is not None
-        model = WAYS[str(setup.case.param("way"))].divide(self._make_job(setup, group))
+        model = WAYS[str(setup.params["way"])].divide(self._make_job(setup, group))
         return make_parallel_state(model, _make_loader(setup), setup.facts, plain)
 
     def _make_single_rank_state(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
@@ -216,16 +208,14 @@ class Parallel(Workload):
 
     def _make_job(self, setup: Setup, group: ProcessGroup) -> Job:
         params = setup.params
-        options = {name: str(params[name]) for name in OPTIONS if name in params}
-        is_emulated = precisions.get(setup.case.precision).support(setup.facts).is_emulated
         return Job(
             lambda: self._make_model(setup),
             _make_config(params),
-            int(setup.case.param("batch")),
+            int(params["batch"]),
             setup.facts,
-            is_emulated,
+            precisions.get(setup.case.precision).support(setup.facts).is_emulated,
             setup.loss_scale,
-            options,
+            _read_options(params),
             group,
         )
 
@@ -238,6 +228,10 @@ class Parallel(Workload):
 
             set_load(model, str(params["load"]), int(params["batch"]) * config.sequence, setup.seed)
         return model
+
+
+def _read_options(params: Scalars) -> dict[str, str]:
+    return {name: str(params[name]) for name in OPTIONS if name in params}
 
 
 def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
@@ -279,4 +273,4 @@ def _make_config(params: Scalars) -> sizes.GPTConfig:
 def _make_loader(setup: Setup, parts: int = 1) -> TokenLoader:
     from fp8bench.nn.batches import make_loader
 
-    return make_loader(setup, max(1, int(setup.case.param("batch")) // parts), _make_config(setup.params))
+    return make_loader(setup, max(1, int(setup.params["batch"]) // parts), _make_config(setup.params))

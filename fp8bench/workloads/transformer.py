@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
@@ -129,24 +130,22 @@ class Transformer(shared.TrainingWorkload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         has_four_models = _read_choice(params, "models") == "rlhf"
         if not has_four_models and _read_choice(params, "frozen") != DEFAULT_CHOICES["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
         if has_four_models and (_read_choice(params, "compile"), _read_choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         usual_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
-        return (
-            tuple(
-                (name, usual_sizes[name] if name in usual_sizes and value == "auto" else value)
-                for name, value in params.items()
-            ),
-        )
+        sized_params = {
+            name: usual_sizes.get(name, value) if value == "auto" else value for name, value in params.items()
+        }
+        return (tuple(sized_params.items()),)
 
     def work(self, params: Scalars) -> Work:
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         # In fp32: the weights, two moments, the gradients, and the logits of one micro-batch.
         least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compile_seconds = COMPILE_SECONDS if _is_compiled(params) else 0.0
@@ -163,7 +162,7 @@ class Transformer(shared.TrainingWorkload):
         them to memory. With checkpointing the activations are the inputs of all blocks and the activations of one
         block.
         """
-        config = SIZES[str(params["size"])]
+        config = _read_config(params)
         length, batch = read_integers(params, "sequence", "batch")
         value_bytes = shared.carrier_bytes(precision)
         key_value_width = 2 * config.key_heads * config.head_width
@@ -181,7 +180,7 @@ class Transformer(shared.TrainingWorkload):
         tokens = batch * length
         state_bytes = 16.0 * config.weights
         if _read_choice(params, "models") == "rlhf":
-            state_bytes += state_bytes + _count_frozen_bytes(params)
+            state_bytes = 2 * state_bytes + _count_frozen_bytes(params)
         return (
             state_bytes
             + tokens * (value_bytes * (block_values + 5 * config.width) + 12.0 * config.vocabulary)
@@ -190,7 +189,7 @@ class Transformer(shared.TrainingWorkload):
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = self._check_product_support(params, precision, facts)
-        has_grouped_heads = SIZES[str(params["size"])].has_grouped_heads
+        has_grouped_heads = _read_config(params).has_grouped_heads
         reason = shared.explain_missing_kernel(_read_choice(params, "attention"), has_grouped_heads, precision, facts)
         if support.level is not Level.REFUSED and reason:
             return refused(reason)
@@ -213,10 +212,10 @@ class Transformer(shared.TrainingWorkload):
         return "scales cannot be renewed in a compiled graph: choose compile=no, or static scales without renewal"
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_layers(SIZES[str(params["size"])].layers)
+        return gpt_layers(_read_config(params).layers)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return gpt_around(SIZES[str(params["size"])].layers)
+        return gpt_around(_read_config(params).layers)
 
     def _make_case_model(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
@@ -225,7 +224,7 @@ class Transformer(shared.TrainingWorkload):
         recomputes = _read_choice(setup.params, "checkpointing") == "blocks"
         model = _build_model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
         if precisions.get(setup.case.precision).unit_scaled:
-            scale_to_unit(model, int(setup.case.param("sequence")))
+            scale_to_unit(model, int(setup.params["sequence"]))
         set_around(model, setup.around(self.around(setup.params)))
         return model
 
@@ -238,16 +237,11 @@ class Transformer(shared.TrainingWorkload):
                 "or a precision that casts from the tensor alone, like fp8"
             )
         # 2. Check what the layers of a backend accept, and what they compute themselves.
-        casts_every_micro_batch = (
-            precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
-        )
-        if (
-            casts_every_micro_batch
-            and support.level is not Level.REFUSED
-            and _read_choice(params, "weights") == "cached"
-        ):
+        backend = precision.backend if precision.whole_layers else None
+        recasts = backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
+        if recasts and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        is_unlike_gpt2 = SIZES[str(params["size"])].modern or _read_choice(params, "attention") != "auto"
+        is_unlike_gpt2 = _read_config(params).modern or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
@@ -255,10 +249,9 @@ class Transformer(shared.TrainingWorkload):
         # 3. Check that sizes are multiples of what native products need. The number of tokens is one of these sizes.
         multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if support.is_native and _is_compiled(params):
-            reason = shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)
-            if reason:
-                return refused(reason)
+        is_compiled = support.is_native and _is_compiled(params)
+        if is_compiled and (reason := shared.explain_uncompilable(precision, _read_config(params), tokens)):
+            return refused(reason)
         if support.is_native and tokens % multiple:
             return refused(
                 f"native {precision.name} contracts weight gradients over the tokens, in multiples of {multiple}; "
@@ -275,14 +268,14 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.nn import rlhf
         from fp8bench.nn.gpt import GPT
 
-        micro_batches = int(setup.case.param("micro_batches"))
+        micro_batches = int(setup.params["micro_batches"])
         frozen_format = _read_choice(setup.params, "frozen")
         loader = rlhf.SharedBatches(_make_loader(setup), micro_batches)
         actor = self._make_training_state(setup, loader)
         critic = self._make_training_state(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
         frozen_pair = rlhf.make_frozen_models(
-            actor.model, _make_config(setup), int(setup.case.param("batch")), frozen_format, setup.seed
+            actor.model, _make_config(setup), int(setup.params["batch"]), frozen_format, setup.seed
         )
         return rlhf.FourModels(actor, critic, frozen_pair, loader, micro_batches, {})
 
@@ -377,13 +370,9 @@ class Transformer(shared.TrainingWorkload):
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
         model = _build_model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
         model(*_make_loader(setup).next(), SilentPhases()).backward()
-        roles = list(Role)
-        return tuple(
-            sorted(
-                ledger.statistics(),
-                key=lambda statistic: (self.layer_kinds.index(statistic.kind), roles.index(Role(statistic.role))),
-            )
-        )
+        order = list(product(self.layer_kinds, Role))
+        statistics = ledger.statistics()
+        return tuple(sorted(statistics, key=lambda statistic: order.index((statistic.kind, Role(statistic.role)))))
 
 
 def _read_choice(params: Scalars, name: str) -> str:
@@ -396,11 +385,15 @@ def _is_compiled(params: Scalars) -> bool:
 
 def _count_frozen_bytes(params: Scalars) -> float:
     """Returns a lower bound of the bytes that the two untrained models of RLHF need, without scales."""
-    return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
+    return 2.0 * _read_config(params).weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
+
+
+def _read_config(params: Scalars) -> GPTConfig:
+    return SIZES[str(params["size"])]
 
 
 def _make_config(setup: Setup) -> GPTConfig:
-    return replace(SIZES[str(setup.case.param("size"))], sequence=int(setup.case.param("sequence")))
+    return replace(_read_config(setup.params), sequence=int(setup.params["sequence"]))
 
 
 def _build_model(
@@ -411,10 +404,11 @@ def _build_model(
     from fp8bench.nn.training_step import seed_weights
     from fp8bench.nn.whole_layers import wrap_model_forward
 
+    config = _make_config(setup)
     with seed_weights(setup):
-        model = GPT(_make_config(setup), choose, carrier, checkpointing, core)
-    if _read_choice(setup.params, "cut") == "block" and not _make_config(setup).modern:
-        fuse_blocks(model, _make_config(setup).heads)
+        model = GPT(config, choose, carrier, checkpointing, core)
+    if _read_choice(setup.params, "cut") == "block" and not config.modern:
+        fuse_blocks(model, config.heads)
     wrap_model_forward(model)
     return model
 
@@ -446,14 +440,14 @@ def _compile_forward(setup: Setup, model: GPT) -> Forward:
 def _make_loader(setup: Setup) -> TokenLoader:
     from fp8bench.nn.batches import make_loader
 
-    return make_loader(setup, int(setup.case.param("batch")), _make_config(setup))
+    return make_loader(setup, int(setup.params["batch"]), _make_config(setup))
 
 
 def _compute_gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Returns the mean loss and the summed gradients of the micro-batches of one step."""
     model.zero_grad()
     loader = _make_loader(setup)
-    micro_batches = int(setup.case.param("micro_batches"))
+    micro_batches = int(setup.params["micro_batches"])
     total_loss = 0.0
     with _make_weight_cast(setup, model)(SilentPhases()):
         for _ in range(micro_batches):

@@ -84,7 +84,6 @@ class Vision(shared.TrainingWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model = str(params["model"])
-        layout = params["layout"]
         model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS[model]}
         # Refuse sizes that would fail inside a layer, in a message about what to change.
         if int(params["width"]) % 16:
@@ -95,21 +94,17 @@ class Vision(shared.TrainingWorkload):
             raise UsageError(
                 f"image={model_params['image']} is not a multiple of patch={model_params['patch']}. Choose others."
             )
-        if (
-            model == "resnet"
-            and shared.is_training(model_params)
-            and int(model_params["batch"]) * read_sizes(model_params).stage_side == 1
-        ):
+        values_per_channel = int(model_params["batch"]) * read_sizes(model_params).stage_side
+        if model == "resnet" and shared.is_training(model_params) and values_per_channel == 1:
             raise UsageError(
                 f"batch=1 with image={model_params['image']} leaves one value per channel, too few for a batch norm: "
                 "choose a larger batch or image."
             )
-        # With layout=auto a resnet runs in both layouts. Other models cut patches from channels_last images.
-        auto_layouts = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
-        return tuple(
-            tuple({**model_params, "layout": chosen}.items())
-            for chosen in (auto_layouts if layout == "auto" else (layout,))
-        )
+        layouts = [params["layout"]]
+        if layouts == ["auto"]:
+            # A resnet runs in both layouts. Other models cut patches from channels_last images.
+            layouts = ["contiguous", "channels_last"] if model == "resnet" else ["channels_last"]
+        return tuple(tuple({**model_params, "layout": layout}.items()) for layout in layouts)
 
     def work(self, params: Scalars) -> Work:
         """Counts the FLOPs of a step. In training, the first layer has two products and all others three, because
@@ -118,12 +113,14 @@ class Vision(shared.TrainingWorkload):
         sizes = read_sizes(params)
         batch = int(params["batch"])
         is_training = shared.is_training(params)
-        flops = (3 if is_training else 1) * sizes.attention_flops() + sum(
-            2.0 * rows * weights * ((2 if kind == "stem" else 3) if is_training else 1)
-            for kind, rows, weights in sizes.products()
-        )
-        weights = sum(weights for _, _, weights in sizes.products())
-        least_bytes = 4.0 * weights * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
+        product_flops = 0.0
+        weight_count = 0
+        for kind, rows, weights in sizes.products():
+            factor = 1 if not is_training else 2 if kind == "stem" else 3
+            product_flops += 2.0 * rows * weights * factor
+            weight_count += weights
+        flops = (3 if is_training else 1) * sizes.attention_flops() + product_flops
+        least_bytes = 4.0 * weight_count * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
         return Work(batch * flops, tokens, least_memory=least_bytes)
 

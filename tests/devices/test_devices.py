@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name, read_last_cache
-from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, pci_address
+from fp8bench.devices.cpu import Cpu, ProfilerMeter, read_last_cache, read_processor_name
+from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, format_pci_address
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Event, LiveAddresses, MemoryChange, PhaseStart
 from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, find_record_method
@@ -72,15 +72,6 @@ def test_events_are_recorded_without_the_python_method_around_it() -> None:
     assert find_record_method(Wrapped) is vars(FakeEvent)["record"] is find_record_method(FakeEvent)
 
 
-def test_the_processor_is_one_device_with_plain_facts() -> None:
-    (facts,) = Cpu().available()
-    assert (facts.kind, facts.index, facts.key, facts.accelerated) == ("cpu", 0, "cpu", False)
-    assert facts.name and facts.arch
-    assert facts.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert type(facts.torch) is str and facts.torch == torch.__version__
-    assert (facts.capability, facts.cuda, facts.hip) == (None, None, None)
-
-
 def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(path: str) -> None:
         raise FileNotFoundError(path)
@@ -88,7 +79,7 @@ def test_a_machine_without_proc_still_has_a_processor(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_module, "Path", missing)
     monkeypatch.setattr(cpu_module.platform, "processor", lambda: "")
     monkeypatch.setattr(cpu_module.platform, "machine", lambda: "")
-    assert processor_name() == "unknown processor"
+    assert read_processor_name() == "unknown processor"
 
 
 def test_a_step_that_is_not_captured_has_torchs_message() -> None:
@@ -129,15 +120,6 @@ def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> Non
     assert read_last_cache(tmp_path / "none") == (0, 0)
 
 
-def test_host_stamps_are_whole_nanoseconds_that_never_go_back() -> None:
-    now = HostStamper().source()
-    stamps = [now() for _ in range(100)]
-    intervals = HostStamper().intervals_ns(stamps)
-    assert all(type(one) is int and one >= 0 for one in intervals)
-    assert sum(intervals) == stamps[-1] - stamps[0]
-    assert HostStamper().intervals_ns([5]) == HostStamper().intervals_ns([]) == []
-
-
 def test_event_intervals_are_nanoseconds_between_neighbours(stamper: EventStamper) -> None:
     now = stamper.source()
     assert stamper.intervals_ns([now(), now(), now()]) == [250_000, 250_000]
@@ -172,11 +154,6 @@ def test_events_are_used_again_once_recycled(stamper: EventStamper) -> None:
     now()
     assert FakeEvent.made == 6
     assert stamper.intervals_ns(third) == [250_000] * 4
-
-
-def test_without_cuda_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert Cuda().available() == ()
 
 
 @pytest.mark.parametrize(("hip", "arch"), [(None, None), ("7.0.1", "gfx942:sramecc+:xnack-")], ids=["nvidia", "amd"])
@@ -219,19 +196,7 @@ def test_a_gpu_has_torchs_uuid_and_pci_address(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
     assert [(one.uuid, one.pci) for one in Cuda().available()] == [("aaaa2222-0000", "00000000:4C:00")]
-    assert pci_address(SimpleNamespace(pci_bus_id=3)) == ""
-
-
-def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Events go to the current device's stream, so the second GPU must be current."""
-    asked: list[tuple[str, int]] = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: asked.append(("select", index)))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: asked.append(("wait", index)))
-    Cuda().select(1)
-    Cuda().synchronise(1)
-    Cpu().select(0)
-    Cpu().synchronise(0)
-    assert asked == [("select", 1), ("wait", 1)]
+    assert format_pci_address(SimpleNamespace(pci_bus_id=3)) == ""
 
 
 @for_each(
@@ -241,7 +206,6 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
         (Cuda(), RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (Cuda(), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
         (Cuda(), RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
-        (Cuda(), RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"), True),
         (Cuda(), torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'", 2), True),
         (
             Cuda(),
@@ -260,7 +224,6 @@ def test_a_gpu_is_selected_and_waited_for_by_its_own_index(monkeypatch: pytest.M
         (Cpu(), torch.cuda.OutOfMemoryError("CUDA out of memory."), False),
         (Cpu(), RuntimeError("std::bad_alloc"), True),
         (Cpu(), RuntimeError("shapes do not match"), False),
-        (Cpu(), ValueError("no"), False),
     ],
 )
 def test_each_device_knows_its_own_exhausted_memory(device: Cpu | Cuda, error: Exception, exhausted: bool) -> None:
@@ -330,71 +293,6 @@ def peak_of(meter: MemoryMeter) -> int | None:
     return None if course is None else course.peak
 
 
-@for_each(
-    ("count", "dtype", "size"),
-    [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
-)
-def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch.dtype, size: int) -> None:
-    meter = ProfilerMeter("cpu")
-    meter.start()
-    kept = torch.empty(count, dtype=dtype)
-    meter.mark()
-    assert peak_of(meter) == size == kept.nbytes
-
-
-def test_the_peak_counts_memory_that_was_freed() -> None:
-    meter = ProfilerMeter("cpu")
-    meter.start()
-    kept = [torch.empty(1000)]
-    del kept[0], (gone := [torch.empty(1 << 20)])[0]
-    kept.append(torch.empty(500))
-    meter.mark()
-    kept.append(torch.empty(250))
-    del (passing := [torch.empty(5000)])[0]
-    kept.append(torch.empty(125))
-    assert peak_of(meter) == 4 * (500 + 250 + 5000) and not gone and not passing
-
-
-def test_memory_from_before_does_not_count() -> None:
-    before = [torch.empty(10_000), torch.empty(20_000)]
-    meter = ProfilerMeter("cpu")
-    meter.start()
-    kept = torch.empty(100)
-    del before[0]
-    meter.mark()
-    del before[0]
-    more = torch.empty(50)
-    assert peak_of(meter) == kept.nbytes + more.nbytes
-
-
-def test_what_operations_and_backward_allocate_counts() -> None:
-    side, meter = 64, ProfilerMeter("cpu")
-    peaks = []
-    for backward in (False, True):
-        meter.start()
-        x, w = torch.empty(side, side), torch.empty(side, side, requires_grad=backward)
-        meter.mark()
-        product = torch.mm(x, w)
-        if backward:
-            product.backward(torch.empty(side, side))
-        else:
-            product.relu()
-        peaks.append(peak_of(meter))
-        del x, w, product
-    assert peaks == [4 * 4 * side * side, 5 * 4 * side * side]
-
-
-def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    meter = ProfilerMeter("cpu")
-    cache = []
-    for _ in range(3):
-        meter.start()
-        cache[:] = [torch.empty(10_000)]
-        meter.mark()
-        kept = torch.empty(10)
-        assert peak_of(meter) == cache[0].nbytes + kept.nbytes
-
-
 def test_a_meter_without_a_mark_has_no_answer() -> None:
     meter = ProfilerMeter("cpu")
     assert meter.stop() is None
@@ -446,7 +344,8 @@ class FakeAllocator:
         self.waiting += 1
         self.held += size
         self.reserved = max(self.reserved, -(-self.held // BLOCK) * BLOCK)
-        self.peak, self.peak_reserved = max(self.peak, self.held), max(self.peak_reserved, self.reserved)
+        self.peak = max(self.peak, self.held)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def product(self) -> None:
         if not self.workspace:
@@ -468,7 +367,8 @@ class FakeAllocator:
 
     def reset(self, index: int) -> None:
         assert index == self.index
-        self.peak, self.peak_reserved = self.held, self.reserved
+        self.peak = self.held
+        self.peak_reserved = self.reserved
 
 
 # Bytes per request of the fake allocator to its driver.

@@ -10,15 +10,14 @@ import pytest
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
-from fp8bench.jobs.doctor import examine, listing, precision_names_by_rank
+from fp8bench.jobs.doctor import examine, list_precisions_by_rank, listing
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Level, Request
+from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import backends, precisions
 from fp8bench.store.runs.listing import run_files
-from tests.counts import for_each
 from tests.facts import CPU
 
 H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0", arch="sm_90")
@@ -28,17 +27,6 @@ H200 = DeviceFacts("cuda", 0, "NVIDIA H200", 140 << 30, "2.13.0", (9, 0), "13.0"
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the worker by one in this process."""
     monkeypatch.setattr(doctor, "ProcessWorker", LocalWorker)
-
-
-def test_every_native_precision_has_a_line_and_emulated_ones_share_theirs() -> None:
-    lines = list(examine(False))
-    (emulated,) = [line for line in lines if line.startswith("  emulated ")]
-    for name in precisions.names():
-        support = precisions.get(name).support(CPU)
-        if support.level is Level.NATIVE:
-            assert any(line.split()[:2] == [name, "native"] and support.reason in line for line in lines)
-        else:
-            assert name in emulated.partition(":")[0].replace(",", "").split()
 
 
 def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +44,8 @@ def test_whether_quantisers_compile_is_tried_on_every_device(monkeypatch: pytest
     monkeypatch.delenv("FP8BENCH_QUANTISERS")
     monkeypatch.setattr(LocalWorker, "ask", ask)
     words = "cpu: a quantiser compiles in 1.2 s; cuda:0: compiling ended the worker: it crashed"
-    assert doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 300.0) == words
-    shown = doctor.compiler_state(LocalWorker(Settings()), (CPU, H200), 4.0)
+    assert doctor.describe_compiler(LocalWorker(Settings()), (CPU, H200), 300.0) == words
+    shown = doctor.describe_compiler(LocalWorker(Settings()), (CPU, H200), 4.0)
     assert "cuda:0: kernels are probably not compiled yet (no answer in 4 s). The first run compiles" in shown
 
 
@@ -86,15 +74,6 @@ def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
     assert not any("compiler" in line and "cuda:0" in line for line in lines)
 
 
-@for_each("devices", [(CPU,), (CPU, H200)], ids=["processor", "gpu"])
-def test_every_device_says_where_its_energy_comes_from(
-    devices: tuple[DeviceFacts, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(LocalWorker, "probe", lambda self: devices)
-    energies = [line for line in examine(False) if line.startswith("  energy    ")]
-    assert len(energies) == len(devices)
-
-
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
     assert list(listing("devices", ())) == [
@@ -118,7 +97,8 @@ def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     short = list(listing("precisions", ()))
     names = [line.split()[0] for line in short[:-1] if not line.startswith("  ")]
-    assert names == precision_names_by_rank() and all(len(line) <= 80 for line in short)
+    assert names == [precision.name for precision in list_precisions_by_rank()]
+    assert all(len(line) <= 80 for line in short)
     assert " ".join(precisions.get("fp8").summary.split()) in " ".join(" ".join(short).split()), "no summary is cut"
     assert "list precisions NAME" in short[-1]
     text = "\n".join(line for name in precisions.names() for line in listing("precisions", (), name))
@@ -135,7 +115,7 @@ def test_a_backend_that_is_installed_and_does_not_import_says_why(monkeypatch: p
     facts = replace(CPU, packages=(("torchao", "0.18.0"),))
     with LocalWorker(Settings()) as worker:
         monkeypatch.setattr(type(backends.get("torchao")), "imported", _broken)
-        (line,) = (line for line in doctor.backend_lines(worker, facts) if line.startswith("torchao "))
+        (line,) = (line for line in doctor.describe_backends(worker, facts) if line.startswith("torchao "))
     assert line.endswith("torchao is installed and cannot be imported (OSError: libcudart.so.13)")
 
 

@@ -24,7 +24,9 @@ class Tied(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.second = nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.first = nn.Linear(16, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 16)
         self.second.weight = self.first.weight
         self.second.bias.requires_grad_(False)
         self.norm.eval()

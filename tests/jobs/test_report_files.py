@@ -69,15 +69,6 @@ def test_a_page_is_shown_in_the_browser(
     assert err == ("" if there else f"fp8bench: no browser could be opened. The report is at {addresses[0]}\n")
 
 
-def test_a_page_of_two_runs_begins_with_their_comparison(store: Path) -> None:
-    """The earlier run is A, whichever is named first."""
-    first, second = kept(store, 1), kept(store, 2)
-    text = write_report([second, first], store).read_text()
-    (heading,) = re.findall(r"<h2[^>]*><bdi>(.*?)</bdi>", text)[:1]
-    assert heading == "B against A" and "figures: " in text.partition("Verdict</bdi>")[0]
-    assert re.search(r"<dt>A</dt><dd>2026-01-01 .*<dt>B</dt><dd>2026-01-02 ", text, re.DOTALL)
-
-
 def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:
     run = kept(store)
     runs = [replace(run, id=f"{number:08x}") for number in range(40)]
@@ -85,7 +76,8 @@ def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:
 
 
 def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = kept(store, 1), kept(store, 2)
+    first = kept(store, 1)
+    second = kept(store, 2)
     assert main(["report", first.id]) == 0
     page = Path(capsys.readouterr().out.strip())
     assert page.read_text() == write_report([first], store).read_text()

@@ -12,7 +12,7 @@ from fp8bench.analysis.verdicts import step_seconds_of_calls
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.jobs import topology
-from fp8bench.jobs.topology import count_links, link_rate, measured_bandwidth, topology_lines
+from fp8bench.jobs.topology import count_links, find_measured_bandwidth, sum_link_rates, write_topology
 from fp8bench.model import Case, Ceilings, Limit, Rate, Record, Run, Status
 from fp8bench.model.ranks import Transfer
 from tests.runs import NATIVE, run_of, samples
@@ -63,7 +63,7 @@ def ports(tmp_path: Path) -> Path:
 def test_a_file_that_a_plan_takes(driver: Path, ports: Path, tmp_path: Path) -> None:
     """18 links of 26.562 GB/s signalling rate are the 450 GB/s of an H200's datasheet."""
     file = tmp_path / "node.yaml"
-    said = "\n".join(topology_lines(file, tmp_path / "store", ports))
+    said = "\n".join(write_topology(file, tmp_path / "store", ports))
     node = read_topology(file)
     assert (node.node, node.memory) == (3, 143771 << 20)
     assert node.inside == pytest.approx(450e9, rel=1e-4) and node.between == pytest.approx(2 * 400e9 / 8 / 3)
@@ -103,19 +103,19 @@ def test_a_measured_bandwidth_comes_first(
     """The newest all-reduce of all GPUs; not of fewer, on a CPU, or of another collective."""
     others = [collective(9e9, gpus=2), collective(8e9, device="cpu"), collective(7e9, way="all_gather")]
     stored(*others, collective(361e9), collective(1e9))
-    bandwidth = measured_bandwidth(tmp_path, 3)
+    bandwidth = find_measured_bandwidth(tmp_path, 3)
     assert (
         bandwidth is not None
         and bandwidth[0] == pytest.approx(361e9, rel=0.02)
         and bandwidth[1].startswith("run-3.61e+11-3")
     )
     file = tmp_path / "node.yaml"
-    said = "\n".join(topology_lines(file, tmp_path / "store", ports))
+    said = "\n".join(write_topology(file, tmp_path / "store", ports))
     assert (
         read_topology(file).inside == pytest.approx(bandwidth[0], rel=1e-4) and "measured in run run-3.61e+11" in said
     )
     stored(*others)
-    assert measured_bandwidth(tmp_path, 3) is None
+    assert find_measured_bandwidth(tmp_path, 3) is None
 
 
 def test_measured_ceilings_take_the_place_of_datasheets(
@@ -125,14 +125,14 @@ def test_measured_ceilings_take_the_place_of_datasheets(
     known = [Ceilings(rates, "2026-01-01", device="NVIDIA H200"), Ceilings((), "2026-01-02", device="NVIDIA L4")]
     monkeypatch.setattr(topology, "load_ceilings_history", lambda _: known)
     file = tmp_path / "node.yaml"
-    list(topology_lines(file, tmp_path / "store", ports))
+    list(write_topology(file, tmp_path / "store", ports))
     assert read_topology(file).bf16 == pytest.approx(rates[0].value, rel=1e-5) and read_topology(file).fp8 == 1979e12
 
 
 def test_what_nobody_says_is_left_to_the_reader(driver: Path, tmp_path: Path) -> None:
     """Without ports the rate between nodes is a comment, and a plan asks for it."""
     file = tmp_path / "node.yaml"
-    *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
+    *_, last = write_topology(file, tmp_path / "store", tmp_path / "nothing")
     assert last.endswith("add between, which are unknown here")
     with pytest.raises(UsageError, match="between is missing"):
         read_topology(file)
@@ -141,7 +141,7 @@ def test_what_nobody_says_is_left_to_the_reader(driver: Path, tmp_path: Path) ->
 def test_without_nvlink_pcie_counts(driver: Path, ports: Path, tmp_path: Path) -> None:
     (driver / "topo").write_text(TOPOLOGY.replace("NV18", "PHB"))
     file = tmp_path / "node.yaml"
-    list(topology_lines(file, tmp_path / "store", ports))
+    list(write_topology(file, tmp_path / "store", ports))
     assert read_topology(file).inside == pytest.approx(63e9, rel=0.01)  # generation 5, 16 lanes
 
 
@@ -154,7 +154,7 @@ def test_links_that_are_down_do_not_count() -> None:
         "\t Link 0: 50 GB/s",
         "\t Link 1: <inactive>",
     ]
-    assert link_rate(status) == 50 and link_rate([]) == 0
+    assert sum_link_rates(status) == 50 and sum_link_rates([]) == 0
     assert count_links(TOPOLOGY.splitlines()) == {"NV18": 3}
     assert count_links(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
 
@@ -171,7 +171,7 @@ def test_links_that_are_down_do_not_count() -> None:
 def test_what_is_refused(name: str, text: str | None, why: str, driver: Path, tmp_path: Path) -> None:
     (driver / name).unlink() if text is None else (driver / name).write_text(text)
     with pytest.raises(UsageError, match=why):
-        list(topology_lines(tmp_path / "node.yaml", tmp_path / "store", tmp_path))
+        list(write_topology(tmp_path / "node.yaml", tmp_path / "store", tmp_path))
     assert not (tmp_path / "node.yaml").exists()
 
 
@@ -179,21 +179,21 @@ def test_what_a_driver_does_not_know(driver: Path, tmp_path: Path) -> None:
     (driver / "--query-gpu").write_text("NVIDIA Unheard, [N/A], [N/A], [N/A]\n")
     (driver / "topo").write_text("GPU0\nGPU0\t X \n")
     file = tmp_path / "node.yaml"
-    *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
+    *_, last = write_topology(file, tmp_path / "store", tmp_path / "nothing")
     assert last.endswith("add memory, inside, between, bf16, fp8, which are unknown here")
     with pytest.raises(UsageError, match="cannot be written"):
-        list(topology_lines(tmp_path / "no" / "node.yaml", tmp_path / "store", tmp_path / "nothing"))
+        list(write_topology(tmp_path / "no" / "node.yaml", tmp_path / "store", tmp_path / "nothing"))
 
 
 def test_no_file_is_written_over(driver: Path, tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("mine")
     with pytest.raises(UsageError, match="exists already"):
-        list(topology_lines(file, tmp_path / "store", tmp_path))
+        list(write_topology(file, tmp_path / "store", tmp_path))
     assert file.read_text() == "mine"
 
 
 def test_without_a_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="nvidia-smi gave no answer"):
-        list(topology_lines(tmp_path / "node.yaml", tmp_path / "store", tmp_path))
+        list(write_topology(tmp_path / "node.yaml", tmp_path / "store", tmp_path))

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.model import Plan, Request
 from fp8bench.model.run import Cell
-from fp8bench.plan.cells import list_cells, make_cell, restrict_to_cell, short_device_name
+from fp8bench.plan.cells import list_cells, make_cell, restrict_to_cell, shorten_device_name
 from fp8bench.plan.make import make_plan
 from tests.facts import CPU, H200
 
@@ -35,7 +35,7 @@ def test_a_cell_names_its_device() -> None:
     assert {(cell.kind, cell.gpus) for cell in cells} == {("cpu", 0), ("h200", 1)}
     assert restrict_to_cell(plan, cells[0]) == restrict_to_cell(plan, replace(cells[0], kind="b200"))
     names = {"NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", "AMD Instinct MI300X": "mi300x", "NVIDIA": "gpu"}
-    assert {name: short_device_name(name) for name in names} == names
+    assert {name: shorten_device_name(name) for name in names} == names
 
 
 def test_a_cell_of_another_machine_or_version_is_refused() -> None:

@@ -14,14 +14,15 @@ import pytest
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.model.codec import decode, encode
-from fp8bench.plan.checked_workload import MAX_CASES
+from fp8bench.plan import checked_workload
 from fp8bench.plan.make import check_names, has_reference_added, make_plan
-from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
+from fp8bench.protocols import Layer, Precision
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 from tests.plans import cases_of
+from tests.worker.scripted import Stub
 
 NATIVE, EMULATED, REFUSED = Level.NATIVE, Level.EMULATED, Level.REFUSED
 ALL = ("fp32", "tf32", "fp16", "bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
@@ -96,8 +97,6 @@ def test_a_gpu_gets_the_real_size(facts: DeviceFacts, size: str, batch: int, seq
     [
         ((CPU,), (), ["cpu"]),
         ((CPU, A100, H200), (), ["cuda:0"]),
-        ((CPU, H200), ("cpu",), ["cpu"]),
-        ((CPU, H200), ("cuda",), ["cuda:0"]),
         ((CPU, H200, gpu("H200", (9, 0), 1)), ("cuda:1",), ["cuda:1"]),
         ((CPU, H200), ("cpu", "cuda:0", "cuda"), ["cpu", "cuda:0"]),
     ],
@@ -108,14 +107,6 @@ def test_the_first_gpu_is_the_default_device(
     made = make_plan(Request("gemm", devices=asked, axes=(("shape", ("64",)),)), known)
     assert list(dict.fromkeys(planned.case.device for planned in cases_of(made))) == chosen
     assert len(made.groups) == len(chosen)
-
-
-def test_the_reference_is_the_highest_precision_asked_for() -> None:
-    for first, name in enumerate(ALL):
-        asked = (*ALL[:first:-1], name)
-        group = one_group(H200, *asked)
-        assert reference(group) == name
-        assert [planned.case.mode for planned in group.cases] == [name, *ALL[:first:-1]]
 
 
 def test_precisions_by_default_are_fp32_bf16_and_fp8() -> None:
@@ -149,19 +140,6 @@ def test_axes_multiply_in_the_order_given() -> None:
     assert made.groups[0].setting == "gemm[m=32,n=32,k=32,product=forward,operands=ready]@cpu"
 
 
-@pytest.mark.parametrize(
-    ("shape", "fits"), [("64x64x64", True), ("7x64x64", True), ("64x64x72", False), ("64x24x64", False)]
-)
-def test_native_products_need_their_multiples(shape: str, fits: bool) -> None:
-    assert all(case.runs for case in one_group(CPU, "fp32", "fp8", shape=shape).cases)
-    cases = by_mode(one_group(H200, "fp32", "bf16", "fp8", "mxfp8", shape=shape))
-    assert [name for name, case in cases.items() if case.runs] == [name for name in cases if fits or name != "fp8"]
-    if not fits:
-        _, n, k = shape.split("x")
-        assert f"has K={k}, N={n}" in cases["fp8"].skip and "multiple of 16" in cases["fp8"].skip
-        assert cases["fp8"].support.level is Level.REFUSED
-
-
 def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
     (group,) = plan(H200, "transformer", dtypes=("bf16", "fp8", "fp32"), precision_map=(("mlp", "mxfp8"),))
     cases = by_mode(group)
@@ -169,13 +147,6 @@ def test_a_precision_map_goes_into_every_case_but_the_reference() -> None:
     assert [case.support.level for case in cases.values()] == [NATIVE, EMULATED, EMULATED]
     assert "MXFP8" in cases["fp8{mlp=mxfp8}"].support.reason
     assert reference(group) == "fp32"
-
-
-def test_a_precision_map_names_layers_by_kind_by_name_and_by_the_front_part_of_names() -> None:
-    given = (("attn", "fp8"), ("blocks.1", "bf16"), ("blocks.1.mlp.up", "mxfp8"))
-    (group,) = plan(CPU, "transformer", dtypes=("fp32", "fp16"), precision_map=given)
-    assert [planned.case.precision_map for planned in group.cases] == [(), given]
-    assert group.cases[1].case.mode == "fp16{attn=fp8,blocks.1=bf16,blocks.1.mlp.up=mxfp8}"
 
 
 def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
@@ -218,14 +189,11 @@ def test_a_precision_map_without_effect_is_refused() -> None:
         (Request("gemm", dtypes=("fp8", "bf61")), "bf16"),
         (Request("gemm", reference="FP23"), "fp32"),
         (Request("gemm", axes=(("shapes", ("64",)),)), "shape"),
-        (Request("gemm", devices=("cuda:0",)), None),
         (Request("gemm", devices=("cpi",)), "cpu"),
         (Request("transformer", precision_map=(("mpl", "bf16"),)), "mlp"),
         (Request("transformer", precision_map=(("mlp", "fb8"),)), "fp8"),
         (Request("transformer", precision_map=(("blocks.1.mpl.up", "bf16"),)), "blocks.1.mlp.up"),
         (Request("transformer", precision_map=(("blocks.2", "bf16"),)), "blocks.1"),
-        (Request("transformer", precision_map=(("blocks.1.", "bf16"),)), "blocks.1"),
-        (Request("transformer", precision_map=(("attn.qkv", "bf16"),)), "attn"),
         (Request("gemm", precision_map=(("mlp", "bf16"),)), None),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -242,14 +210,10 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
 @for_each(
     ("request_", "sentence"),
     [
-        (Request("gem"), "Did you mean 'gemm'"),
         (Request("gemm", dtypes=("bf61",)), "Did you mean 'bf16'"),
-        (Request("gemm", reference="x"), "unknown precision 'x'"),
         (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
-        (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
         (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),
         (Request("transformer", precision_map=(("mpl", "bf16"),)), "Did you mean 'mlp'"),
-        (Request("transformer", dtypes=("fp32",), precision_map=(("mlp", "bf16"),)), "have no effect"),
     ],
 )
 def test_names_are_checked_before_any_device_is_known(request_: Request, sentence: str) -> None:
@@ -258,29 +222,14 @@ def test_names_are_checked_before_any_device_is_known(request_: Request, sentenc
     check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
 
-def test_too_many_combinations_are_refused_at_once() -> None:
+def test_too_many_combinations_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With their number; expanding them would exhaust memory."""
-    sides = tuple(str(side) for side in range(1, 201))
-    axes = (("shape", sides), ("tokens", sides))
-    with pytest.raises(UsageError, match=f"40000 combinations; the most is {MAX_CASES}"):
-        plan(CPU, axes=axes)
-
-
-def test_as_many_combinations_as_the_limit_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     sides = (("shape", ("16", "32", "48")),)
-    monkeypatch.setattr("fp8bench.plan.checked_workload.MAX_CASES", 3)
+    monkeypatch.setattr(checked_workload, "MAX_CASES", 3)
     assert len(plan(CPU, axes=sides, dtypes=("fp32",)).groups) == 3
-    monkeypatch.setattr("fp8bench.plan.checked_workload.MAX_CASES", 2)
-    with pytest.raises(UsageError, match="3 combinations"):
+    monkeypatch.setattr(checked_workload, "MAX_CASES", 2)
+    with pytest.raises(UsageError, match="3 combinations; the most is 2"):
         plan(CPU, axes=sides, dtypes=("fp32",))
-
-
-def test_case_ids_are_unique_and_readable() -> None:
-    request = Request("gemm", dtypes=ALL, devices=("cpu", "cuda"), axes=(("shape", ("gpt2", "llama3-8b", "64")),))
-    ids = [planned.case.id for planned in cases_of(make_plan(request, (CPU, H200)))]
-    assert len(ids) == len(set(ids)) == 2 * (4 * 3 + 4 * 3 + 1) * len(ALL)
-    assert "gemm[m=64,n=64,k=64,product=forward,operands=cast]@cuda:0/mxfp8" in ids
-    assert all(name.isprintable() and " " not in name for name in ids)
 
 
 def test_the_text_s_identity_is_part_of_the_case() -> None:
@@ -295,16 +244,6 @@ def test_a_backend_that_no_precision_takes_is_told() -> None:
     notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
     assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
     assert not any("--backend" in note for note in notes[1])
-
-
-@for_each("facts", [CPU, H200, MI300X], ids=lambda facts: facts.name)
-@for_each("suite", ["gemm", "transformer"])
-def test_a_plan_is_a_pure_function_of_request_and_facts(facts: DeviceFacts, suite: str) -> None:
-    first = plan(facts, suite, dtypes=ALL)
-    plan(A100, "gemm", dtypes=("bf16",))
-    assert plan(facts, suite, dtypes=ALL) == first
-    assert plan(replace(facts, name="another", memory_bytes=1 << 40), suite, dtypes=ALL, seed=3, rounds=9) == first
-    assert first.num_cases == len(first.groups) * len(ALL)
 
 
 @for_each(("dtypes", "layers"), [(("fp32", "bf16"), "tf32"), (("bf16", "tf32"), "fp32")])
@@ -326,11 +265,10 @@ def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
 SOUND = {"params": (("n", 1),), "work": Work(1.0, 2), "support": Support(Level.NATIVE, "a test")}
 
 
-class Answering(Workload):
+class Answering(Stub):
     """A user's suite that returns scripted answers."""
 
     name = "answering"
-    summary = "answers"
     answers: ClassVar[dict[str, Any]] = SOUND
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -348,12 +286,6 @@ class Answering(Workload):
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
         return cast(tuple[Layer, ...], self.answers["layers"]) if "layers" in self.answers else super().layers(params)
 
-    def prepare(self, setup: Setup) -> None:
-        return None
-
-    def step(self, state: None, phase: Phases) -> None:
-        return None
-
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> type[Answering]:
@@ -368,14 +300,12 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> type[Answering]:
 GARBAGE = {
     "a float of tokens": ({"work": Work(tokens=1024.0)}, "tokens = 1024.0, and it must be a whole number"),  # type: ignore[arg-type]
     "NaN of flops": ({"work": Work(flops=math.nan)}, "flops = nan, which is not a count"),
-    "infinite bytes": ({"work": Work(bytes=math.inf)}, "bytes = inf, which is not a count"),
     "negative memory": ({"work": Work(least_memory=-1.0)}, "least_memory = -1.0, which is not a count"),
     "flops in words": ({"work": Work(flops="many")}, "flops = 'many', and it must be a number"),  # type: ignore[arg-type]
     "numpy's flops": ({"work": Work(flops=np.float64(3))}, r"flops = .*, and it must be a number \(float\)"),
     "too many flops": ({"work": Work(flops=10**400)}, "OverflowError"),
     "no work": ({"work": None}, r"work\(\) returned None, and must return a Work"),
     "a tuple": ({"params": (("n", (1, 2)),)}, r"parameter 'n' is \(1, 2\) \(tuple\), and must be an int"),
-    "numpy's integer": ({"params": (("n", np.int64(1)),)}, r"\(int64\), and must be an int"),
     "NaN": ({"params": (("n", math.nan),)}, "parameter 'n' is nan, and must be finite"),
     "two lines": ({"params": (("n", "a\nb"),)}, r"parameter 'n' is 'a\\nb', and must be finite, or text on one line"),
     "half a pair": ({"params": (("n", "a\ud800"),)}, "text on one line"),

@@ -67,7 +67,8 @@ class Named(Arithmetic):
     """Remembers which layer it was made for."""
 
     def __init__(self, mode: str, name: str = "") -> None:
-        self.mode, self.name = mode, name
+        self.mode = mode
+        self.name = name
 
     def layer(self, name: str) -> Arithmetic:
         return Named(self.mode, name)

@@ -103,14 +103,6 @@ def test_a_group_cut_in_its_middle_is_measured_anew_as_a_whole(suite: str, tmp_p
     assert len(run.troubles) == 1 and "line 5 is broken" in run.troubles[0]
 
 
-def test_a_resumption_may_be_cut_off_too(suite: str, tmp_path: Path) -> None:
-    path = Path(cut_off(suite, tmp_path, stop_at=1).path)
-    _, run = pipeline.resume(path, tmp_path, Watching(stop_at=3), "second")
-    assert not run.finished and len(run.records) == 6
-    _, run = pipeline.resume(path, tmp_path, Watching(), "third")
-    assert run.finished and len(run.records) == 8 and len(run.resumptions) == 2
-
-
 def test_two_processes_never_write_one_run(suite: str, tmp_path: Path) -> None:
     path = Path(cut_off(suite, tmp_path).path)
     before = path.read_bytes()
@@ -133,7 +125,8 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_not_lost(suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append, appended = RunWriter.append, []
+    append = RunWriter.append
+    appended = []
 
     def full(self: RunWriter, records: list[Record]) -> None:
         appended.append(1)
@@ -286,7 +279,8 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     (shared := tmp_path / "shared").mkdir()
     shared.chmod(0o1777)
     (own := shared / "fp8bench-model-1").mkdir()
-    code, ran = own / "sent.py", tmp_path / "ran"
+    code = own / "sent.py"
+    ran = tmp_path / "ran"
     run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
     with pytest.raises(UsageError, match=r"it reads .*sent\.py, which does not exist here"):
         refuse_missing_files(run)

@@ -29,17 +29,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path
 
 
-def test_a_users_file_and_module_are_imported_once(folder: Path) -> None:
-    for name in ("imported_by_name", "imported_by_path"):
-        (folder / f"{name}.py").write_text("import sys\nsys.counted = getattr(sys, 'counted', 0) + 1\n")
-    try:
-        for _ in range(2):
-            import_user_modules(["imported_by_name", str(folder / "imported_by_path.py")])
-        assert sys.counted == 2  # type: ignore[attr-defined]
-    finally:
-        del sys.counted  # type: ignore[attr-defined]
-
-
 @for_each(
     ("content", "kind"),
     [

@@ -53,7 +53,8 @@ def census(torch: Path) -> set[str]:
 
 def decided(version: str) -> dict[str, str]:
     """The table's names for a minor version, each with its heading."""
-    known, heading = dict[str, str](), ""
+    known = dict[str, str]()
+    heading = ""
     for line in filter(None, TABLE.read_text().splitlines()):
         if line.startswith("["):
             heading = line.strip("[]")
@@ -131,7 +132,8 @@ def _main() -> None:
     torch = Path(sys.argv[1])
     match = re.search(r"__version__ = ['\"](\d+\.\d+)", (torch / "version.py").read_text())
     assert match is not None
-    names, known = census(torch), decided(match[1])
+    names = census(torch)
+    known = decided(match[1])
     print(f"torch {match[1]}: {len(names)} names")
     print("\n".join([f"new: {name}" for name in sorted(names - known.keys())]))
     print("\n".join([f"gone: {name}" for name in sorted(known.keys() - names)]))

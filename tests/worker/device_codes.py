@@ -17,7 +17,8 @@ class RealCodes(Arithmetic):
 
     def __init__(self, inner: Arithmetic, ledger: DeviceLedger) -> None:
         vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES if name != "restore"})
-        self.inner, self.ledger = inner, ledger
+        self.inner = inner
+        self.ledger = ledger
 
     def layer(self, name: str) -> Arithmetic:
         return RealCodes(self.inner.layer(name), self.ledger)

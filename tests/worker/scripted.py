@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from fp8bench.model import Case, DeviceFacts, Scalar, Work
+from fp8bench.model import Case, DeviceFacts, Scalars, Work
 from fp8bench.protocols import Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
@@ -27,24 +23,35 @@ def setup_of(case: Case) -> Setup:
     return Setup(case, CPU, 0, arithmetic, arithmetic, {}, precision.loss_scale)
 
 
-class Scripted(Workload):
-    """A workload with the test's state and step, by default the state's own."""
+class Stub(Workload):
+    """A workload without axes, work and state, whose step does nothing."""
 
-    name = "scripted"
+    name = "stub"
     summary = "what a test says"
+
+    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
+        return ()
+
+    def work(self, params: Scalars) -> Work:
+        return Work()
+
+    def prepare(self, setup: Setup) -> Any:
+        return None
+
+    def step(self, state: Any, phase: Phases) -> None:
+        return None
+
+
+class Scripted(Stub):
+    """A workload with the test's state and step, by default the state's own."""
 
     def __init__(
         self,
         make: Callable[[Setup], Any],
         step: Callable[[Any, Phases], None] = lambda state, phase: state.step(phase),
     ) -> None:
-        self._make, self._step = make, step
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
+        self._make = make
+        self._step = step
 
     def prepare(self, setup: Setup) -> Any:
         return self._make(setup)
@@ -64,28 +71,3 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
         return Case("scripted", (), precision, "cpu")
 
     return make
-
-
-class Storages(TorchDispatchMode):
-    """Follows every storage that an operation takes or returns until it is freed.
-
-    Memory within an operation is not seen.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.held: dict[int, int] = {}
-        self.highest = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in tree_leaves((args, kwargs, made)):
-            if isinstance(one, torch.Tensor):
-                storage = one.untyped_storage()
-                if storage._cdata not in self.held:
-                    self.held[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.held.pop, storage._cdata, None)
-        self.highest = max(self.highest, sum(self.held.values()))
-        return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,14 +15,14 @@ import torch
 
 from fp8bench.analysis.labels import collect_hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
-from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Segments, SlotSample, Timing
 from fp8bench.model.raw import Filling, RawSlot, Settings
 from fp8bench.numerics.operands import find_transfer
-from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols import Device, Phases, Setup, Stamper
 from fp8bench.registry import devices, workloads
 from fp8bench.worker import prepared
 from fp8bench.worker.bench import Bench
+from tests.worker.scripted import Stub
 
 KIB = 1 << 10
 FACTS = replace(Cpu().available()[0], cache_bytes=64 * KIB, cache_shared=2)
@@ -36,20 +36,13 @@ class Held:
     tensor: torch.Tensor = field(default_factory=lambda: torch.zeros(8 * KIB))
 
 
-class Watched(Workload):
+class Watched(Stub):
     """Its steps note whose they are; preparing fails beyond `most` states."""
 
     name = "watched"
-    summary = "notes which state a step is of"
     steps: ClassVar[list[int]] = []
     made: ClassVar[int] = 0
     most: ClassVar[int] = 1000
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work(1.0)
 
     def prepare(self, setup: Setup) -> Held:
         if Watched.made == self.most:
@@ -133,7 +126,9 @@ def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Advances the clocks that time steps by `seconds`; the hardware's clock does not agree."""
-    ahead, seconds, nanoseconds = [0.0], time.perf_counter, time.perf_counter_ns
+    ahead = [0.0]
+    seconds = time.perf_counter
+    nanoseconds = time.perf_counter_ns
     monkeypatch.setattr(time, "perf_counter", lambda: seconds() + ahead[0])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: nanoseconds() + round(ahead[0] * 1e9))
     monkeypatch.setattr(prepared, "require_agreeing_clocks", lambda clocks: nullcontext())
@@ -379,7 +374,9 @@ def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: p
 
 
 def test_what_moves_between_host_and_device() -> None:
-    host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
+    host = torch.zeros(2)
+    device = torch.zeros(2, device="meta")
+    number = torch.tensor(1.0)
     assert (
         find_transfer("aten.add.Tensor", [device, number], [device])
         == find_transfer("aten.add.Tensor", [host], [host])

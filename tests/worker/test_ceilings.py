@@ -94,8 +94,4 @@ def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
     for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
         for limit in (Limit.COPY, Limit.TRIAD):
             assert min(list_shapes(limit, facts))[0] >= 2 * facts.cache_bytes
-            assert max(list_shapes(limit, facts))[0] <= facts.memory_bytes / 16
-        for limit in Limit:
-            counts = [count_work(limit, shape) for shape in list_shapes(limit, facts)]
-            assert counts == sorted(counts) and len(counts) == len({*list_shapes(limit, facts)})
     assert list_shapes(Limit.LOAD, H200) and not list_shapes(Limit.LOAD, CPU)

@@ -30,7 +30,8 @@ ON_A_GPU = "watched where there is a GPU"
 @pytest.mark.slow
 def test_every_name_of_the_installed_torch_is_decided() -> None:
     assert HERE in versions(), f"read torch {HERE} with python -m tests.worker.census, and decide on what is new"
-    names, known = census(Path(torch.__file__).parent), decided(HERE)
+    names = census(Path(torch.__file__).parent)
+    known = decided(HERE)
     assert names - known.keys() == set(), f"decide on these in {TABLE.name}"
     assert known.keys() - names == set(), f"torch {HERE}no longer has these: say so in{TABLE.name}"
     # Includes what the interpreter sees: C has functions that no file mentions.
@@ -39,7 +40,8 @@ def test_every_name_of_the_installed_torch_is_decided() -> None:
 
 @for_each("version", versions())
 def test_what_the_table_calls_watched_is_watched(version: str) -> None:
-    known, later = decided(version), versions().index(version) > versions().index(HERE)
+    known = decided(version)
+    later = versions().index(version) > versions().index(HERE)
     if later:
         known = {name: heading for name, heading in known.items() if name in decided(HERE)}
     watched = {name for switch in switches() for name in switch.names}
@@ -89,7 +91,8 @@ def test_a_torch_that_does_not_say_whether_it_pools_memory_pools_it(monkeypatch:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 def test_a_library_that_is_loaded_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries the file mapped by the process, as another of that name may be first on the path."""
-    library, maps = tmp_path / "libcublasLt.so.13", tmp_path / "maps"
+    library = tmp_path / "libcublasLt.so.13"
+    maps = tmp_path / "maps"
     code = b"#include <stddef.h>\nsize_t cublasLtGetVersion(void) { return 130100; }"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(library)], input=code, check=True)
     maps.write_text(f"7f00-7f01 r-xp 00000000 08:01 1 /lib/libc.so.6\n7f02-7f03 r-xp 00000000 08:01 2    {library}\n")

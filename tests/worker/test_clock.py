@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -12,11 +12,10 @@ import torch
 
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.measure.slots import cut_into_cells
-from fp8bench.model import CELL_PHASES, DeviceFacts, Scalar, Work
+from fp8bench.model import CELL_PHASES, DeviceFacts
 from fp8bench.model.raw import Filling
 from fp8bench.model.readings import Reading
-from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols import Device, Phases, SilentPhases, Stamper
 from fp8bench.registry import precisions
 from fp8bench.worker import prepared as prepared_module
 from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads
@@ -25,6 +24,7 @@ from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.step_guards import Running
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
+from tests.worker.scripted import Stub
 
 CODE = {name: code for code, name in enumerate(CELL_PHASES)}
 
@@ -51,16 +51,6 @@ def clock() -> PhaseClock:
 
 def codes(*names: str) -> list[int]:
     return [CODE[name] for name in names]
-
-
-def test_time_between_phases_is_unattributed(clock: PhaseClock) -> None:
-    with clock.cast:
-        pass
-    with clock.gemm:
-        pass
-    found = clock.end()
-    assert found[0] == codes("unattributed", "cast", "unattributed", "gemm", "unattributed")
-    assert found[1] == [0, 10, 20, 30, 40, 50]
 
 
 def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
@@ -233,20 +223,9 @@ class Waiting(Queued):
         time.sleep(seconds)
 
 
-class Moving(Workload):
+class Moving(Stub):
     """Moves the first stamp of each step by a share of the time that the step takes, however long a loaded machine lets
     it sleep."""
-
-    name, summary = "moving", "waits"
-
-    def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return ()
-
-    def work(self, params: Mapping[str, Scalar]) -> Work:
-        return Work()
-
-    def prepare(self, setup: Setup) -> Any:
-        return None
 
     def step(self, state: Any, phase: Any) -> None:
         begun = time.perf_counter_ns()
@@ -258,7 +237,8 @@ FILLING = Filling(4, 1e-3)
 
 
 def ready_to_move(share: float, device: Device | None = None) -> Prepared:
-    device, stamper = device or Waiting(), HostStamper()
+    device = device or Waiting()
+    stamper = HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
     return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
 
@@ -305,7 +285,8 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
 def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
     """Each asks the others before each slot, which all must begin."""
-    prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
+    prepared = ready_to_move(moved)
+    elsewhere = [True] * 4 + [False] * 99
     prepared.any_rank = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
     assert bool(prepared.check().wrong) is accused

@@ -71,7 +71,9 @@ def by_hand(code: float, scales: int) -> float:
     gradient in fp32, the upper's in both; the hidden layer's gradient and its codes in both orientations; the batch's
     transposed codes from forward.
     """
-    weights, hidden, batch = WIDTH * HIDDEN, TOKENS * HIDDEN, TOKENS * WIDTH
+    weights = WIDTH * HIDDEN
+    hidden = TOKENS * HIDDEN
+    batch = TOKENS * WIDTH
     state = 2 * 4 * 2 * weights + 2 * batch
     gradients = 4 * weights + (4 + 2) * weights + 2 * hidden
     return state + 2 * 2 * batch + gradients + code * (2 * hidden + batch) + scales
@@ -93,8 +95,10 @@ def test_a_perceptron_by_hand(precision: str, bench: Bench, script: Script) -> N
 
 def with_codes(bench: Bench, case: Case) -> int:
     """The peak of the same step with real codes in memory."""
-    precision, device = precisions.get(case.precision), devices.get("cpu")
-    meter, hardware = device.memory_meter(0), precision.laid_out(CPU)
+    precision = precisions.get(case.precision)
+    device = devices.get("cpu")
+    meter = device.memory_meter(0)
+    hardware = precision.laid_out(CPU)
     assert isinstance(meter, MemoryMeter) and isinstance(hardware, Arithmetic)
     ledger = DeviceLedger(meter)
 

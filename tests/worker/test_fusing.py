@@ -74,7 +74,8 @@ def test_a_compiler_that_fails_leaves_everything_eager(bench: Bench, monkeypatch
     """The untimed step runs again, so that first calls are not timed."""
     monkeypatch.setattr(operators, "compile_kernel", broken)
     prepare(bench)
-    steps, workload = [], bench._prepared["key"].workload
+    steps = []
+    workload = bench._prepared["key"].workload
     with monkeypatch.context() as patch:
         patch.setattr(workload, "step", lambda state, phase: steps.append((type(phase), held_by_itself())))
         bench.compile_quantisers("key")

@@ -103,7 +103,7 @@ def test_a_handicap_is_labelled(how: str, found: dict[tuple[str, str], Finding])
 def summed(state: Any, step: Any = lambda: None) -> tuple[GivenTensors, ...]:
     looked = GivenState(state)
     step()
-    return looked.after_step()
+    return looked.sum_inputs()
 
 
 def test_what_a_step_writes_is_not_given_to_it() -> None:

@@ -159,7 +159,8 @@ def test_what_a_step_leaves_running_is_ended_and_named(suite: str, kind: Kind, h
 @pytest.mark.parametrize("kind", [pytest.param(ProcessWorker, marks=pytest.mark.nightly), LocalWorker])
 def test_what_preparing_or_a_pass_leaves_running_is_ended_and_named(suite: str, kind: Kind) -> None:
     with kind(Settings(imports=(suite,))) as worker:
-        cpu, asked = worker.probe()[0], worker.within(60.0)
+        cpu = worker.probe()[0]
+        asked = worker.within(60.0)
         asked.prepare("left", case("prepare", "child"), cpu)
         asked.slot("left", 2, 0)
         (pid,) = noted(suite)
@@ -179,7 +180,8 @@ def test_the_compilers_threads_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch._inductor.async_compile.get_compile_threads", lambda: 2)
     AsyncCompile.pool.cache_clear()
     before = list_running()
-    own, others = AsyncCompile.pool(), ThreadPoolExecutor(1)
+    own = AsyncCompile.pool()
+    others = ThreadPoolExecutor(1)
     try:
         for pool in (own, others):
             pool.submit(int).result()

@@ -513,7 +513,8 @@ def labels_of(run: Run, how: str) -> dict[str, dict[Label, str] | None]:
 
 @for_each("how", LIES)
 def test_a_case_that_lies_is_never_plainly_faster(how: str, run: Run) -> None:
-    labels, expected = labels_of(run, how), LIES[how]
+    labels = labels_of(run, how)
+    expected = LIES[how]
     told = labels["fp32" if how == "widens_the_other" else "bf16"]
     assert (told is None) if expected is None else told is not None and expected in told, labels
 

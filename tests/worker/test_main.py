@@ -301,7 +301,8 @@ def test_a_fault_fails_its_record_and_the_other_cases_go_on(
     run_with: Callable[[str], Run], how: str, words: str
 ) -> None:
     run = run_with(how)
-    culprit, witness = record_of(run, how, "bf16"), record_of(run, how, "fp32")
+    culprit = record_of(run, how, "bf16")
+    witness = record_of(run, how, "fp32")
     if how not in HARMLESS:
         assert culprit.status is Status.FAILED and words in culprit.reason
         assert culprit.timing is None and (how == "nan") == bool(culprit.measurements)
@@ -440,7 +441,8 @@ def wait_for(condition: Callable[[], bool], limit: float) -> None:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="tells ended processes by /proc")
 @for_each("how", ["none", "hold", "sleeper"])  # idle, holding the lock, asleep in a step with a child process
 def test_a_worker_ends_with_its_parent(hazard: str, tmp_path: Path, how: str) -> None:
-    busy, sleeper = tmp_path / "busy", tmp_path / "sleeper"
+    busy = tmp_path / "busy"
+    sleeper = tmp_path / "sleeper"
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "BUSY": str(busy), "SLEEPER": str(sleeper)}
     command = [sys.executable, "-c", PARENT, how, hazard]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:

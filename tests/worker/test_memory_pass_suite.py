@@ -21,7 +21,8 @@ class Driver(DeviceReader):
     """A driver that counts process memory, or gives a reason; it records which states still exist."""
 
     def __init__(self, worker: FakeWorker, read: Read) -> None:
-        self.worker, self.read = worker, read
+        self.worker = worker
+        self.read = read
         self.asked: list[tuple[int | None, list[str]]] = []
 
     def process_memory(self, pid: int | None = None) -> Read:

@@ -15,7 +15,7 @@ from fp8bench.protocols import Setup
 from fp8bench.registry import devices, workloads
 from fp8bench.worker import held_phase as held_phase_module
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.held_phase import HeldPhase, held_phase
+from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
 from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
@@ -35,10 +35,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(setup: Setup) -> dict[str, str]:
     """Holds every phase of a case's steps and replays it; returns the reasons where impossible."""
-    workload, cpu, whys = workloads.get(setup.case.workload), devices.get("cpu"), {}
+    workload = workloads.get(setup.case.workload)
+    cpu = devices.get("cpu")
+    whys = {}
     state = workload.prepare(setup)
     for phase in dict.fromkeys(marks(workload, state, 2)):
-        held = held_phase(workload, state, cpu, 0, phase, 1 << 28)
+        held = store_phase_inputs(workload, state, cpu, 0, phase, 1 << 28)
         if isinstance(held, RawReplay):
             whys[phase] = held.why
             continue
@@ -87,7 +89,8 @@ def test_a_prepared_case_holds_one_phase_at_a_time(corpus: Corpus, bench: Bench)
 
 def test_warming_up_repeats_a_phase_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only the phase moves: 1 ms a time, so that no piece may be much longer than 50."""
-    clock, pieces = [0.0], []
+    clock = [0.0]
+    pieces = []
 
     def loop(_: HeldPhase, times: int) -> float:
         pieces.append(times)

@@ -34,7 +34,8 @@ from tests.fakes import CPU
 def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
     """Three ranks meet 50 times: when one continues, all have arrived equally often."""
     lines = [StartLine(tmp_path, rank, 3, 240.0) for rank in range(3)]
-    come, wrong = [0, 0, 0], list[tuple[int, ...]]()
+    come = [0, 0, 0]
+    wrong = list[tuple[int, ...]]()
 
     def run(rank: int) -> None:
         for turn in range(1, 51):
@@ -79,7 +80,8 @@ def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
     monkeypatch.setattr(bench, "_find_largest_of_ranks", lambda own: seconds)
-    names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
+    names = ["one", "two", "both", "in_turn"]
+    ran = {0: list[str](), 1: list[str]()}
     for said in ran.values():
         parts = {name: partial(said.append, name) for name in names}
         found = time_rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
@@ -133,7 +135,8 @@ def test_connections_that_this_process_has_opened_may_be_to_anybody(monkeypatch:
         "other.recv(1)\n"
     )
     with socket.create_server(("127.0.0.1", 0)) as door:
-        descriptor, address = door.fileno(), door.getsockname()
+        descriptor = door.fileno()
+        address = door.getsockname()
         other = subprocess.Popen([sys.executable, "-c", accepts, str(descriptor)], pass_fds=(descriptor,))
     with other, socket.create_connection(address) as opened:
         assert opened.recv(8) == b"accepted"  # until then the other end is closed

@@ -81,7 +81,8 @@ def test_a_state_that_holds_itself_ends_and_looking_keeps_nothing_alive() -> Non
     state.append(state)
     assert state_tensors(state) == {}
     x = torch.empty(3)
-    seen, held = weakref.ref(x), state_tensors([x])
+    seen = weakref.ref(x)
+    held = state_tensors([x])
     del x
     assert seen() is None and len(held) == 1
 
@@ -118,7 +119,9 @@ class Holder:
 
 
 def test_a_states_own_words_go_before_all_else_and_outer_ones_before_inner() -> None:
-    x, y, z = torch.empty(3, requires_grad=True), torch.empty(3), torch.empty(3)
+    x = torch.empty(3, requires_grad=True)
+    y = torch.empty(3)
+    z = torch.empty(3)
     x.grad = torch.empty(3)
     inner = Holder({MemoryRole.OPTIMIZER: [x, y], MemoryRole.DATA: z})
     found = state_tensors(Holder({MemoryRole.ACTIVATIONS: {"x": x}}, [inner, x]))
@@ -133,7 +136,8 @@ def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None
         def __tensor_flatten__(self) -> tuple[list[str], object]:
             return ["here", "mesh"], None
 
-    inner, spread = torch.ones(3), Spread(torch.ones(1))
+    inner = torch.ones(3)
+    spread = Spread(torch.ones(1))
     vars(spread).update(here=inner, mesh=object())
     assert [tensor is inner for tensor in iterate_tensors([spread])] == [True]
 
@@ -148,7 +152,7 @@ def lost(state: State, step: Step, first: Step = lambda state: None) -> Lost:
     known.begin(state)
     for _ in range(2):
         step(state)
-    return known.lost(state)
+    return known.find_lost(state)
 
 
 def mask() -> torch.Tensor:
@@ -220,7 +224,7 @@ def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatc
     known.begin(state)
     monkeypatch.setattr(finite, "SECONDS", 0.5)
     state.x.fill_(torch.nan)
-    assert known.lost(state) == Lost()
+    assert known.find_lost(state) == Lost()
 
 
 def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,4 +237,4 @@ def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pyte
     known = FiniteState(state)
     state.x.fill_(torch.nan)
     before = next(looks)
-    assert known.lost(state).lost == 3 and next(looks) - before < 250
+    assert known.find_lost(state).lost == 3 and next(looks) - before < 250

@@ -99,7 +99,8 @@ def test_a_real_worker_counts_a_casts_bytes() -> None:
     with counting_worker(Settings()) as worker:
         assert isinstance(worker, CountingWorker) and worker.pid is None and not worker.why  # until it is read
         found, whys = worker.within(120).counters(case, CPU, worker.why)
-    whole, cast = figures(found), figures(found, "cast")
+    whole = figures(found)
+    cast = figures(found, "cast")
     image = 512 * 1024 * 2
     assert all(image <= size < image + 4096 for size in cast[specs.ALLOCATED_BYTES])
     assert len(set(whole[specs.ALLOCATOR_CALLS][1:])) == 1 and 0 < min(whole[specs.ALLOCATOR_TIME]) < 0.1
@@ -180,11 +181,13 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     assert host.counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
     (proc / "thread-self" / "schedstat").write_text("0 0\n")
     assert isinstance(host.counters(proc)["waited"], Unavailable)
-    begun, before = time.monotonic(), host.counters()
+    begun = time.monotonic()
+    before = host.counters()
     time.sleep(0.2)
     spent = grown(before, host.counters())
     awake = time.monotonic() - begun - 0.19
-    waited, preemptions = spent["waited"], spent["preemptions"]
+    waited = spent["waited"]
+    preemptions = spent["preemptions"]
     assert isinstance(waited, Unavailable) or waited.number < awake
     assert isinstance(preemptions, Reading) and preemptions.number >= 0
 

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import signal
+import subprocess
 import sys
 import time
 import tracemalloc
@@ -197,7 +198,8 @@ SINCE_2_12 = {
 
 @contextmanager
 def _other_code() -> Iterator[None]:
-    kept, PhaseClock.begin.__code__ = PhaseClock.begin.__code__, (lambda clock: None).__code__
+    kept = PhaseClock.begin.__code__
+    PhaseClock.begin.__code__ = (lambda clock: None).__code__
     yield
     PhaseClock.begin.__code__ = kept
 
@@ -250,6 +252,15 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
         leave()
     assert words in str(caught.value)
     assert read_values(switches()) == before
+
+
+def test_niceness_is_that_of_this_process() -> None:
+    program = (
+        "import os\nfrom fp8bench.user_code.switches import list_process_switches\nos.nice(3)\n"
+        "print({switch.name: switch.read() for switch in list_process_switches()}['niceness'])\n"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout
+    assert int(printed) == min(os.nice(0) + 3, 19)
 
 
 @for_each("which", KEPT)

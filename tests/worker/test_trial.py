@@ -215,5 +215,6 @@ def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypat
     monkeypatch.setattr(
         "fp8bench.worker.trial._try_precision", lambda precision, facts, single: calls.append(precision.mode) or "no"
     )
-    trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
+    trials = Trials()
+    case = Case("gemm", (), "fp8", "cuda:0")
     assert [trials.find_error(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]

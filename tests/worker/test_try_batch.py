@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.devices.cpu import Cpu, data_bytes
+from fp8bench.devices.cpu import Cpu, read_data_bytes
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
@@ -22,11 +22,10 @@ from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
-from fp8bench.protocols import Phases, Setup, SilentObserver, SilentPhases
-from fp8bench.registry import precisions, workloads
+from fp8bench.protocols import Phases, Setup, SilentObserver
 from fp8bench.worker.memory_pass import make_preparer, try_batch
 from tests.own_suites import suite_file
-from tests.worker.scripted import CPU, Scripted, Storages, setup_of
+from tests.worker.scripted import CPU, Scripted, setup_of
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is kept by Linux alone")
 MIB = 1 << 20
@@ -86,39 +85,13 @@ def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     return outcome.draft.capacity
 
 
-def seen(case: Case) -> int:
-    """The most bytes that storages hold at once, from preparing to the end of the second step."""
-    workload = workloads.get(case.workload)
-    gc.collect()
-    with precisions.get(case.precision).scope(), Storages() as storages:
-        state = workload.prepare(setup_of(case))
-        for _ in range(2):
-            workload.step(state, SilentPhases())
-    return storages.highest
-
-
-@linux
-@pytest.mark.parametrize(
-    ("name", "axes"),
-    [("mlp", {"width": "64", "hidden": "128", "gated": "yes"}), ("norm_act", {"width": "64", "operation": "gelu"})],
-)
-def test_another_way_of_counting_finds_the_same_end(name: str, axes: dict[str, str], local: LocalWorker) -> None:
-    limit, one = 3 * MIB, planned(name, tokens="16", **axes)
-    found = searched(local, one, limit)
-    assert found.batch is not None and found.batch > 100 and found.beyond == found.batch + 1
-    inside, outside = (with_batch(one, batch, CPU) for batch in (found.batch, found.beyond))
-    assert inside is not None and outside is not None
-    assert seen(inside.case) == found.peak
-    assert seen(inside.case) <= limit < seen(outside.case)
-    assert found.attempts <= 7
-
-
 @pytest.mark.slow
 @linux
 def test_memory_that_ends_is_survived_and_given_back(worker: ProcessWorker, heap: str) -> None:
     small, large = (planned("heap", mib=str(size)).case for size in (4, 3000))
     assert worker.within(60).try_batch(small, CPU, 100 * MIB) == 4 * MIB
-    process, resident = worker.pid, resident_bytes(worker)
+    process = worker.pid
+    resident = resident_bytes(worker)
     for _ in range(5):
         with pytest.raises(WorkerFault, match="DefaultCPUAllocator: can't allocate memory") as caught:
             worker.within(60).try_batch(large, CPU, 100 * MIB)
@@ -145,7 +118,7 @@ def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, 
 def test_the_kernel_s_limit_is_put_back(local: LocalWorker) -> None:
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with Cpu().memory_limited(0, MIB):
-        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < data_bytes() + 300 * MIB
+        assert resource.getrlimit(resource.RLIMIT_DATA)[0] < read_data_bytes() + 300 * MIB
         with pytest.raises(RuntimeError) as caught:
             torch.ones(1 << 28)
     assert Cpu().is_out_of_memory(caught.value)

@@ -2,128 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 import fp8bench
-from fp8bench import pipeline
 from fp8bench.errors import ImportFailed, UsageError, WorkerFault
 from fp8bench.measure.handle import ProcessWorker
-from fp8bench.model import Case, Request, Status
+from fp8bench.model import Case
 from fp8bench.model.raw import Settings
-from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
 from fp8bench.user_code.switches import read_values, restore_values
 from fp8bench.worker.switches import switches
 from tests.counts import for_each
-from tests.own_suites import forgotten
 from tests.worker.test_switches import KEPT, LEFT
-
-SUITES = """
-import os, time
-import torch
-from fp8bench.suites import Axis, Work, Workload, workloads
-
-# Where a case of the culprit sets switches, and which.
-SET = {
-    "oneDNN": lambda: setattr(torch.backends.mkldnn, "enabled", False),
-    "products": lambda: torch.set_float32_matmul_precision("medium"),
-    "denormals": lambda: torch.set_flush_denormal(True),
-}
-
-
-@workloads.register("culprit")
-class Culprit(Workload):
-    name = "culprit"
-    summary = "sets switches and leaves them"
-    dtypes = ("bf16",)
-
-    def axes(self, facts):
-        return (Axis("where", "the method", ("step",), str), Axis("what", "the switch", tuple(SET), str))
-
-    def work(self, params):
-        return Work(1.0)
-
-    def at(self, where, case):
-        if case.param("where") == where and case.precision == "bf16":
-            SET[case.param("what")]()
-
-    def prepare(self, setup):
-        self.at("prepare", setup.case)
-        return setup.case
-
-    def step(self, state, phase):
-        with phase.gemm:
-            sum(range(1000))
-        self.at("step", state)
-
-    def error(self, setup):
-        self.at("error", setup.case)
-        return {"some_error": 0.0}
-
-    def check(self, state):
-        self.at("check", state)
-        return ""
-
-
-@workloads.register("witness")
-class Witness(Culprit):
-    name = "witness"
-    summary = "tells what switches its steps and passes find"
-
-    def at(self, where, case):
-        x = torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision(), 5e-324 * 1.0
-        if x != (True, "highest", 5e-324):
-            raise ValueError(f"{where} found {x}")
-"""
-WORDS = {
-    "oneDNN": "oneDNN at False",
-    "products": "float32 products at medium",
-    "denormals": "denormals as zero at True",
-}
-WHERE = ("step", "prepare", "error", "check")
-
-
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    path = tmp_path_factory.mktemp("own") / "own_switches.py"
-    path.write_text(SUITES)
-    with forgotten(path.parent):
-        yield path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isolation", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path, isolation: bool) -> None:
-    """Set in a step or a pass, they are named in the culprit's failure; gemm and a witness find them unchanged.
-
-    Also in one process, where no worker ends with its culprit.
-    """
-    axes = (("where", WHERE), ("what", tuple(WORDS)), ("shape", ("32",)))
-    request = Request(
-        f"culprit,gemm,{own}",
-        ("fp32", "bf16"),
-        ("cpu",),
-        axes=axes,
-        rounds=2,
-        imports=(str(own),),
-        energy=False,
-        isolation=isolation,
-    )
-    import_user_modules(request.imports)
-    before = read_values(switches())
-    run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")
-    assert read_values(switches()) == before
-    failed = [record for record in run.records if record.status is not Status.OK]
-    assert len(failed) == len(WHERE) * len(WORDS)
-    for record in failed:
-        assert record.case.workload == "culprit" and record.case.precision == "bf16"
-        assert f"it left {WORDS[str(record.case.param('what'))]}" in record.reason
-    suites = {record.case.workload for record in run.records if record.status is Status.OK}
-    assert suites == {"culprit", "gemm", "witness"}
 
 
 @for_each(

@@ -12,7 +12,6 @@ import torch
 from fp8bench.model import Scalar
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.workloads.accumulate import Accumulate, ScaledBuffer
-from tests.counts import for_each
 from tests.workloads.steps import Operations, phases, small
 
 
@@ -32,16 +31,6 @@ def test_plain_buffers_take_the_first_micro_batch_as_it_comes() -> None:
     with Operations() as ran:
         Accumulate().step(state, SilentPhases())
     assert ran.names == ["_foreach_copy_", "_foreach_add_", "_foreach_add_"]
-
-
-@for_each("precision", ["fp32", "bf16", "fp16", "fp8", "nvfp4:stochastic=off"])
-def test_a_step_begins_from_zero(precision: str) -> None:
-    state = Accumulate().prepare(setup_for(precision))
-    Accumulate().step(state, SilentPhases())
-    once = [one.clone() for one in state.buffer.values()]
-    Accumulate().step(state, SilentPhases())
-    assert all(torch.equal(one, other) for one, other in zip(once, state.buffer.values(), strict=True))
-    assert all(one.any() for one in once)
 
 
 def test_bf16_sums_are_those_of_ml_dtypes() -> None:

@@ -19,26 +19,13 @@ from fp8bench.registry import precisions
 from fp8bench.worker.products import inspect_products
 from fp8bench.workloads.attention import Attention
 from tests.counts import for_each
-from tests.workloads.steps import CPU, H200, SMALL, phases, small
+from tests.workloads.steps import CPU, H200, SMALL, small
 
 TINY = SMALL["attention"]
 
 
 def setup_for(precision: str = "fp32", **changes: Scalar) -> Setup:
     return small("attention", precision, **changes)
-
-
-def marked(setup: Setup) -> set[str]:
-    return set(phases(Attention(), setup))
-
-
-@for_each("pass_", ["forward", "training"])
-@for_each("scores", ["high", "low", "low-prescaled"])
-def test_each_part_marks_what_it_does(scores: str, pass_: str) -> None:
-    common = {"scores": scores, "pass": pass_}
-    assert marked(setup_for("bf16", part="core", **common)) == {"attention", "elementwise"}
-    assert marked(setup_for("fp8", part="layer", **common)) == {"attention", "elementwise", "gemm", "cast"}
-    assert marked(setup_for("fp32", part="layer", **common)) == {"attention", "elementwise", "gemm"}
 
 
 @for_each("causal", ["yes", "no"])

@@ -96,7 +96,8 @@ def test_kept_buffers_hold_the_same_batches_in_one_place(corpus: Corpus) -> None
     fresh, kept = (Data().prepare(setup_for(corpus, "fp32", buffers=one)) for one in ("fresh", "kept"))
     places = set()
     for _ in range(3):
-        one, other = next(fresh.batches), next(kept.batches)
+        one = next(fresh.batches)
+        other = next(kept.batches)
         assert torch.equal(one, other)
         places.add(other.data_ptr())
     assert len(places) == 1
@@ -109,7 +110,8 @@ def test_kept_buffers_hold_the_same_batches_in_one_place(corpus: Corpus) -> None
 def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: str) -> None:
     here, there = (setup_for(corpus, "fp8", kind=kind, **more) for more in ({}, {"cast_on": "device"}))
     assert phases(Data(), there) == [FIRST[kind], "data_load", "cast"]
-    state, other = Data().prepare(there), Data().prepare(here)
+    state = Data().prepare(there)
+    other = Data().prepare(here)
     fp32 = by_hand(corpus, 1)[0]
     assert torch.equal(arrived(state), torch.from_numpy(fp32))
     assert state.after is not None and torch.equal(state.after.data, arrived(other))

@@ -37,7 +37,8 @@ def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
     """Row by row in fp64, with the state's thresholds: the logits, and the blocks that each row took."""
     state = EarlyExits().prepare(setup)
     weights = [(block.up.weight, block.down.weight) for block in state.layer.blocks]
-    logits, taken = [], []
+    logits = []
+    taken = []
     for given in state.inputs[0].detach().double():
         row = given
         for number, (up, down) in enumerate(weights):
@@ -103,7 +104,8 @@ def mismatch(own: Record, reference: Record) -> tuple[bool, str] | None:
 def test_less_work_is_labelled() -> None:
     """A different product is a doubt; more than 5% fewer FLOPs remove the verdict. Held exits do the same work."""
     more: dict[str, Scalar] = {"tokens": 256, "depth": 6, "exits": "own"}
-    reference, low = record("fp32", **more), record("mxfp4", **more)
+    reference = record("fp32", **more)
+    low = record("mxfp4", **more)
     told = mismatch(low, reference)
     assert told is not None and not told[0] and "its products do" in told[1]
     held = [record(name, **{**more, "exits": "held"}) for name in ("fp32", "mxfp4")]

@@ -50,7 +50,8 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
+        self.up = nn.Linear(32, 64)
+        self.down = nn.Linear(64, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5))  # type: ignore[no-any-return]
@@ -70,7 +71,8 @@ def make() -> Any:
 def test_untouched_is_what_the_model_gives_bit_for_bit() -> None:
     state = Model().prepare(setup_of(make))
     found = state.outcome()
-    model, batch = state.model, state._batch
+    model = state.model
+    batch = state._batch
     assert not any("forward" in vars(one) or one._forward_hooks for one in model.modules())
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -211,7 +213,9 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.score, self.first, self.second = nn.Linear(16, 1, bias=False), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.score = nn.Linear(16, 1, bias=False)
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
         nn.init.constant_(self.score.weight, 1.0)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -97,7 +98,8 @@ def test_a_delayed_scale_has_seen_the_steps_before(corpus: Corpus) -> None:
 
 
 def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
-    scaled, plain = setup_for("fp16", "log-normal"), setup_for("bf16", "log-normal")
+    scaled = setup_for("fp16", "log-normal")
+    plain = setup_for("bf16", "log-normal")
     assert torch.equal(Numerics().prepare(scaled).source, Numerics().prepare(plain).source * 1024)
     assert Numerics().statistics(scaled) == Numerics().statistics(plain)
     assert (
@@ -107,11 +109,9 @@ def test_gradients_of_fp16_arrive_with_its_loss_scale() -> None:
 
 def test_overflow_of_fp16_is_said() -> None:
     """torch's cast gives infinities: they fail no case, and are in no SQNR."""
-    found = errors("fp16", "log-normal", rows=512, columns=512, role="gradient")
-    assert found["not_finite_percent"] == 0
-    one = setup_for("fp16", "log-normal", rows=512, columns=512)
-    large = Setup(one.case, one.facts, 0, one.arithmetic, one.high, {}, 1e9)
-    found = Numerics().error(large)
+    setup = setup_for("fp16", "log-normal", rows=512, columns=512, role="gradient")
+    assert Numerics().error(setup)["not_finite_percent"] == 0
+    found = Numerics().error(replace(setup, loss_scale=1e9))
     assert found["not_finite_percent"] > 0 and all(math.isfinite(value) for value in found.values())
     assert found["not_finite_percent"] <= found["saturation_percent"]
 

@@ -126,7 +126,8 @@ def _as_one_rank(case: Case, gaps: dict[str, float]) -> None:
 
 def _by_formula(case: Case, each: list[Bytes], share: float) -> None:
     """Bytes that ranks of a ring of n send: (n-1)/n of everything, twice where gradients are summed."""
-    wire, weights = dict(case.params).get("wire", ""), IN_BLOCKS + AROUND
+    wire = dict(case.params).get("wire", "")
+    weights = IN_BLOCKS + AROUND
     if wire == "fp8":  # gradients to owners and weights from them, a byte each, plus scales
         for one in each:
             assert {dtype for _, dtype in one} == {"uint8", "float32"}
@@ -203,7 +204,8 @@ def _of_experts(case: Case, rank: int) -> Bytes:
             for expert in chosen:
                 out += token // (2 * CONFIG.sequence) == rank != expert // 4
                 come += token // (2 * CONFIG.sequence) != rank == expert // 4
-    width, wire = CONFIG.width, case.param("wire")
+    width = CONFIG.width
+    wire = case.param("wire")
     everywhere = 4 * CONFIG.layers * CONFIG.width**2 + CONFIG.layers * 8 * CONFIG.width + NORMS + AROUND
     found: Bytes = {("all_reduce", "float32"): 4.0 * everywhere, ("all_gather", "int64"): CONFIG.layers * 8 * 8.0}
     if wire == "fp8":

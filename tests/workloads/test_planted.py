@@ -63,7 +63,8 @@ def test_on_a_gpu_the_slow_down_is_the_device_s(monkeypatch: pytest.MonkeyPatch)
     """Tiny host calls in parallel would not show, so the device is kept busy for as many cycles."""
     cycles: list[int] = []
     monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
-    state, fewer = prepared(800), prepared(7)
+    state = prepared(800)
+    fewer = prepared(7)
     assert not state.on_device
     state.on_device = fewer.on_device = True
     for one in (state, fewer, prepared(0)):

@@ -37,9 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     if sum(map(bool, (arguments.peak, arguments.topology, arguments.calibrate))) > 1:
         raise UsageError("--peak, --topology and --calibrate print different things. Give only one of them.")
     if arguments.topology:
-        from fp8bench.jobs.topology import topology_lines
+        from fp8bench.jobs.topology import write_topology
 
-        print_lines(topology_lines(arguments.topology, arguments.store))
+        print_lines(write_topology(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
         from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote

@@ -20,15 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar, StepEffect
+from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
 from fp8bench.model.raw import Settings
-from fp8bench.protocols.measuring import Markers, ReportingMarker
+from fp8bench.protocols import Phases
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.clock import PhaseClock
+from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, make_reporting_phases
 
 _START_LINE_FILE = "start-line"
 _COUNT_BYTES = 8
@@ -62,12 +62,9 @@ class Heart:
         self._beats += 1
         BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
-    def markers(self) -> Markers:
-        open_phase_codes = [UNATTRIBUTED]
-        self.phase(CELL_PHASES.index(UNATTRIBUTED))
-        return Markers(
-            lambda name: ReportingMarker(name, open_phase_codes, lambda phase: self.phase(CELL_PHASES.index(phase)))
-        )
+    def markers(self) -> Phases:
+        self.phase(UNATTRIBUTED_CODE)
+        return make_reporting_phases(lambda phase: self.phase(CELL_PHASES.index(phase)))
 
 
 class StartLine:
@@ -77,11 +74,10 @@ class StartLine:
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
-        with (folder / _START_LINE_FILE).open("ab") as opened:
-            os.ftruncate(
-                opened.fileno(), ranks * _COUNT_BYTES
-            )  # all ranks set the same size, which keeps existing contents
-        with (folder / _START_LINE_FILE).open("r+b") as opened:
+        file = folder / _START_LINE_FILE
+        file.touch()
+        with file.open("r+b") as opened:
+            opened.truncate(ranks * _COUNT_BYTES)  # all ranks set the same size, which keeps existing contents
             self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
@@ -213,9 +209,8 @@ def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> Round
         "in_turn": run_in_turn,
     }
     if parts.alone is not None:
-        part_functions["whole"], part_functions["share"] = (
-            parts.alone if dist.get_rank() == 0 else (_do_nothing, _do_nothing)
-        )
+        rank_0_steps = dict(zip(("whole", "share"), parts.alone, strict=True))
+        part_functions |= rank_0_steps if dist.get_rank() == 0 else dict.fromkeys(rank_0_steps, _do_nothing)
     return time_rounds(part_functions, together, seed)
 
 
@@ -239,7 +234,8 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
 
 def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
     """Times each part in each round. All ranks begin each part together, in the same random order."""
-    generator, seconds = random.Random(seed), {name: list[float]() for name in parts}
+    generator = random.Random(seed)
+    seconds = {name: list[float]() for name in parts}
     for name, part in parts.items():  # a warm-up
         if name not in _COMBINED_PARTS:
             part()
@@ -320,7 +316,8 @@ class RankBench(Bench):
         self._make_unmarked_phases = heart.markers
         self._alone = False
         self._parts: dict[Case, StepAnswer] = {}
-        self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        self._size = int(os.environ["WORLD_SIZE"])
+        self._rank = int(os.environ["RANK"])
         # Ranks exchange objects as pickles. Unpickling must not run code.
         dist.distributed_c10d._unpickler = PlainUnpickler
         watch_groups(dist.distributed_c10d)
@@ -342,10 +339,10 @@ class RankBench(Bench):
 
     def software(self) -> dict[str, Scalar | None]:
         """Adds this rank's environment settings, which a launcher may have changed."""
-        recorded_variables = {
-            name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED_PREFIXES)
+        settings = {
+            f"env {name}": text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED_PREFIXES)
         }
-        return {**super().software(), **{f"env {name}": text for name, text in recorded_variables.items()}}
+        return {**super().software(), **settings}
 
     def release(self, key: str) -> tuple[str, ...]:
         """Frees a state. After the last state, also excludes all remaining objects from garbage collection.
@@ -363,7 +360,7 @@ class RankBench(Bench):
         )
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
-        with self._apart(case, facts) as (workload, _, setup):
+        with self._run_apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
@@ -373,7 +370,7 @@ class RankBench(Bench):
         return self._parts[sent_case]
 
     def _step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        with self._apart(case, facts) as (workload, device, setup):
+        with self._run_apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts

@@ -103,7 +103,8 @@ def _process_exists(pid: int) -> bool:
 
 
 def main() -> None:
-    connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection = Connection(int(sys.argv[1]))
+    lifeline = int(sys.argv[2])
     ranks, module, folder, wait_seconds = connection.recv()
     die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))
     close_in_children(lifeline, connection)

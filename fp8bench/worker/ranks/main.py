@@ -45,7 +45,8 @@ def _show_one_gpu(rank: int) -> None:
 
 
 def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
-    folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
+    folder = Path(sys.argv[1])
+    wait_seconds = float(sys.argv[2])
     rank = int(os.environ["RANK"])
     if os.getpgrp() != os.getpid():  # so that the children of this rank are ended together with its process group
         os.setsid()
