@@ -450,18 +450,19 @@ class Beginning:
         self._is_known = memories is not None
         self._initial = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
         self._generator_resets = save_generators(state) if self._is_known else []
-        # Copies of the memory when the slot began, by address.
-        self._copies: dict[int, Any] = {}
+        # The tensors that the state held when the slot began, with copies of their memory, by address. They stay
+        # alive, so that no new tensor gets the address of one of them.
+        self._contents: dict[int, tuple[Any, Any]] = {}
 
     def restore(self) -> None:
         """Restores the memory and the generators, except for tensors that earlier slots added to the state."""
         for first, copy in self._initial.values():
             restore_bytes(first, copy)
         memories = find_memories(self._state) if self._is_known else {}
-        self._copies = {address: copy for address, (_, copy) in self._initial.items()}
+        self._contents = dict(self._initial)
         for address, (first, *_) in memories.items():
-            if address not in self._copies:
-                self._copies[address] = copy_bytes(first)
+            if address not in self._contents:
+                self._contents[address] = first, copy_bytes(first)
         for draw_again in self._generator_resets:
             draw_again()
 
@@ -472,8 +473,8 @@ class Beginning:
         memories = find_memories(self._state, answer) if self._is_known else {}
         sketches = []
         for address, (first, *_) in memories.items():
-            copy = self._copies.get(address)
-            # memory of a different size is a new tensor at an old address
+            _, copy = self._contents.get(address, (None, None))
+            # Memory of a different size is a new tensor at an old address.
             if copy is not None and copy.numel() != first.untyped_storage().nbytes():
                 copy = None
             sketches.append(sketch(first, copy))
