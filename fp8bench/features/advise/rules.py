@@ -112,8 +112,8 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     if met is Met.YES and len(bounds) == 1:
         share_sentence = f"products are {show_share(share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
         return f"{share_sentence}, but the speed of low-precision products was not measured"
-    figure = f"{show_share(share)} of the step; {condition}, the step would be {show_gain(gain_bound)} as fast"
-    figure += _ESTIMATED_NOTE * pair.is_estimated
+    figure = f"products are {show_share(share)} of the step; {condition}, the step would be "
+    figure += f"{show_gain(gain_bound)} as fast{_ESTIMATED_NOTE * pair.is_estimated}"
     return Reply(met, figure, tuple(grounds))
 
 
@@ -315,7 +315,7 @@ RULES = (
     AdviceRule("step", Question.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
     AdviceRule("native", Question.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
     # If products are a quarter of a step, products that are 1.6 times as fast gain 10%.
-    AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _judge_product_share,
+    AdviceRule("amdahl", Question.PAYS, "Would faster products alone be worthwhile?", _judge_product_share,
                "fp8bench suite ceilings{store}, then {again}"),
     # In publications, products gain 1.9 times if their operands are ready, and 1.4 times with casts.
     AdviceRule("casts", Question.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),

@@ -87,7 +87,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     casts = answer(advised, "casts")
     assert (amdahl.met, amdahl.figure) == (
         Met.YES,
-        "60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
+        "products are 60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
     )
     assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
     unprofiled = advise([lead, case])
@@ -234,7 +234,7 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
             {**SMALL, "cast": 50, "gemm": 500},
             "amdahl",
             1.047,
-            "may be below the 10% that make it worthwhile; do its products take enough of the step: no, 10% of",
+            "may be below the 10% that make it worthwhile; would faster products alone be worthwhile: no, products",
         ),
         (
             BF16,
