@@ -51,8 +51,8 @@ EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
 # An early decision also needs an interval that is narrow compared with the effect, the logarithm of the ratio. Its
 # half-width is at most a third of the effect, but always between 1% and 2%, or a thirtieth of a large effect. With 2%
-# for every effect, runs that found 3% ended after 24 of 56 rounds. Such short runs differed so much from each other
-# that the next run of the case could no longer show these 3%.
+# for every effect, runs that found 3% ended after 24 of 56 rounds. The spread between such short runs then hid these 3%
+# from later runs of the case.
 _EARLY_HALF_WIDTH_SHARE = 1 / 3
 _EARLY_HALF_WIDTHS = (0.01, 0.02)
 _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30

@@ -38,9 +38,10 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         _check_keywords(name, keywords, (*options, "progress"))
         # Begin with fixed words of the command, as `suite` in `duel suite`.
-        typed_words = [
-            str(word) for option in options.values() if not option.option_strings for word in option.choices or ()
-        ]
+        typed_words: list[str] = []
+        for option in options.values():
+            if not option.option_strings:
+                typed_words += map(str, option.choices or ())
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
             typed_words += _option_words(keyword, options[keyword], value)
         arguments = parse_words(build_parser([name]), [name, *typed_words])
@@ -56,11 +57,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _check_keywords(name: str, keywords: Iterable[str], known: Collection[str]) -> None:
+def _check_keywords(name: str, keywords: Iterable[str], allowed: Collection[str]) -> None:
     for keyword in keywords:
-        if keyword not in known:
-            listed_names = f"{', '.join(sorted(known))}; help(fp8bench.{name}) explains them"
-            raise UnknownName(f"argument of {name}", keyword, known, listed_names)
+        if keyword not in allowed:
+            listed_names = f"{', '.join(sorted(allowed))}; help(fp8bench.{name}) explains them"
+            raise UnknownName(f"argument of {name}", keyword, allowed, listed_names)
 
 
 def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:

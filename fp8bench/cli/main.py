@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -198,7 +199,7 @@ def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) ->
 
 
 def _list_options(parser: argparse.ArgumentParser) -> set[str]:
-    options = {word for action in parser._actions for word in action.option_strings}
+    options = set(chain.from_iterable(action.option_strings for action in parser._actions))
     return options.union(*map(_list_options, subparsers_by_name(parser).values()))
 
 

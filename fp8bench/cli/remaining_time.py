@@ -108,7 +108,7 @@ class RemainingTime:
         else:
             rounds_start = now if self._rounds_start is None else self._rounds_start
             current_seconds = max(self._rounds_seconds - (now - rounds_start), 0.0) + self._passes_seconds
-        # 3. Later groups are expected to take as long as the groups so far.
+        # 3. Later groups are expected to take as long as earlier groups.
         num_later_groups = max(0, self.groups - len(self._group_seconds) - 1)
         return (
             current_seconds

@@ -160,12 +160,12 @@ class Quote:
     number: float | None
 
     @property
-    def published(self) -> tuple[str, float, str]:
+    def datasheet_field(self) -> tuple[str, float, str]:
         """The field of datasheets with this figure, the factor to the field's unit, and the unit of `number`."""
         return _DATASHEET_FIGURES.get(self.figure, (_PEAK_FIELD, 1e12, "TFLOP/s"))
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
-        field, factor, _ = self.published
+        field, factor, _ = self.datasheet_field
         value: float | None = None
         if field == _PEAK_FIELD:
             value = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
@@ -229,7 +229,7 @@ def is_wrong(quote: Quote) -> bool:
 
 
 def _describe_quote(quote: Quote) -> Iterator[str]:
-    field, _, unit = quote.published
+    field, _, unit = quote.datasheet_field
     if quote.number is None:
         yield f"{quote.text}:"
     elif is_wrong(quote):

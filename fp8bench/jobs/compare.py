@@ -57,7 +57,8 @@ def compare_runs(
             f"{many(len(excluded), 'run')} of other machines left out: compared are runs of {name}, not those of "
             f"{' and '.join(excluded_names)}. Name runs by their ids to compare others"
         )
-        old, new = ([run for run in side if hardware_of(run) == machine] for side in (old, new))
+        old = [run for run in old if hardware_of(run) == machine]
+        new = [run for run in new if hardware_of(run) == machine]
     return compare(_make_side(old_name, old), _make_side(new_name, new))
 
 

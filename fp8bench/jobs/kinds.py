@@ -10,6 +10,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -132,7 +133,7 @@ class Kind(ABC, Generic[K]):
 
 
 def kinds() -> list[Kind[Any]]:
-    return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
+    return list(chain.from_iterable(getattr(module, "KINDS", ()) for module in feature_parts("kind")))
 
 
 def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:

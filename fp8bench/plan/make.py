@@ -88,7 +88,7 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     # 2. Note options that have no effect in this plan.
     if request.data is not None and not any(part.workload.uses_corpus for part in parts):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
-    modes = list(dict.fromkeys(mode for part in parts for mode in part.modes))
+    modes = list(dict.fromkeys(chain.from_iterable(part.modes for part in parts)))
     if request.backend != AUTO and not any(precisions.get(mode).takes_backend for mode in modes):
         names = ", ".join(modes)
         notes.append(f"--backend {request.backend} has no effect: it is for low precisions, and these are {names}")

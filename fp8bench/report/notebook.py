@@ -76,7 +76,9 @@ def _element_html(element: Element) -> str:
         case Table():
             title = f"<p>{escape(element.caption)}</p>" if element.caption else ""
             header_row = _row_html("th", [column.title for column in element.columns])
-            rows = "".join(_row_html("td", [field.text for field in row]) for row in element.rows)
+            rows = ""
+            for row in element.rows:
+                rows += _row_html("td", [field.text for field in row])
             return f"{title}<table>{header_row}{rows}</table>"
     return ""  # only the report shows charts
 

@@ -205,7 +205,7 @@ class Panel:
 
     @cached_property
     def measurements(self) -> list[Measurement]:
-        return [measurement for case in self.members for measurement in case.record.measurements]
+        return list(chain.from_iterable(case.record.measurements for case in self.members))
 
     def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
         """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""

@@ -42,15 +42,15 @@ Product = tuple[int, int, int, int]
 Shapes = Callable[[NamedArguments], list[Product]]
 
 
-def _make_matrix_shapes(left: str, right: str) -> Shapes:
-    """Returns a function for the sizes of one matrix product or of a batch of them. `left` and `right` name the
-    operands. Each may be a vector.
+def _make_matrix_shapes(left_name: str, right_name: str) -> Shapes:
+    """Returns a function for the sizes of one matrix product or of a batch of them, from the names of its operands.
+    Each may be a vector.
     """
 
     def list_products(named: NamedArguments) -> list[Product]:
-        a = named[left]
+        a = named[left_name]
         sides = 1, *a.shape
-        n = int(named[""].shape[-1]) if len(named[right].shape) > 1 else 1
+        n = int(named[""].shape[-1]) if len(named[right_name].shape) > 1 else 1
         return [(sides[-2], n, _count_contraction(a), math.prod(sides[:-2]))]
 
     return list_products
@@ -170,8 +170,8 @@ PRODUCT_SHAPES: dict[str, tuple[str, Shapes]] = {
 }  # fmt: skip
 
 
-def _make_formula(left: str, right: str) -> tuple[str, Formula]:
-    return left, _make_flops_formula(_make_matrix_shapes(left, right))
+def _make_formula(left_name: str, right_name: str) -> tuple[str, Formula]:
+    return left_name, _make_flops_formula(_make_matrix_shapes(left_name, right_name))
 
 
 _SDPA_OPERATOR = "_scaled_dot_product_{}attention{}"

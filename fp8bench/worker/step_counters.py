@@ -163,7 +163,7 @@ def _count_device_allocations(run: Callable[[Phases], None], device: Device, ind
     seconds = sum_device_call_seconds(record_trace(run, device.kind)["traceEvents"]) / TRACED_STEPS
     measurements = []
     for name, spec in _DEVICE_COUNTS.items():
-        growths = tuple(float(after.get(name, 0) - before.get(name, 0)) for before, after in pairwise(readings))
+        growths = tuple(float(later.get(name, 0) - earlier.get(name, 0)) for earlier, later in pairwise(readings))
         measurements.append(Measurement(spec.name, spec.unit, growths))
     return (*measurements, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
 

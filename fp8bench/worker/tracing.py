@@ -156,8 +156,10 @@ def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -
 
 def _cut_phase(event: Event, open_stretches: OpenStretches) -> Event:
     phase = _make_stretch(event)
-    start = max((other.end for other in open_stretches[phase.start] if other.end < phase.end), default=phase.start)
-    end = min((other.start for other in open_stretches[phase.end] if other.start >= start), default=phase.end)
+    start = max(
+        (stretch.end for stretch in open_stretches[phase.start] if stretch.end < phase.end), default=phase.start
+    )
+    end = min((stretch.start for stretch in open_stretches[phase.end] if stretch.start >= start), default=phase.end)
     if phase == TracedStretch(start, end):
         return event
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}

@@ -125,8 +125,8 @@ class Parallel(Workload):
         ]
         if unknown_options:
             name = unknown_options[0]
-            known = "; ".join(f"{option}: {', '.join(values)}" for option, values in division.options.items())
-            return refused(f"{division.name} has no {name}={options[name]}: it takes {known or 'none'}")
+            choices = "; ".join(f"{option}: {', '.join(values)}" for option, values in division.options.items())
+            return refused(f"{division.name} has no {name}={options[name]}: it takes {choices or 'none'}")
         # 3. Refuse layers that cannot be divided, and sizes that cannot be divided equally.
         if precision.whole_layers:
             return refused(

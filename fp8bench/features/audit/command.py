@@ -125,9 +125,9 @@ def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
     kind, precision = arguments.kind, arguments.precision
     options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
     if not kind and not precision:
-        given = [f"--{field.name}" for field in _SIGNATURE_OPTIONS if options[field.name] != field.default]
-        if given:
-            raise UsageError(f"{' and '.join(given)} need --kind and --precision. Give both.")
+        set_options = [f"--{field.name}" for field in _SIGNATURE_OPTIONS if options[field.name] != field.default]
+        if set_options:
+            raise UsageError(f"{' and '.join(set_options)} need --kind and --precision. Give both.")
         return None
     if not kind or (not precision and kind != AuditKind.MODEL):
         pair = "--kind was given without --precision" if kind else "--precision was given without --kind"
@@ -244,9 +244,11 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     # The verdict has the reason of the first failure.
     verdict_finding = next((finding for finding in failures if finding.outcome is audit.outcome), None)
     parts = [Part("verdict", "", tuple(_describe_verdict(audit, verdict_finding)))]
-    found = [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
-    if found:
-        rows = [replace(finding, why="") if finding is verdict_finding else finding for finding in found]
+    shown_findings = (
+        [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
+    )
+    if shown_findings:
+        rows = [replace(finding, why="") if finding is verdict_finding else finding for finding in shown_findings]
         parts.append(Part("found", "what was found", (table("found", "", _FINDINGS, rows),)))
     if audit.layers and (everything or len(audit.layers) <= _SHOWN_LAYERS):
         parts.append(Part("layers", "layers", (table("layers", "", _LAYERS, audit.layers),)))

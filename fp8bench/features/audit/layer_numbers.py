@@ -364,8 +364,8 @@ def _describe_fault(
     # 2. One factor for all results: a scale was lost or applied twice.
     exact_output = exact if bias is None else exact + bias
     gain = fit_gain(result, exact_output)
-    rest = float((result - gain * exact_output).norm())
-    if abs(gain - 1) > _MIN_GAIN and rest < _GRADIENT_ERROR * float(result.norm()):
+    residual = float((result - gain * exact_output).norm())
+    if abs(gain - 1) > _MIN_GAIN and residual < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
     # 3. A few wrong rows or columns: a shard or a bias is in the wrong place.
     for side, lines in (("columns", differences.columns), ("rows", differences.rows)):

@@ -81,7 +81,7 @@ Matrices = tuple[Tensor, ...]
 
 
 class ExpectedResult(Protocol):
-    """What a result of the kernel should be."""
+    """The values, format and scales that a result of the kernel should have."""
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         """Returns the finding for one result. Without `search_mistakes`, no mistake is named for results whose error

@@ -237,7 +237,7 @@ class Remeasurer:
         return look
 
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
-        """Measures cases of a run again. Returns the new run, or None with the reason why there is none."""
+        """Measures cases of a run again. Returns the new run, or None and the reason."""
         store = store_of(Path(run.path)) or self.store
         run = replace(run, request=_with_full_rounds(run.request))
         try:

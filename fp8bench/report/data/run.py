@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import lru_cache
+from itertools import chain, starmap
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +64,9 @@ _FIGURE_COLUMNS = (
 
 def csv_columns(*runs: Run) -> tuple[str, ...]:
     """Returns the CSV columns for these runs, including one for each parameter of their cases."""
-    params = (f"param_{name}" for run in runs for record in run.records for name, _ in record.case.params)
-    return (*_CASE_COLUMNS, *dict.fromkeys(params), *_FIGURE_COLUMNS)
+    records = chain.from_iterable(run.records for run in runs)
+    params = chain.from_iterable(record.case.params for record in records)
+    return (*_CASE_COLUMNS, *dict.fromkeys(f"param_{name}" for name, _ in params), *_FIGURE_COLUMNS)
 
 
 def tidy_rows(run: Run, findings: FindingsById) -> list[TidyRow]:
@@ -186,7 +188,7 @@ def _finding_fields(result: Result) -> TidyRow:
 def run_rows(runs_with_findings: Sequence[tuple[Run, FindingsById]]) -> Rows:
     if not runs_with_findings:
         return (), ()
-    all_rows = [row for run, findings in runs_with_findings for row in tidy_rows(run, findings)]
+    all_rows = list(chain.from_iterable(starmap(tidy_rows, runs_with_findings)))
     return csv_columns(*(run for run, _ in runs_with_findings)), all_rows
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,11 +162,13 @@ def report_page(material: Material) -> Page:
     return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=remark)
 
 
+def _shorten_name(name: str) -> str:
+    return shorten_line(name, _MAX_NAME_LENGTH)
+
+
 def _page_title(runs: Sequence[Run]) -> str:
-    suites, devices = (
-        dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for run in runs for name in list_names(run))
-        for list_names in (list_suites, list_devices)
-    )
+    suites = dict.fromkeys(map(_shorten_name, chain.from_iterable(map(list_suites, runs))))
+    devices = dict.fromkeys(map(_shorten_name, chain.from_iterable(map(list_devices, runs))))
     suites_text = ", ".join(suites) if len(suites) <= _MAX_SUITES_IN_TITLE else many(len(suites), "suite")
     return (
         join_parts(suites_text, join_words(devices, _MAX_DEVICES_IN_TITLE), separator=" on ")

@@ -119,8 +119,9 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
     """Returns one answer for all these panels. It has each precision with a reason, what to do next, and the times."""
     cases = list_cases(panels)
     is_timed = any(case.best_seconds for case in cases)
-    tables: list[Element] = [Text(f"{describe_coverage(*pair)}.") for panel in panels for pair in find_coverages(panel)]
-    tables += [Text(trade_off) for panel in panels for trade_off in best_trade_offs(panel)]
+    coverages = chain.from_iterable(map(find_coverages, panels))
+    tables: list[Element] = [Text(f"{describe_coverage(*pair)}.") for pair in coverages]
+    tables += map(Text, chain.from_iterable(map(best_trade_offs, panels)))
     if is_timed and len(panels) == len(panels[0].groups) == 1:
         tables += phases_table(panels[0], native_only=True)
     else:
@@ -166,7 +167,8 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
     )
     # 3. Give the number of rounds and their duration.
     timings = [timing for case in list_cases(panels) if (timing := case.record.timing) is not None]
-    seconds = sum(slot.wall_seconds for timing in timings for slot in timing.slots)
+    slots = chain.from_iterable(timing.slots for timing in timings)
+    seconds = sum(slot.wall_seconds for slot in slots)
     duration = f" in {units.clock(seconds)}" if seconds >= 1 else ""
     rounds = max((timing.num_rounds for timing in timings), default=0)
     rounds_text = f": {many(rounds, 'round')}{duration}" if rounds else ""

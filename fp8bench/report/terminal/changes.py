@@ -61,7 +61,9 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
     for title in _SECTION_TITLES if with_closed else _SECTION_TITLES[:4]:
         # List changes between the same two commits next to each other.
         by_commits = together((_describe_commits(change, len(machines) > 1), change) for change in groups[title])
-        rows = [(commits, change) for commits, members in by_commits.items() for change in members]
+        rows = []
+        for commits, members in by_commits.items():
+            rows += [(commits, change) for change in members]
         if rows:
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
     ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.left))

@@ -25,7 +25,6 @@ from fp8bench.report.panels import (
     shared_params,
     show_params,
     show_value,
-    together,
 )
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
@@ -186,9 +185,10 @@ def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
                 yield f"{result.mode} {subject}".rstrip(), text, group.setting_name
         if panel.is_timed:
             yield from ((modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group))
-        modes_by_condition = together(
-            (condition, result.mode) for result in group.results for condition in _describe_conditions(result, run)
-        )
+        modes_by_condition: dict[str, list[str]] = {}
+        for result in group.results:
+            for condition in _describe_conditions(result, run):
+                modes_by_condition.setdefault(condition, []).append(result.mode)
         for condition, modes in modes_by_condition.items():
             yield ", ".join(modes), condition, group.setting_name
 
@@ -239,12 +239,12 @@ def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
 
 
 def _describe_measurements(panels: Sequence[Panel]) -> list[str]:
-    lines = {
-        f"{measurement.metric}: {measurement.description}"
-        for panel in panels
-        for measurement in panel.measurements
-        if measurement.description and measurement.metric not in _metrics_in_other_tables(panel)
-    }
+    lines = set()
+    for panel in panels:
+        metrics_in_other_tables = _metrics_in_other_tables(panel)
+        for measurement in panel.measurements:
+            if measurement.description and measurement.metric not in metrics_in_other_tables:
+                lines.add(f"{measurement.metric}: {measurement.description}")
     return sorted(lines)
 
 
@@ -275,7 +275,7 @@ def plan_page(plan: Plan, facts: Sequence[DeviceFacts], expected_time: str = "")
     # The full plan of all suites would fill several screens.
     parts = [_plan_overview(panels)]
     if len(panels) <= _MAX_PANELS_IN_FULL:
-        parts = [part for members in panels for part in _planned_panel(members, facts)]
+        parts = list(chain.from_iterable(_planned_panel(members, facts) for members in panels))
     num_measured = sum(case.runs for case in _planned_cases(plan))
     counts = f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
     lines = filter(None, (*(f"note: {note}" for note in plan.notes), counts, expected_time))

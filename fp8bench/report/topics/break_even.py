@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, find_sweeps, iterate_swept_modes
-from fp8bench.model import Params, Run
+from fp8bench.model import Finding, Params, Record, Run
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Tables, Tone
 from fp8bench.report.page.section import Material, panels_with_titles, section
-from fp8bench.report.panels import FindingsById, Panel, describe_params, group_into_panels, together
+from fp8bench.report.panels import FindingsById, Panel, ResultGroup, describe_params, group_into_panels, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import join_words
 
@@ -23,14 +23,20 @@ class _SweptRow(NamedTuple):
     mode: SweptMode
 
 
+def _pair_records_with_findings(group: ResultGroup) -> list[tuple[Record, Finding]]:
+    return [(result.record, result.finding) for result in group.results]
+
+
 def list_swept_modes(panel: Panel) -> list[SweptModes]:
-    groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
+    groups = list(map(_pair_records_with_findings, panel.groups))
     sweeps = find_sweeps([group.case.params for group in panel.groups])
     return [(sweep, modes) for sweep in sweeps if (modes := tuple(iterate_swept_modes(sweep, groups)))]
 
 
 def break_even_table(panel: Panel, title: str = "") -> Tables:
-    rows = [_SweptRow(sweep, mode) for sweep, modes in list_swept_modes(panel) for mode in modes]
+    rows = []
+    for sweep, modes in list_swept_modes(panel):
+        rows += [_SweptRow(sweep, mode) for mode in modes]
     if not rows:
         return
 

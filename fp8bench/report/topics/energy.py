@@ -262,6 +262,8 @@ def energy_section(material: Material) -> Elements:
 
 def _panel_energy(title: str, panel: Panel) -> Elements:
     yield from rename_tables((*energy_table(panel), *phase_energy_table(panel)), panel.suite, title)
-    notes = [(modes, doubt, group.setting_name) for group in panel.groups for modes, doubt in list_energy_doubts(group)]
+    notes = []
+    for group in panel.groups:
+        notes += [(modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group)]
     doubt_sentences = [f"{doubt.removeprefix('- ')}." for doubt in merge_notes(notes, len(panel.groups))]
     yield from bullet_list(doubt_sentences, Tone.DOUBT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
@@ -70,7 +71,7 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
     get_fact = partial(environment_fact, run)
     measured_keys = {record.case.device for record in run.records}
     devices = [facts for facts in run.devices if facts.key in measured_keys]
-    pairs = [pair for facts in devices for pair in _device_facts(run, facts)]
+    pairs = list(chain.from_iterable(_device_facts(run, facts) for facts in devices))
     processors = get_fact("cpu_count")
     usable_processors = get_fact("cpu_affinity")
     if processors and usable_processors not in ("", processors):

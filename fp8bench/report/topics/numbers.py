@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
@@ -74,9 +74,8 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     if not largest_by_role:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
-    outside = together(
-        (fmt, above or vanishing) for tensor in largest_by_role for fmt, above, vanishing in tensor.outside
-    )
+    all_outside = chain.from_iterable(tensor.outside for tensor in largest_by_role)
+    outside = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside)
     sufficient_formats = ", ".join(fmt for fmt, shares in outside.items() if not any(shares))
     unit_scaled_modes = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
@@ -104,8 +103,10 @@ def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics
     """Combines the statistics of tensors of one kind and role in several groups. Returns the largest value of each
     statistic.
     """
-    formats = dict.fromkeys(fmt for tensor in tensors for fmt, _, _ in tensor.outside)
-    shares = {fmt: [shares_outside(tensor, fmt) for tensor in tensors] for fmt in formats}
+    all_outside = chain.from_iterable(tensor.outside for tensor in tensors)
+    shares: dict[str, list[Any]] = {}
+    for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside):
+        shares[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
     return replace(
         tensors[0],
         count=max(tensor.count for tensor in tensors),

@@ -97,9 +97,11 @@ def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
 
 
 def _phase_notes(title: str, cases: Cases) -> Texts:
-    cases_by_phase = together(
-        (phase_words(phase), case.name) for case in cases for phase in case.finding.below_floor if phase != UNATTRIBUTED
-    )
+    cases_by_phase: dict[str, list[str]] = {}
+    for case in cases:
+        for phase in case.finding.below_floor:
+            if phase != UNATTRIBUTED:
+                cases_by_phase.setdefault(phase_words(phase), []).append(case.name)
     if cases_by_phase:
         phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in cases_by_phase.items())
         floor_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
@@ -213,15 +215,17 @@ def gains_section(material: Material) -> Elements:
     their times differ a little. Grey phases do not differ clearly. Runs of few rounds have no intervals, and are left
     out.
     """
-    tables = [
-        _gains_table(title, panel, case)
-        for title, panel in panels_with_titles(material)
-        for case in panel.members
-        if sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
-    ]
+    tables = []
+    for title, panel in panels_with_titles(material):
+        cases = [case for case in panel.members if _has_gains_of_phases(case)]
+        tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MAX_GAINS_TABLES]
     if len(tables) > _MAX_GAINS_TABLES:
         yield Text(f"{len(tables) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases.")
+
+
+def _has_gains_of_phases(case: NamedCase) -> bool:
+    return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
 
 
 def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:

@@ -62,9 +62,11 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
     """Yields why figures in a table are unknown. A reason that leaves a dash in the table is followed by the modes
     that it applies to.
     """
-    modes_by_reason = together(
-        (figure, case.mode) for case, figures in rows for figure in figures if isinstance(figure, Untold)
-    )
+    modes_by_reason: dict[Untold, list[str]] = {}
+    for case, figures in rows:
+        for figure in figures:
+            if isinstance(figure, Untold):
+                modes_by_reason.setdefault(figure, []).append(case.mode)
     # The table shows that a pipeline has no hidden share, and the remark on its bubble explains the waiting.
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []

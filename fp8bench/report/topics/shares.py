@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
@@ -101,7 +102,7 @@ def _sort_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """Returns the kinds of work or modules, sorted by their largest share in any case. The unattributed time is left
     out.
     """
-    shares_by_key = together(pair for shares_of_case in shares for pair in shares_of_case.items())
+    shares_by_key = together(chain.from_iterable(shares_of_case.items() for shares_of_case in shares))
     shares_by_key.pop(UNATTRIBUTED, None)
     return sorted(shares_by_key, key=lambda key: -max(shares_by_key[key]))
 
@@ -222,10 +223,9 @@ def list_unconverted_products(coverage: Coverage) -> list[Unconverted]:
     for product in coverage.others:
         name = product.weight or product.module or product.operator
         products.append((product.reason, (name, product.flops or 0)))
-    rows = [
-        (reason, [name for name, _ in members], sum(flops for _, flops in members))
-        for reason, members in together(products).items()
-    ]
+    rows = []
+    for reason, members in together(products).items():
+        rows.append((reason, [name for name, _ in members], sum(flops for _, flops in members)))
     return sorted(rows, key=lambda row: -row[2])
 
 

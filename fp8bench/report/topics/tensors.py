@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import chain, starmap
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ def name_best_precisions(panel: Panel) -> Iterator[str]:
     If only one precision of a width was measured, this width has no sentence.
     """
     # For each width of an element in bits, a list of tensors with the SQNR of every precision.
-    tensors_by_bits = together(pair for group in panel.groups for pair in _sqnr_by_bits(group).items())
+    tensors_by_bits = together(chain.from_iterable(_sqnr_by_bits(group).items() for group in panel.groups))
     for bits, tensors in sorted(tensors_by_bits.items(), reverse=True):
         if len(set().union(*tensors)) > 1:
             yield _describe_best(bits, tensors, panel.suite)
@@ -217,7 +217,7 @@ def tensor_tables(panel: Panel, width: int) -> Elements:
     cols: Cols[NamedCase] = [
         Col("tensor", lambda case: tensor_name(panel, case.group) if has_tensors else "", shared=True),
         Col("precision", lambda case: name_precision(case).name),
-        *itertools.starmap(metric_column, _TERMINAL_COLUMNS),
+        *starmap(metric_column, _TERMINAL_COLUMNS),
     ]
     yield table("tensors", "", cols, panel.members)
 

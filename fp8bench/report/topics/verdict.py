@@ -155,9 +155,10 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
         yield CPU_REMARK.removesuffix(".")
     # 3. Name reasons of single cases, the most frequent first.
     cases = list_cases(panels)
-    modes_by_reason = together(
-        (reason, case.mode) for case in cases for reason in _case_doubts(case, bool(load_warning))
-    )
+    modes_by_reason: dict[str, list[str]] = {}
+    for case in cases:
+        for reason in _case_doubts(case, bool(load_warning)):
+            modes_by_reason.setdefault(reason, []).append(case.mode)
     num_cases = Counter(case.mode for case in cases)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
     for reason in reasons[:max_reasons]:

@@ -140,7 +140,8 @@ def list_notes(run: Run) -> list[str]:
 
 def count_missing(run: Run) -> tuple[int, int]:
     """Returns the number of planned cases without a record, and the number of all planned cases."""
-    planned_ids = {planned.case.id for planned in chain.from_iterable(group.cases for group in run.plan)}
+    planned_cases = chain.from_iterable(group.cases for group in run.plan)
+    planned_ids = {planned.case.id for planned in planned_cases}
     return len(planned_ids - {record.case.id for record in run.records}), len(planned_ids)
 
 

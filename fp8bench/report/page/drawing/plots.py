@@ -201,16 +201,16 @@ def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
 def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     """Cuts a line at the ends of the value axis. Returns the pieces of it that lie within the axis."""
     pieces: list[list[Point]] = []
-    for (left_x, left), (right_x, right) in pairwise(points):
+    for (left_x, left_y), (right_x, right_y) in pairwise(points):
         # Where the segment enters and leaves the axis, as fractions of its length.
-        enter, leave = 0.0, float(y.low <= left <= y.high)
-        if left != right:
-            enter, leave = sorted((end - left) / (right - left) for end in (y.low, y.high))
+        enter, leave = 0.0, float(y.low <= left_y <= y.high)
+        if left_y != right_y:
+            enter, leave = sorted((end - left_y) / (right_y - left_y) for end in (y.low, y.high))
         enter, leave = max(enter, 0.0), min(leave, 1.0)
         if enter >= leave:
             continue
         start, stop = (
-            (left_x + (right_x - left_x) * fraction, y.to_pixels(left + (right - left) * fraction))
+            (left_x + (right_x - left_x) * fraction, y.to_pixels(left_y + (right_y - left_y) * fraction))
             for fraction in (enter, leave)
         )
         if pieces and enter == 0 and pieces[-1][-1] == start:

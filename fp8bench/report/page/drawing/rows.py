@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from fp8bench import units
@@ -49,7 +49,8 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     has_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
-    texts = [sheet.cut_to_room(label, max_label_width) for _, labels in groups for label in labels]
+    all_labels = chain.from_iterable(labels for _, labels in groups)
+    texts = [sheet.cut_to_room(label, max_label_width) for label in all_labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
     left = label_width + _LABEL_GAP
     tops: list[float] = []

@@ -13,7 +13,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 
 from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
@@ -125,7 +125,7 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
     if last_power - first_power < 0.7:
         return []
     powers = range(math.floor(first_power), math.ceil(last_power) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
+    ticks = [digit * 10.0**power for power, digit in product(powers, (1, 2, 5))]
     ticks = [value for value in ticks if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)]
     if len(ticks) <= max_ticks:
         return ticks

@@ -155,8 +155,10 @@ def shape_outline(shape: str, size: float) -> PathCommands:
         points += [(-y, x) for x, y in points[-6:]]
     commands: list[PathCommand] = [("M", (0.0, size / 2))]
     for index in range(0, len(points), 3):
-        curve = points[index : index + 3]
-        commands.append(("C", [coordinate for x, y in curve for coordinate in (x * size, -y * size)]))
+        coordinates = []
+        for x, y in points[index : index + 3]:
+            coordinates += [x * size, -y * size]
+        commands.append(("C", coordinates))
     return [*commands, ("z", ())]
 
 
