@@ -354,10 +354,10 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels a device whose clock was reduced. The driver's reason bits and counters show why. Reductions by heat are
-    throttling, as in 'hw-thermal, sw-thermal 12% of the time'. This label is hard if the hardware slowed itself down,
-    or if no limit in software explains the reductions by heat. A power cap has a separate label with the clock that
-    it allows.
+    """Labels a device whose clock was reduced. The driver's reason bits and counters show why. If the reason was heat,
+    the label is 'throttled', as in 'hw-thermal, sw-thermal 12% of the time'. The label is hard if the hardware slowed
+    itself down, or if the driver's temperature limit explains only a part of the time. A power cap has a separate label
+    with the clock that it allows.
     """
     if watch is None:
         return

@@ -111,7 +111,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """The cause, and the phases that show it, in order of decreasing difference."""
+    """Why a precision is faster or not, with the phases that show it, the largest difference first."""
 
     cause: Cause
     gains: tuple[PhaseGain, ...]

@@ -265,12 +265,13 @@ def find_overlap(record: Record) -> OverlapFigures | None:
 
 
 class Efficiency(NamedTuple):
-    """How well a case scales over n ranks. `strong` is the speed-up over one rank divided by n. `weak` is the speed
-    of n ranks divided by the speed of one rank with the same work per rank. Noise may make either larger than 1.
+    """How well a case scales over n ranks. `strong_scaling` is the speed-up over one rank divided by n.
+    `weak_scaling` is the speed of n ranks divided by the speed of one rank with the same work per rank. Noise may make
+    either larger than 1.
     """
 
-    strong: Middle | Untold
-    weak: Middle | Untold
+    strong_scaling: Middle | Untold
+    weak_scaling: Middle | Untold
 
 
 def compute_efficiency(record: Record) -> Efficiency | None:
@@ -326,8 +327,8 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
         yield Metric(specs.BUBBLE, idle.measured * 100)
         yield Metric(specs.IDEAL_BUBBLE, idle.ideal * 100)
     if (gain := compute_efficiency(record)) is not None:
-        yield _make_metric(specs.STRONG_SCALING, gain.strong, 100)
-        yield _make_metric(specs.WEAK_SCALING, gain.weak, 100)
+        yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)
+        yield _make_metric(specs.WEAK_SCALING, gain.weak_scaling, 100)
     if sent := count_sent_bytes(record):
         yield Metric(specs.WIRE_BYTES, float(max(sent)))
 

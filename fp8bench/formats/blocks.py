@@ -136,8 +136,8 @@ def block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None
 
 
 def element_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """Returns the number by which a block's elements are multiplied to get its values, for each of these largest
-    magnitudes. With e8m0 and e4m3 scales it is NaN where a magnitude is NaN.
+    """Returns the step of each block: its codes times the step are its values. `amax` has the largest magnitude of each
+    block. With e8m0 and e4m3 scales it is NaN where a magnitude is NaN.
     """
     if scaling.scale is None:
         return reciprocal(float_factor(amax, fmt, scaling.rounding))

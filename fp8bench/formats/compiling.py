@@ -142,7 +142,7 @@ def compile_kernel(kernel: Definition) -> Compiled:
 
 def _compile(kernel: Kernel) -> Compiled:
     widths = vector_width.vector_widths(kernel.device) if any(kernel.free()) else ()
-    # Measuring widths is slow, so the choice is stored for all processes.
+    # Timing the vector widths is slow, so the fastest width is stored for all processes.
     if len(widths) < 2:
         return Compiled(_compile_with_width(kernel, *widths), *widths)
     stored_choice = vector_width.StoredChoice(_describe_graph(kernel))

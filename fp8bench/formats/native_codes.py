@@ -428,16 +428,16 @@ def run_cast(
         return outputs
     # 1. Describe the call. One loop does it, because this takes a large part of the time of a small cast.
     addresses: list[int] = []
-    described: list[Hashable] = [name, variant, x.device, plain_arguments]
+    call_description: list[Hashable] = [name, variant, x.device, plain_arguments]
     for tensor in inputs:
         if tensor is None:
-            described.append(None)
+            call_description.append(None)
         else:
             addresses.append(tensor.data_ptr())
-            described += tensor.shape, tensor.stride(), tensor.dtype
+            call_description += tensor.shape, tensor.stride(), tensor.dtype
     if len({*addresses}) < len(addresses):  # some inputs are the same matrix
-        described += map(addresses.index, addresses)
-    key = tuple(described)
+        call_description += map(addresses.index, addresses)
+    key = tuple(call_description)
     # 2. Repeat the launches of an earlier call.
     relaunch = operators.KERNELS.relaunches.get(key)
     if relaunch is not None and (memory := relaunch.run(x.device, [*addresses])) is not None:

@@ -475,10 +475,12 @@ def _run_tensor_scales(
     run_kernel(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(tensor_scales), tuple(steps)), *tensors)
 
 
-_CAST_SCHEMA = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key"
-_TRANSPOSE_SCHEMA = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y"
-_RECIPE_SCHEMA = "str fmt, int rows, int columns, str kept, str rounding"
-_SCALES_SCHEMA = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
+_CAST_SCHEMA = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? tensor_scale, Tensor? key"
+_TRANSPOSE_SCHEMA = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? tensor_scale_of_y, Tensor? key_of_y"
+_RECIPE_SCHEMA = "str fmt, int rows, int columns, str scale_format, str rounding"
+_SCALES_SCHEMA = (
+    "Tensor[] amaxes, Tensor(a!)[] tensor_scales, Tensor? last, Tensor(b!)? new_last, Tensor(c!)[] keys, int[] steps"
+)
 define_cast("tiled_codes", f"({_CAST_SCHEMA}, bool tiled, {_RECIPE_SCHEMA}) -> ()", _run_tiled_codes)
 define_cast(
     "tiled_codes_both",

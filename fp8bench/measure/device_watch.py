@@ -82,7 +82,7 @@ class Watch:
         self._other_processes = self._count_other_processes()
         self._readings: dict[str, list[Readings]] = {}
         self._round, self._reads_this_round, self._next_reading_at = -1, False, 0.0
-        self._violations_at_start = device.read_violations()
+        self._throttled_seconds_at_start = device.read_throttled_seconds()
         self._started_at = clock()
 
     def read_after_slot(self, arm: MeasuredArm) -> None:
@@ -100,7 +100,7 @@ class Watch:
         self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_SHARE
 
     def finish(self) -> None:
-        self._throttled = grown(self._violations_at_start, self._device.read_violations())
+        self._throttled = grown(self._throttled_seconds_at_start, self._device.read_throttled_seconds())
         self._seconds = self._clock() - self._started_at
         other_processes = self._count_other_processes()
         self._other_processes = (

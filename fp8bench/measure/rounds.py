@@ -47,9 +47,10 @@ class Orders(Generic[T]):
 
     def _make_orders(self, count: int) -> list[list[int]]:
         """Returns one block of orders of the arms, in random order. They are the rows of a Williams square, and the
-        arms are assigned to its numbers at random. Each row is a zigzag (0, 1, -1, 2, -2, ...) from another start,
-        with steps of different sizes. So with an even number of arms, each arm follows each other arm exactly once.
-        With an odd number this is impossible: a second block with the mirrored rows makes it twice.
+        arms are assigned to its numbers at random. Each row is the zigzag 0, 1, -1, 2, -2, ... plus the row's
+        number, modulo the number of arms. All steps of a zigzag differ. So with an even number of arms, each arm
+        follows each other arm exactly once. With an odd number this is impossible: the mirrored rows are added, and
+        each arm follows each other arm twice.
         """
         arm_numbers = list(range(count))
         self._draw.shuffle(arm_numbers)

@@ -322,7 +322,7 @@ class Request:
     counters: bool = option(
         False,
         _FLAG_RULE,
-        "also count a step's allocations, their time, and its page faults, in an untimed pass",
+        "also count a step's allocations and page faults, and the time of its allocations, in a separate pass",
     )
     ranks: int | None = option(
         None,

@@ -213,7 +213,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Ack:
-    """An acknowledged change in one cell of a series, on one machine and with one interpreter.
+    """An acknowledged change of a series in one cell of its grid, on one machine and with one interpreter.
 
     The change happened after the commit `since`, at the latest with the commit `until`. `before` and `after` are
     levels in the unit of the series. `when` is the time of the acknowledgement, and `because` its reason.

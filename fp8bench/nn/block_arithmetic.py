@@ -163,8 +163,8 @@ class BlockArithmetic(RecipeArithmetic):
 
 
 class DeepGemmArithmetic(BlockArithmetic):
-    """Makes the same casts, and multiplies them with DeepGEMM on compute capability 9.0. The first operand has scales
-    of 1x128 blocks and the second of 128x128 squares. Results are bfloat16.
+    """Makes the same casts as BlockArithmetic, and multiplies them with DeepGEMM on compute capability 9.0. The first
+    operand has scales of 1x128 blocks and the second of 128x128 squares. Results are bfloat16.
 
     In the weight gradient both operands have 1x128 blocks. For such products DeepGEMM can only add to a float32 sum,
     so the sum starts at zero.

@@ -37,7 +37,7 @@ class Windows(NamedTuple):
     padding: Sides = (1, 1)
     dilation: Sides = (1, 1)
 
-    def count_positions(self, image: Sequence[int]) -> Sides:
+    def count_output_positions(self, image: Sequence[int]) -> Sides:
         positions = []
         for side, size, stride, padding, dilation in zip(image, *self, strict=True):
             positions.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
@@ -122,7 +122,7 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
 
     The copy is in fp32 or wider, because backward adds up all windows of a pixel in that dtype.
     """
-    output_height, output_width = geometry.count_positions(x.shape[1:3])
+    output_height, output_width = geometry.count_output_positions(x.shape[1:3])
     (stride_height, stride_width) = geometry.stride
     (top, side) = geometry.padding
     padded = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side, side, top, top))

@@ -237,8 +237,10 @@ class Decoder(nn.Module):
         for stored in self.layers.values():
             tensors += stored.tensors()
         tensors += [self.embedding] if self.positions is None else [self.embedding, self.positions]
-        distinct = {tensor.data_ptr(): tensor for tensor in tensors}  # a tied head shares the embedding's memory
-        return sum(tensor.nbytes for tensor in distinct.values())
+        distinct_tensors = {
+            tensor.data_ptr(): tensor for tensor in tensors
+        }  # a tied head shares the embedding's memory
+        return sum(tensor.nbytes for tensor in distinct_tensors.values())
 
     def expert_bytes(self) -> int:
         """Returns the bytes of the expert weights that the last pass read."""

@@ -93,7 +93,7 @@ class DiT(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group norm in fp32 or wider, or in its arithmetic. The result has the input's dtype."""
+    """Group norm in `arithmetic`, or without one in fp32 or wider. The result has the input's dtype."""
 
     arithmetic: Arithmetic | None = None
 

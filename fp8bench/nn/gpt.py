@@ -44,8 +44,8 @@ class LanguageModel(nn.Module):
     """Maps tokens and targets to the mean loss. With reduction 'none' it returns the loss of each token (batch x
     tokens).
 
-    `around` has the arithmetics of parts that are not modules. None means high precision. `dropout` is the fraction
-    of values that training sets to zero.
+    `around` has the arithmetic of the embedding, the logits and the residual sums, which are not modules. None means
+    high precision. `dropout` is the fraction of values that training sets to zero.
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))

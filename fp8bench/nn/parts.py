@@ -14,9 +14,9 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm, in fp32 or wider or in its own arithmetic. The result has the dtype of x.
+    """Layer norm or RMS norm in `arithmetic`, or without one in fp32 or wider. The result has the dtype of x.
 
-    In a unit-scaled model, `unit` rescales the weight.
+    In a unit-scaled model, `unit` is a function that rescales the weight.
     """
 
     arithmetic: Arithmetic | None = None

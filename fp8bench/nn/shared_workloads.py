@@ -37,9 +37,9 @@ def carrier_bytes(precision: Precision) -> float:
 
 # How many float32 copies of the scores a kernel has that stores them. There are three numbers: in a forward pass
 # alone, those that are kept for backward, and those that backward needs in addition.
-SCORES_FORWARD = 2.5
-SCORES_KEPT = 1.0
-SCORES_IN_BACKWARD = 2.2
+SCORE_COPIES_IN_FORWARD = 2.5
+SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0
+SCORE_COPIES_IN_BACKWARD = 2.2
 
 
 def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:

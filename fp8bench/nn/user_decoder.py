@@ -292,7 +292,7 @@ def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
-def count_positions(model: nn.Module) -> int:
+def count_token_positions(model: nn.Module) -> int:
     return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _DEFAULT_POSITIONS)
 
 
@@ -347,7 +347,9 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     layers = len(decoder.cache.layers)
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
     shapes = tuple(_list_shapes(model, decoder))
-    return ServedShape(decoder.vocabulary, count_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
+    return ServedShape(
+        decoder.vocabulary, count_token_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes
+    )
 
 
 def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:

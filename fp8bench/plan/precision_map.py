@@ -185,7 +185,7 @@ def _describe_scalings(groups: Sequence[Group], scalings: Mapping[Case, set[Tens
     without_scales = [case for case, kinds in scalings.items() if kinds == {TensorScale.NONE}]
     unscaled = dict.fromkeys(case.mode for case in without_scales if case not in references)
     if unscaled:
-        yield f"--static-scales has no effect on {', '.join(unscaled)}, whose tensors have no float32 scale each"
+        yield f"--static-scales has no effect on {', '.join(unscaled)}, which has no float32 scale per tensor"
     if layerless:
         yield f"--static-scales has no effect on suite {', '.join(layerless)}, which has no layers with scales"
     if delayed:

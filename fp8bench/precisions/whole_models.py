@@ -100,7 +100,7 @@ class Served(Precision):
     rank = 35
     listed = False
     options = (
-        Option("carrier", f"dtype of everything else: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
+        Option("carrier", f"dtype of all other tensors: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
         Option("kv", "the format of keys and values", "", _make_format_parser(KV_FORMATS)),
         Option("weights", "the format of the blocks' weights", "", _make_format_parser(WEIGHT_FORMATS)),
         Option(

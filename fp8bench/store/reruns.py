@@ -40,7 +40,7 @@ _BUSY_SLOTS_SHARE = 0.2
 # Increase this when the same runs give different numbers.
 _VERSION = 2
 # Runs that differ in these facts are runs of different code, not reruns.
-_CODE_FACTS = ("commit", "imports_sha256", "fp8bench")
+_CODE_VERSION_KEYS = ("commit", "imports_sha256", "fp8bench")
 # The suffix of keys for the A/A ratio, which is the time of the control over that of the reference.
 _AA_SUFFIX = ", A/A"
 
@@ -187,8 +187,8 @@ def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
     load_state = "busy" if record.case.device.startswith("cpu") and is_busy(*timings) else "quiet"
     load_state += _AA_SUFFIX * record.is_reference
-    code_facts = (str(run.environment.get(fact) or "") for fact in _CODE_FACTS)
-    return "|".join([record.case.id, reference.case.mode, *code_facts, load_state])
+    code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)
+    return "|".join([record.case.id, reference.case.mode, *code_versions, load_state])
 
 
 def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:

@@ -90,8 +90,8 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """Returns the grid's cells on one device, or on the devices of all ranks. They are returned by the parameters of
-    their cases, and do not include the dtype. Returns {} if this number of ranks is not tracked.
+    """Returns the grid's cells on one device, or on the devices of all ranks. The keys are the parameters of the
+    cases, without the dtype. Returns {} if this number of ranks is not tracked.
     """
     ranks = _require_grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):

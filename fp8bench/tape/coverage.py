@@ -277,7 +277,7 @@ def _build_holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, mu
             reason = "nothing is multiplied by it"
         elif f"{held.name}.{held.parameter}".lstrip(".") in sums.used_by_functions:
             rule = "not-called"
-            reason = "the step multiplies by its weight in a function, and never calls it"
+            reason = "a function multiplies by its weight, and the step never calls the layer itself"
         else:
             rule = "not-called"
             reason = "the step never calls it"

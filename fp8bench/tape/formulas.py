@@ -399,7 +399,7 @@ def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str
     kind, detail = classify_name(name, location)
     if kind is not ShareKind.UNKNOWN:
         return kind, detail
-    # torch's own flag marks the other views.
+    # For views that `classify_name` does not know, torch's flag `is_view` is set.
     if getattr(operator, "is_view", False):
         return ShareKind.VIEW, ""
     does_multiply = multiplies(operator)

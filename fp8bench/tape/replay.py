@@ -59,7 +59,7 @@ class ReplayedCall:
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    has_registers: bool
+    has_register_arguments: bool
     written: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     frees: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class ReplayedCall:
     def execute(self, registers: list[Tensor | None]) -> Any:
         args = self.args
         kwargs = self.kwargs
-        if self.has_registers:
+        if self.has_register_arguments:
             args = _fill_registers(args, registers)
             kwargs = {name: _fill_registers(value, registers) for name, value in kwargs.items()}
         result = self.operator(*args, **kwargs)
@@ -419,9 +419,13 @@ def _resolve_call(call: ReplayedCall) -> ReplayedCall:
     """Returns the call with real tensors. References to input memory are replaced by the tensors."""
     args = tuple(map(_resolve_part, call.args))
     kwargs = {name: _resolve_part(kwarg) for name, kwarg in call.kwargs.items()}
-    has_registers = bool(_find_registers((args, list(kwargs.values()))))
+    has_register_arguments = bool(_find_registers((args, list(kwargs.values()))))
     return replace(
-        call, args=args, kwargs=kwargs, has_registers=has_registers, written=tuple(map(_resolve_part, call.written))
+        call,
+        args=args,
+        kwargs=kwargs,
+        has_register_arguments=has_register_arguments,
+        written=tuple(map(_resolve_part, call.written)),
     )
 
 

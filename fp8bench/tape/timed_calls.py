@@ -152,7 +152,7 @@ class RunningModules(Generic[L]):
         return task, number
 
     def _label_nodes(self, result: Any, ended: _Running[L]) -> None:
-        """Labels the nodes that a finished module created. It finds those on which the module's result depends."""
+        """Labels the nodes of autograd's graph that a finished module created, as far as its result depends on them."""
         waiting: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
         record = self._ranges_by_task[ended.task]
         visited = set()

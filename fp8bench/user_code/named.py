@@ -40,7 +40,7 @@ audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_W
 
 
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
-    """Makes a signature from texts. Raises UsageError if they are invalid."""
+    """Makes the signature of a kernel to audit from option texts. Raises UsageError if a text is invalid."""
     raw_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
     for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
         if (word := getattr(raw_signature, name)) not in tuple(valid_words):

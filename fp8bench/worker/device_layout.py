@@ -38,7 +38,9 @@ class _Holding:
         self._note(Lifted(self._key))
 
 
-class _Shadow(NamedTuple):
+class _HardwareTensor(NamedTuple):
+    """The codes and scales that hardware would hold for an emulated tensor, with their entries in the ledger."""
+
     operand: Operand
     holdings: tuple[_Holding, ...]
 
@@ -157,7 +159,7 @@ class LaidOutArithmetic(Arithmetic):
         self._hardware = hardware
         self._ledger = ledger
         self._recipes: dict[tuple[Any, ...], _Recipe] = {}
-        self._shadows: dict[int, tuple[_Shadow, weakref.ref[Tensor]]] = {}
+        self._hardware_tensors: dict[int, tuple[_HardwareTensor, weakref.ref[Tensor]]] = {}
 
     def layer(self, name: str) -> Arithmetic:
         inner = self._inner.layer(name)
@@ -179,13 +181,13 @@ class LaidOutArithmetic(Arithmetic):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
-        shadow, _ = self._shadows.get(id(operand.data), (None, None))
+        hardware_tensor, _ = self._hardware_tensors.get(id(operand.data), (None, None))
         with self._ledger.mark_emulation() as replaced:
             turned_operand = self._inner.turn(operand, source, role)
-            if shadow is None:
+            if hardware_tensor is None:
                 self._ledger.followed = False
                 return turned_operand
-            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, shadow)
+            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, hardware_tensor)
         return recorded  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
@@ -223,7 +225,7 @@ class LaidOutArithmetic(Arithmetic):
             values = self._inner.restore(operand, dtype).detach()
             replaced.append(values.untyped_storage().data_ptr())
             holding = _Holding(self._ledger.meter.note, values.numel() * values.element_size())
-        self._attach_shadow(_Shadow(Operand(values.to("meta")), (holding,)), values)
+        self._store_hardware_tensor(_HardwareTensor(Operand(values.to("meta")), (holding,)), values)
         return values
 
     def _cast_once(self, name: str, tensor: Tensor, role: Role) -> Operand:
@@ -241,15 +243,15 @@ class LaidOutArithmetic(Arithmetic):
         role: Role,
         results: Sequence[Any],
         replaced: list[int],
-        shadow: _Shadow | None = None,
+        hardware_tensor: _HardwareTensor | None = None,
     ) -> list[Any]:
-        """Records the results of the call `name`, and returns them in separate tensors. `shadow` belongs to the
-        operand that the call received.
+        """Records the results of the call `name`, and returns them in separate tensors. `hardware_tensor` belongs to
+        the operand that the call received.
 
         The emulation may return a view of a tensor where hardware has a copy. The returned tensor must not keep that
         other tensor alive.
         """
-        recipe = self._find_recipe(name, source, role, shadow)
+        recipe = self._find_recipe(name, source, role, hardware_tensor)
         new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
         # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
         scale = getattr(self._inner, "scales", {}).get(role)
@@ -265,35 +267,40 @@ class LaidOutArithmetic(Arithmetic):
                 continue
             detached = replace(real, data=real.data.detach())
             replaced.append(detached.data.untyped_storage().data_ptr())
-            holdings = tuple(self._find_memory_owner(part, new_holdings, source, shadow) for part in parts)
-            self._attach_shadow(_Shadow(operand, holdings), detached.data)
+            holdings = tuple(self._find_memory_owner(part, new_holdings, source, hardware_tensor) for part in parts)
+            self._store_hardware_tensor(_HardwareTensor(operand, holdings), detached.data)
             recorded.append(detached)
         return recorded
 
-    def _find_memory_owner(self, part: int, new: Sequence[_Holding], source: Any, shadow: _Shadow | None) -> _Holding:
+    def _find_memory_owner(
+        self, part: int, new: Sequence[_Holding], source: Any, hardware_tensor: _HardwareTensor | None
+    ) -> _Holding:
         if part >= 0:
             return new[part]
         if part == _SOURCE_OWNER:
             return _Holding(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
-        assert shadow is not None
-        return shadow.holdings[_OPERAND_OWNERS.index(part)]
+        assert hardware_tensor is not None
+        return hardware_tensor.holdings[_OPERAND_OWNERS.index(part)]
 
-    def _attach_shadow(self, shadow: _Shadow, real: Tensor) -> None:
-        """Stores the memory that hardware would hold for a tensor (its shadow) for as long as the tensor exists. A
-        graph for backward may hold the tensor, for example.
+    def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
+        """Stores what hardware would hold for the real tensor, until the real tensor is freed, for example by the end
+        of a backward.
         """
         key = id(real)
-        self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
+        self._hardware_tensors[key] = (
+            hardware_tensor,
+            weakref.ref(real, lambda _: self._hardware_tensors.pop(key, None)),
+        )
 
-    def _find_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
-        tensors = [source] if shadow is None else [source, *shadow.operand.tensors]
+    def _find_recipe(self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None) -> _Recipe:
+        tensors = [source] if hardware_tensor is None else [source, *hardware_tensor.operand.tensors]
         layouts = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
         key = name, role, *layouts
         if key not in self._recipes:
-            self._recipes[key] = self._make_recipe(name, source, role, shadow)
+            self._recipes[key] = self._make_recipe(name, source, role, hardware_tensor)
         return self._recipes[key]
 
-    def _make_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
+    def _make_recipe(self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None) -> _Recipe:
         import torch
 
         # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
@@ -301,11 +308,11 @@ class LaidOutArithmetic(Arithmetic):
             meta_source = None
             if source is not None:
                 meta_source = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
-            arguments = () if shadow is None else (shadow.operand,)
+            arguments = () if hardware_tensor is None else (hardware_tensor.operand,)
             result = getattr(self._hardware, name)(*arguments, meta_source, role)
         # 2. Find the memory of the inputs. All other memory is new.
         operands = result if isinstance(result, tuple) else (result,)
-        inputs = [meta_source] if shadow is None else [meta_source, *shadow.operand.tensors]
+        inputs = [meta_source] if hardware_tensor is None else [meta_source, *hardware_tensor.operand.tensors]
         owner_by_storage = {
             tensor.untyped_storage()._cdata: owner
             for tensor, owner in zip(inputs, (_SOURCE_OWNER, *_OPERAND_OWNERS), strict=False)

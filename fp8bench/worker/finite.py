@@ -44,7 +44,7 @@ class Lost(NamedTuple):
         return f"its state is not finite: {self.lost} of {self.looked} numbers, the first in {self.where}"
 
 
-class _InitialMask(NamedTuple):
+class _InitiallyNotFinite(NamedTuple):
     not_finite: Any
     is_mask: bool
 
@@ -55,14 +55,16 @@ class FiniteState:
     """
 
     def __init__(self, state: object) -> None:
-        self._prepared: dict[ViewKey, _InitialMask | None] = {}
+        self._prepared: dict[ViewKey, _InitiallyNotFinite | None] = {}
         self._made_versions: dict[ViewKey, int] = {}
         # False if the time ran out. Then a tensor that was not read may have been in the prepared state.
         self._has_read_all = True
         for tensor in self._read_tensors(state):
             not_finite = _mask_not_finite(tensor)
             is_mask = not_finite is not None and bool(_mask_negative_infinity(tensor).any())
-            self._prepared[get_view_key(tensor)] = None if not_finite is None else _InitialMask(not_finite, is_mask)
+            self._prepared[get_view_key(tensor)] = (
+                None if not_finite is None else _InitiallyNotFinite(not_finite, is_mask)
+            )
 
     @property
     def inputs(self) -> set[int]:

@@ -353,7 +353,10 @@ class Prepared:
             yield
 
     def _make_ready_on_device(self, number: int, filling: Filling | None) -> Any:
-        """Prepares a step, and returns its state. On an accelerator, also stamps the device's work before the step."""
+        """Prepares a step, and returns its state. On an accelerator, may also measure how long the device works on the
+        preparation. With `filling`, keeps the device busy before every `filling.calls`-th step, so that the host can
+        queue work ahead.
+        """
         fills_queue = filling is not None and number % filling.calls == 0
         between_calls = self._between_calls if fills_queue or self.flush is not None or self.loaded else None
         if between_calls is not None:

@@ -54,9 +54,9 @@ def state_tensors(state: object) -> StateTensors:
     for part in _iterate_objects(state):
         if isinstance(part, torch.Tensor):
             is_trained = part.requires_grad and part.is_leaf
-            _add_addresses(roles, part, MemoryRole.WEIGHTS if is_trained else None)
+            _add_tensor_addresses(roles, part, MemoryRole.WEIGHTS if is_trained else None)
             if part.is_leaf and part.grad is not None:
-                _add_addresses(roles, part.grad, MemoryRole.GRADIENTS)
+                _add_tensor_addresses(roles, part.grad, MemoryRole.GRADIENTS)
         elif isinstance(part, torch.optim.Optimizer):
             optimizers.append(part)
         elif callable(getattr(type(part), "memory_roles", None)):
@@ -96,7 +96,7 @@ def _set_role(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRo
             roles.update(dict.fromkeys(iterate_addresses(part), role))
 
 
-def _add_addresses(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
+def _add_tensor_addresses(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
     """Adds the addresses of a tensor. If several tensors share memory, the first one that has a role decides."""
     for address in iterate_addresses(tensor):
         roles[address] = roles.get(address) or role

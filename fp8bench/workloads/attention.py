@@ -126,7 +126,11 @@ class Attention(LayerWorkload):
         weight_bytes = 4.0 * (width * inner + width * width) * (2 if is_training else 1) * is_layer
         score_bytes = 0.0
         if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math":
-            copies = shared.SCORES_KEPT + shared.SCORES_IN_BACKWARD if is_training else shared.SCORES_FORWARD
+            copies = (
+                shared.SCORE_COPIES_KEPT_FOR_BACKWARD + shared.SCORE_COPIES_IN_BACKWARD
+                if is_training
+                else shared.SCORE_COPIES_IN_FORWARD
+            )
             score_bytes = copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
         return shared.carrier_bytes(precision) * rows * features + weight_bytes + score_bytes
 

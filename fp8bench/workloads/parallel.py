@@ -173,18 +173,18 @@ class Parallel(Workload):
         def bind_step(state: ParallelState) -> Callable[[], object]:
             return partial(state.train_step, SilentPhases())
 
-        communicating_state = self.prepare(setup)
+        state_with_communication = self.prepare(setup)
         size = dist.get_world_size()
         for _ in range(_UNCOUNTED_STEPS):
-            communicating_state.train_step(SilentPhases())
+            state_with_communication.train_step(SilentPhases())
         with StepWire(dist.get_rank()) as wire:
-            communicating_state.train_step(SilentPhases())
+            state_with_communication.train_step(SilentPhases())
         whole_step = bind_step(self._make_single_rank_state(setup))
         share_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
             bind_step(self._make_state(setup, make_silent_group())),
             wire.repeat_exchanges,
-            bind_step(communicating_state),
+            bind_step(state_with_communication),
             wire.list_sent(dist.get_rank()),
             (whole_step, share_step),
         )

@@ -175,7 +175,9 @@ class Transformer(shared.TrainingWorkload):
         )
         score_bytes = 0.0
         if _read_choice(params, "attention") == "math":
-            score_matrices = shared.SCORES_IN_BACKWARD + shared.SCORES_KEPT * (1 if recomputes else config.layers)
+            score_matrices = shared.SCORE_COPIES_IN_BACKWARD + shared.SCORE_COPIES_KEPT_FOR_BACKWARD * (
+                1 if recomputes else config.layers
+            )
             score_bytes = score_matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
         state_bytes = 16.0 * config.weights

@@ -38,7 +38,7 @@ class Vision(shared.TrainingWorkload):
     """
 
     name = "vision"
-    summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
+    summary = "a ResNet stage by memory layout, a ViT block, or a model of images and text: training or inference"
     uses_corpus = False
     layer_kinds = ("stem", "block", "head")
     batch_axis = "batch"

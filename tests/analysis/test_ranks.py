@@ -124,14 +124,14 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
     faster = compute_efficiency(scaled((10.0,) * 6, (5.0,) * 6, (4.0,) * 6))
-    assert faster.strong.value == pytest.approx(1.25)
+    assert faster.strong_scaling.value == pytest.approx(1.25)
     assert compute_efficiency(replace(made, scaling=None)) is None and count_sent_bytes(replace(made, sent=())) == ()
     # Medians of each side alone would come from different rounds: 10 over twice 16 ms.
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
     found = compute_efficiency(scaled(alone, alone, together))
-    assert isinstance(found.strong, Middle)
-    assert found.strong == pytest.approx((10 / 12.8,) * 3)
+    assert isinstance(found.strong_scaling, Middle)
+    assert found.strong_scaling == pytest.approx((10 / 12.8,) * 3)
 
 
 @for_each(
@@ -148,7 +148,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
 def test_an_uncertain_efficiency_has_a_reason(parts: tuple[tuple[float, ...], ...], why: object) -> None:
     made = scaled(*parts)
     found = compute_efficiency(made)
-    assert found.strong == why == found.weak
+    assert found.strong_scaling == why == found.weak_scaling
     assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(MetricSources(made))] == [
         (None, None, True)
     ] * 2

@@ -44,7 +44,7 @@ class Device(AbsentDevice):
         names = ("throttle", "sm_clock", "temperature")
         return {name: Unavailable("lost") if (value := look[name]) is None else reading(value) for name in names}
 
-    def read_violations(self) -> Readings:
+    def read_throttled_seconds(self) -> Readings:
         return {"thermal": self._violations.pop(0), "power-cap": reading(0.0)}
 
 

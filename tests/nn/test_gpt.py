@@ -145,7 +145,7 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
     assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
     assert head == (config.vocabulary, config.width) and default_tokens(name) == config.batch * config.sequence
     total = sum(parameter.numel() for parameter in model.parameters())
-    described = {"nano": 1.0e6, "micro": 3.3e6, "gpt2-124m": 124e6, "gpt-350m": 354e6, "llama-1b": 1.236e9}
-    assert described[name] == pytest.approx(total, rel=0.01)
+    documented_sizes = {"nano": 1.0e6, "micro": 3.3e6, "gpt2-124m": 124e6, "gpt-350m": 354e6, "llama-1b": 1.236e9}
+    assert documented_sizes[name] == pytest.approx(total, rel=0.01)
     assert total == pytest.approx(config.weights, rel=0.02)
     assert (model.head.weight is model.embedding) == config.tied == (name not in ("nano", "micro"))

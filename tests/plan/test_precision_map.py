@@ -111,7 +111,7 @@ def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
     assert modes == ["bf16", f"fp8+{rule}", "mxfp8", f"fp8-delayed+{rule}"]
     assert plan.groups[0].cases[1].case.static == StaticScales(8, 100, 0.001)
     assert plan.notes == (
-        "--static-scales has no effect on mxfp8, whose tensors have no float32 scale each",
+        "--static-scales has no effect on mxfp8, which has no float32 scale per tensor",
         f"static scales replace delayed scaling in {modes[3].partition('+')[0]}",
     )
 

@@ -82,7 +82,7 @@ def texts_of(sheet: ElementTree.Element) -> list[str]:
     return [element.text or "" for element in sheet.iter("text")]
 
 
-def described(chart: AnyChart) -> str:
+def describe_chart(chart: AnyChart) -> str:
     return parsed(draw_svg(chart)).findtext("desc") or ""
 
 
@@ -188,7 +188,7 @@ def test_texts_show_as_they_are(text: str) -> None:
 def test_what_is_not_drawn_is_counted() -> None:
     marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
     chart = bars(*marks)
-    assert described(chart) == "How fast each case is. In the table only: 8."
+    assert describe_chart(chart) == "How fast each case is. In the table only: 8."
     assert len(marks_of(parsed(draw_svg(chart)))) == limits.MAX_BARS
 
 
@@ -196,7 +196,7 @@ def drawing(chart: AnyChart) -> list[str]:
     """The first sheet's description, and its drawing: texts, classes with hints, and rounded corners."""
     sheet = parsed(draw_svg(chart))
     shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
-    return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
+    return [f"role {sheet.get('role')}: {describe_chart(chart)}".strip()] + [
         " ".join(filter(None, (shape.get("class"), shape.text or shape.get("data-hint"), places_of(shape))))
         for shape in shapes
     ]

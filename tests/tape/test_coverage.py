@@ -67,7 +67,9 @@ def test_each_product_has_its_holder() -> None:
     reasons = {(call.operator, call.weight): call.reason for call in coverage.others}
     assert reasons["mm", "tied.weight"] == "a function multiplies by the weight directly, so no layer can be converted"
     assert reasons["bmm", ""].startswith("a function multiplies tensors, and none")
-    assert of(coverage, "tied").reason == "the step multiplies by its weight in a function, and never calls it"
+    assert (
+        of(coverage, "tied").reason == "a function multiplies by its weight, and the step never calls the layer itself"
+    )
     assert of(coverage, "never").reason == "the step never calls it"
     assert sorted((product.m, product.n, product.k, product.backward) for product in of(coverage, "qkv").products) == [
         (16, 48, 16, False),

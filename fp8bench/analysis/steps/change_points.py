@@ -56,35 +56,36 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     piece_lengths = np.arange(longest, 0, -1)
     length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
     sums = np.zeros((series_count, longest + 1))
-    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # subtracting the first value preserves digits
-    # The lowest cost of the first s values, without the sum of their squares, which is equal for all cuts.
+    # Subtracting the first value preserves digits.
+    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
+    # The lowest cost of the first s values. It leaves out the sum of their squares, which no choice of cuts changes.
     lowest_cost = np.full((series_count, longest + 1), np.inf)
     lowest_cost[:, 0] = 0.0
     last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest + 1), dtype=np.intp)
     series_ends = set(batch.lengths.tolist())
     for end in range(MIN_LEVEL_LENGTH, longest + 1):
         begins, lengths = slice(end - MIN_LEVEL_LENGTH + 1), slice(longest - end, longest - MIN_LEVEL_LENGTH + 1)
-        cost_by_begin = sums[:, begins] - sums[:, end : end + 1]
-        cost_by_begin *= cost_by_begin
-        cost_by_begin *= weights[lengths]
-        cost_by_begin += length_prices[lengths]
-        cost_by_begin += lowest_cost[:, begins]
+        cost_by_piece_begin = sums[:, begins] - sums[:, end : end + 1]
+        cost_by_piece_begin *= cost_by_piece_begin
+        cost_by_piece_begin *= weights[lengths]
+        cost_by_piece_begin += length_prices[lengths]
+        cost_by_piece_begin += lowest_cost[:, begins]
         if end in series_ends:
-            last_cut_of_whole_series[:, end] = cost_by_begin.argmin(axis=1)
+            last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
-            cost_by_begin[:, max(end - SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
-            last_cut[:, end] = cost_by_begin.argmin(axis=1)
-            lowest_cost[:, end] = cost_by_begin[rows, last_cut[:, end]] + 1.0
+            cost_by_piece_begin[:, max(end - SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
+            last_cut[:, end] = cost_by_piece_begin.argmin(axis=1)
+            lowest_cost[:, end] = cost_by_piece_begin[rows, last_cut[:, end]] + 1.0
     ends_of_rows = last_cut_of_whole_series[rows, batch.lengths].tolist()
     return [_trace_cuts(row, cut) for row, cut in zip(last_cut, ends_of_rows, strict=True)]
 
 
 def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
-    cuts = []
+    cut_positions = []
     while position > 0:
-        cuts.append(position)
+        cut_positions.append(position)
         position = int(last_cut[position])
-    return cuts[::-1]
+    return cut_positions[::-1]
 
 
 # For Gaussian values with standard deviation 1, the median of their magnitudes.

@@ -25,7 +25,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="A",
         help=(
             "runs (ids, names, paths, 'last'), a commit, a store's folder, or a stream of fp8bench.watch; "
-            "several, separated by commas, are joined (streams as seeds)"
+            "several, separated by commas, are joined (each stream as one seed)"
         ),
     )
     parser.add_argument("after", metavar="B", help="as A; ratios are B over A")

@@ -1,4 +1,4 @@
-"""The section of a report with recommendations, and answers to the three questions behind them."""
+"""Makes the section of a report that recommends precisions, with the answers to the three questions of `Question`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows the advice, and the answers to the three questions behind it."""
+"""Shows the advice on precisions, with the answers to the three questions of `Question`."""
 
 from __future__ import annotations
 

@@ -286,15 +286,15 @@ class KernelHost:
         and every distinct result. With each result, returns the slot and the number of the first call that gave it.
         """
         different = []
-        distinct = set[tuple[int, PackedResults]]()
+        distinct_results = set[tuple[int, PackedResults]]()
         end = _CLOCK() + seconds
         number = 0
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
             results = pack_results(self._call_raw(slot))
-            if (slot, results) not in distinct and len(distinct) < _RESULT_LIMIT:
-                distinct.add((slot, results))
+            if (slot, results) not in distinct_results and len(distinct_results) < _RESULT_LIMIT:
+                distinct_results.add((slot, results))
                 different.append((number, slot, results))
         return number, different
 

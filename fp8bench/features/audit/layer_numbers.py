@@ -94,7 +94,7 @@ class LayerNumbers:
         )
         if verdict_in_model.has_failed or not also_alone:
             return verdict_in_model
-        verdict_alone = self._check_alone(self._random_input(x), (verdict_in_model.runs, *self.likely))
+        verdict_alone = self._check_on_random_inputs(self._random_input(x), (verdict_in_model.runs, *self.likely))
         if verdict_alone.has_failed or not verdict_in_model.runs:
             return verdict_alone
         if (verdict_in_model.runs in WIDE_DTYPES) is not (verdict_alone.runs in WIDE_DTYPES):
@@ -201,7 +201,7 @@ class LayerNumbers:
         outer_sides = [max(1, min(side, ROWS // rows)) for side in outer]
         return draw_random_like(x, (*outer_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
-    def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
+    def _check_on_random_inputs(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
         with restore_training(self.module), random_parameters(self._find_trainable(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()

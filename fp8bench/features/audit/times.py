@@ -296,7 +296,7 @@ def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     arguments = auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape)))
     read_and_written = (*arguments, *auditor.call_kernel(arguments).values())
     moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
-    # Attention has a batch of two and two products.
+    # Attention has a batch size of 2, and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
     shortest, reference = max(
         iterate_shortest_times(auditor.ceilings, subject.signature.precision, shape, flops, moved_bytes, subject.device)

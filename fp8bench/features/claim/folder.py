@@ -209,7 +209,7 @@ class _StoredRuns:
         except OSError as error:
             return f"{path.name}: it cannot be read ({error.strerror})"
         return (
-            f"{path.name}: {'; '.join(_find_troubles(run, path)) or 'its bytes differ from those of the answered run'}"
+            f"{path.name}: {'; '.join(_find_troubles(run, path)) or 'its bytes have changed since the answer was made'}"
         )
 
 

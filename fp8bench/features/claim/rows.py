@@ -40,7 +40,7 @@ _SPEED_WORDS = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performanc
 # Words about times, which arithmetic cannot decide. A peak speed is a figure of a datasheet, not a time.
 _TIME_WORDS = rf"(?<!peak )(?:{_SPEED_WORDS}|time|duration|seconds)"
 # Words of a sentence, the figures that measure what these words promise, and how to measure it.
-_PROMISE_RULES = (
+_CLAIM_WORDING_RULES = (
     (r"accura\w*|qualit\w*", r"accuracy|score", "a run or training has no figure of task accuracy"),
     (r"converge\w*|loss(?:es)?", r"loss|gap|held_out", "measure `gap` of a training"),
     (r"energy|joules|power (?:draw|consumption)", r"energy|joules|power", "measure `energy ratio`"),
@@ -207,7 +207,7 @@ def _find_word(words: str, sentence: str) -> str:
 
 def _check_sentence_promises(claim: Claim) -> None:
     """Raises UsageError if a sentence promises more than its figure measures."""
-    for words, figures, remedy in _PROMISE_RULES:
+    for words, figures, remedy in _CLAIM_WORDING_RULES:
         promise = _find_word(words, claim.sentence)
         if promise and not re.search(figures, claim.figure):
             raise UsageError(

@@ -118,7 +118,7 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         text = f"emulated on this device, with the same results as torch's kernels: {names}"
         parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
-    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULT_KINDS
+    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULTY_DIFFERENCES
     shown_cases: list[Conformity] = []
     for mode in conformities:
         shown_cases += [case for case in mode.found if case.difference in listed_kinds]
@@ -153,16 +153,18 @@ def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> st
     return str(count) if count else units.NONE
 
 
-_FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
-_UNIT_KINDS = [Difference.UNITS, Difference.SHORT_SUMS]
+_FAULTY_DIFFERENCES = [kind for kind in Difference if not kind.conforms]
+_HARDWARE_UNIT_DIFFERENCES = [Difference.UNITS, Difference.SHORT_SUMS]
 _MODES: tuple[Col[ModeConformity], ...] = (
     Col("precision", "mode"),
     Col("here", "support.level.value"),
     Col("compared", partial(_count_cases, list(Difference)), number=True),
     Col("same bits", partial(_count_cases, [Difference.NONE]), number=True),
     Col("order", partial(_count_cases, [Difference.ORDER]), number=True),
-    Col("units", partial(_count_cases, _UNIT_KINDS), number=True),
-    Col("wrong", partial(_count_cases, _FAULT_KINDS), number=True, tone=lambda mode: _choose_tone(mode.conforms)),
+    Col("units", partial(_count_cases, _HARDWARE_UNIT_DIFFERENCES), number=True),
+    Col(
+        "wrong", partial(_count_cases, _FAULTY_DIFFERENCES), number=True, tone=lambda mode: _choose_tone(mode.conforms)
+    ),
     Col("not done", partial(_count_cases, [None]), number=True),
 )
 
@@ -178,7 +180,9 @@ _DIFFERENCES: tuple[Col[Conformity], ...] = (
     Col("what", "what"),
     Col("shape", "shape"),
     Col(
-        "difference", lambda row: str(row.difference), tone=lambda row: _choose_tone(row.difference not in _FAULT_KINDS)
+        "difference",
+        lambda row: str(row.difference),
+        tone=lambda row: _choose_tone(row.difference not in _FAULTY_DIFFERENCES),
     ),
     Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
     Col("at most", lambda row: units.significant(row.largest), number=True),

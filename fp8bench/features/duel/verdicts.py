@@ -189,7 +189,8 @@ def _do_parts_compensate(session: Session) -> bool:
             _measure_spread(_list_best_seconds(side, rounds, whole_steps)) for side in (session.before, session.after)
         )
 
-    # Measure the spread by parts and by complete steps: parts that compensate for each other widen the first.
+    # Take the smaller of two spreads: of the sums of parts, and of complete steps. Parts that compensate for each other
+    # widen the spread of the sums.
     floor = max(BAND, min(measure_spread(False), measure_spread(True)))
     return verdicts.do_cells_compensate([*session.before, *session.after], rounds, floor)
 

@@ -30,7 +30,7 @@ from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import ServedArm, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.storage import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
-from fp8bench.nn.user_decoder import UserDecoder, check_user_model, count_positions, make_model
+from fp8bench.nn.user_decoder import UserDecoder, check_user_model, count_token_positions, make_model
 from fp8bench.protocols import SilentPhases
 from fp8bench.protocols.precision import float32_products
 from fp8bench.user_code.named import named
@@ -165,7 +165,7 @@ def _serve_maker(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmMo
 
     if ids is not None:
         return serve, ids.to(device), ""
-    length = min(WINDOW_TOKENS, count_positions(model))
+    length = min(WINDOW_TOKENS, count_token_positions(model))
     generator = torch.Generator(device).manual_seed(task.seed)
     shape = max(2, task.tokens // length), length + 1
     vocabulary = serve(task.arms[0], (1, 2)).vocabulary

@@ -24,10 +24,10 @@ def find_source() -> str:
         recorded = metadata.distribution("fp8bench").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return ""
-    return name_recorded_source(recorded) if recorded else f"fp8bench=={__version__}"
+    return format_recorded_requirement(recorded) if recorded else f"fp8bench=={__version__}"
 
 
-def name_recorded_source(recorded: str) -> str:
+def format_recorded_requirement(recorded: str) -> str:
     """Returns a requirement for pip, read from the record that pip wrote when it installed from an address (PEP 610).
     Returns '' if the record cannot be read.
     """

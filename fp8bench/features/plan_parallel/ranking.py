@@ -279,7 +279,7 @@ class Worthwhile(StrEnum):
 
 
 @dataclass(frozen=True)
-class DivisionVerdict:
+class ParallelismVerdict:
     """Whether a kind of parallelism is worthwhile for this training, and why."""
 
     kind: str
@@ -287,7 +287,7 @@ class DivisionVerdict:
     why: str
 
 
-def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
+def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, ...]:
     """Judges each kind of parallelism by rules of thumb. The figures are in the ranking."""
     model, topology, load = question.model, question.topology, question.load
     usable, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
@@ -351,7 +351,8 @@ def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
         ("EP", False, "worth it for experts; this model has none"),
     )
     return tuple(
-        DivisionVerdict(kind, Worthwhile.YES if yes else Worthwhile.NO, reason) for kind, yes, reason in division_rows
+        ParallelismVerdict(kind, Worthwhile.YES if yes else Worthwhile.NO, reason)
+        for kind, yes, reason in division_rows
     )
 
 

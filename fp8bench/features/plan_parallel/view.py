@@ -13,11 +13,11 @@ from fp8bench.features.plan_parallel.ranking import (
     MEMORY_ERROR,
     UNCALIBRATED_TEXT,
     Answer,
-    DivisionVerdict,
+    ParallelismVerdict,
     ParallelQuestion,
     Planned,
     Worthwhile,
-    judge_divisions,
+    judge_parallelism,
     list_unpublished_sizes,
     memory_band,
     pace_band,
@@ -33,7 +33,7 @@ _LEGEND = (
     "tokens/s: of one GPU, by formulas; band: the largest error on held-out machines, '-' if none was held out",
     "waits: share of a step in which products wait for TP, CP, FSDP or DDP; idle: share in which a pipeline is idle",
     "tight: the layout fits unless its memory is at the upper end of the band",
-    "a GPU has: DDP: the whole model and some sequences; FSDP: a shard of weights and moments, some sequences",
+    "what a GPU has. DDP: the whole model and some sequences; FSDP: a shard of weights and moments, some sequences",
     "TP: a part of each product; PP: some of the layers, VP: in that many stages; CP: a part of each sequence",
 )
 # Every page states how accurate the formulas are.
@@ -163,12 +163,12 @@ def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
 
 
 def _parallelism_table(question: ParallelQuestion) -> Table:
-    cols: list[Col[DivisionVerdict]] = [
+    cols: list[Col[ParallelismVerdict]] = [
         Col("kind", "kind"),
         Col("worth it", _show_worthwhile),
         Col("why", "why", below=True),
     ]
-    return table("matrix", "", cols, judge_divisions(question))
+    return table("matrix", "", cols, judge_parallelism(question))
 
 
 def render_counts_page(answers: Sequence[Answer]) -> Page:
@@ -189,13 +189,13 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     ]
     best_plans = table("counts", "", columns, [plans[0] for _, plans in answers])
     # The order of kinds is the same for all numbers of GPUs.
-    verdicts = {str(question.gpus): judge_divisions(question) for question, _ in answers}
+    verdicts = {str(question.gpus): judge_parallelism(question) for question, _ in answers}
 
     def show_verdict(index: int, gpus: str) -> Field:
         return _show_worthwhile(verdicts[gpus][index])
 
     cols: list[Col[str]] = [Col("GPUs", str, number=True)]
-    for index, verdict in enumerate(judge_divisions(first_question)):
+    for index, verdict in enumerate(judge_parallelism(first_question)):
         cols.append(Col(verdict.kind, partial(show_verdict, index)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, verdicts),))
     remarks = map(Text, _remark_on_rates(first_question))
@@ -207,7 +207,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     return Page(title, "", parts, _LEGEND)
 
 
-def _show_worthwhile(verdict: DivisionVerdict) -> Field:
+def _show_worthwhile(verdict: ParallelismVerdict) -> Field:
     return Field(verdict.say, tone=Tone.GOOD if verdict.say is Worthwhile.YES else Tone.PLAIN)
 
 
@@ -216,7 +216,7 @@ def encode_plans(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[s
         "asked": encode(question),
         "outside": list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
         "ways": table_rows([(question, plans)])[1],
-        "matrix": encode(judge_divisions(question)),
+        "matrix": encode(judge_parallelism(question)),
         "errors": _ACCURACY_TEXT,
     }
 

@@ -102,7 +102,9 @@ def write_map(study: Study, path: Path) -> None:
     trial = study.suggestion
     if trial is None:
         raise UsageError(f"no map is suggested, so {path} was not written. The tables above show the reason.")
-    header = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    header = (
+        f"`fp8bench sensitivity` suggests {study.low} in {trial.name}: the loss gap is within {study.tolerance:.2%}"
+    )
     precision_map = study.explicit_map(trial) or tuple((name, study.low) for name in trial.low)
     with keeping(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {header}", *(f"{key}={mode}" for key, mode in precision_map), ""]))

@@ -21,7 +21,7 @@ from fp8bench.formats.triton_casts.plans import Argument, Counter, Plan, Pointer
 
 # How many bytes an instruction reads or writes at once, and for which arguments there are such instructions.
 ALIGNMENT = 16
-_VECTOR_ARGUMENTS = ("x", "codes", "turned")
+_VECTORIZED_ARGUMENTS = ("x", "codes", "turned")
 # Plans without a GPU are made for this number of multiprocessors.
 _PROCESSORS_WITHOUT_GPU = 4
 # The counter of programs for each device and stream.
@@ -177,7 +177,7 @@ class Repeat:
 
 def _list_vector_tensors(plans: Sequence[Plan]) -> set[int]:
     """Returns the indices of the tensors that are read or written 16 bytes at once."""
-    vector_pointers = [plan.arguments.get(name) for plan in plans for name in _VECTOR_ARGUMENTS]
+    vector_pointers = [plan.arguments.get(name) for plan in plans for name in _VECTORIZED_ARGUMENTS]
     return {argument.index for argument in vector_pointers if isinstance(argument, Pointer)}
 
 

@@ -302,7 +302,7 @@ class DeviceReader(ABC):
     def state(self) -> Readings:
         return self._read(STATE)
 
-    def read_violations(self) -> Readings:
+    def read_throttled_seconds(self) -> Readings:
         """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
         difference of two such readings by `readings.grown`.
         """

@@ -1,9 +1,9 @@
 """Trains a rank's part of a model, and checks that training on one rank gives the same weights but for rounding.
 
 Three figures compare how the weights changed in three steps: the relative distance over all weights, the relative
-distance of the weight that is furthest off, and the gain. The gain is the factor between the two changes. It is 1 if
-several ranks move the weights as far as one rank does. Noise changes the gain only by half the noise's square, so the
-gain has a much closer limit than a distance. The table shows the figures of correct code ('honest') and the limits.
+distance of the weight that is furthest off, and the gain. The gain is the size of the change on several ranks, divided
+by the size of the change on one rank. A relative noise of d changes the gain only by about d squared / 2, so the gain
+has a much closer limit than a distance. The table shows the figures of correct code ('honest') and the limits.
 
 | coarsest rounding            | honest: distance, furthest, gain | limits              |
 |------------------------------|----------------------------------|---------------------|
@@ -14,7 +14,7 @@ gain has a much closer limit than a distance. The table shows the figures of cor
 | FP8, row or block scales     | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
 | FP8, tensor scales           | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
 | fewer than 8 bits            | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
-| in addition, a router        | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
+| any of these, and a router   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
 
 Weights and tokens that are sent in FP8 are cast again for products, so both roundings add up. Rounding can change
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the

@@ -19,7 +19,7 @@ Row = Mapping[str, Any] | tuple[Any, ...]
 Rows = tuple[Sequence[str], Iterable[Row]]
 # A spreadsheet reads a cell that begins with one of these signs as a formula. The full-width signs are those that
 # East Asian keyboards type.
-_FORMULA_SIGNS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
+_FORMULA_START_SIGNS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
@@ -48,7 +48,7 @@ def _safe_cells(values: Iterable[Any]) -> list[Any]:
 @lru_cache  # a training may have millions of rows with the same few texts
 def _escape_formula(text: str) -> str:
     line = printable(text)
-    if line[1:] and line.lstrip()[:1] in _FORMULA_SIGNS:
+    if line[1:] and line.lstrip()[:1] in _FORMULA_START_SIGNS:
         return f"'{line}"
     return line
 

@@ -181,7 +181,7 @@ MAX_REPORTS = 500
 # These limits ensure that an escaped card fits into CARD_BYTES even if a report has many runs.
 _MAX_ANSWERS = 12
 _MAX_ANSWER_LENGTH = 240
-_CARD_TAG_PATTERN = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
+_REPORT_CARD_TAG = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _TIME_IN_FOLDER_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 
@@ -244,7 +244,7 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
 
 def read_card(page_start: str) -> Card | None:
     """Returns the card in the first bytes of a page, or None without a valid card."""
-    match = _CARD_TAG_PATTERN.search(page_start)
+    match = _REPORT_CARD_TAG.search(page_start)
     try:
         if match:
             return decode(Card, json.loads(html.unescape(match[1])))

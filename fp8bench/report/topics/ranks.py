@@ -117,7 +117,7 @@ def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any
 
 def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Table:
     def share_column(name: str, hint: str) -> Col[CaseValue[Efficiency]]:
-        get_share = attrgetter(f"value.{name}")
+        get_share = attrgetter(f"value.{name}_scaling")
 
         def share_field(row: CaseValue[Efficiency]) -> Field:
             return _range_field(get_share(row), units.percent, 100, cost_tone(row.case))
@@ -174,8 +174,8 @@ def _times_table(panel: Panel) -> Table:
     rows: list[_TimedRanks] = [CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))]
 
     def max_waiting(row: _TimedRanks) -> float | None:
-        sends = row.case.figures[specs.COMMUNICATION].value is not None
-        return max(rank.waiting for rank in row.value) if sends else None
+        communicates = row.case.figures[specs.COMMUNICATION].value is not None
+        return max(rank.waiting for rank in row.value) if communicates else None
 
     cols: Cols[_TimedRanks] = [
         *case_columns(""),

@@ -24,7 +24,7 @@ _ELEMENT_BITS = (8, 4, 32)
 _LEGEND = (
     "declared: FLOPs that the suite declares; unknown: calls of operators without a formula, which have no FLOPs here",
     "8 bits, 4 bits, 32 bits: the share of FLOPs whose factors have elements of this width",
-    "operators: FLOPs, then bytes read and written in the number of calls; (b): in the backward pass",
+    "operators: FLOPs, bytes read and written, and the number of calls; (b): in the backward pass",
 )
 _CSV_COLUMNS = (
     "setting",

@@ -1,4 +1,4 @@
-"""Reports the errors of formats and scalings on tensors. Such panels are about errors, not about times."""
+"""Reports the errors of formats and scalings on tensors. These cases are not timed."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ def _error_size(metric: str, error: float) -> int:
 
 
 BEST_TIME = (
-    "best: time of an undisturbed step: for each stretch between marks of phases the mean of its fastest quarter of "
-    "the rounds, summed up (less than most single steps); for a case, the reference's best / its speed-up; spread: "
+    "best: time of an undisturbed step: the sum over its parts between marks of phases, each as the mean of its "
+    "fastest quarter of rounds (less than most single steps); for a case, the reference's best / its speed-up; spread: "
     "distance of the quartiles / median, over all calls; throughput: of the best case"
 )
 CACHE = (

@@ -86,7 +86,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
         reason = reason or (tracked.content.why if tracked is not None else no_machine_reason)
         reason = reason or "the history does not track its cases (--grid measures those that it tracks)"
         return f"history: {reason}; the run is stored, but adds nothing to the history"
-    # 2. Write the view. The run is already stored, so failures are only reported.
+    # 2. Write asv's files. The run is already stored, so failures are only reported.
     try:
         renamed_files = write_commit(store, tracked, timeout)
     except Fp8benchError as error:

@@ -20,7 +20,7 @@ from fp8bench.store.asv.identity import Home
 from fp8bench.store.asv.rows import summarize_samples
 from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_points
 
-# The numbers of one figure. `facts` is the index of its facts in the table.
+# The numbers of one figure. `facts` is an index into the table's list of FigureFacts.
 ROW = np.dtype([("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("facts", "<u4")])
 _MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly share their layout
 

@@ -111,7 +111,7 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
     ],
 )
 def test_the_workflow_installs_what_this_installation_is_from(recorded: str, named: str) -> None:
-    assert source.name_recorded_source(recorded) == named
+    assert source.format_recorded_requirement(recorded) == named
 
 
 @for_each(
@@ -134,7 +134,7 @@ def test_a_checkout_is_named_by_its_public_address(
         return prefix if "--show-prefix" in question else answers[question[0]]
 
     monkeypatch.setattr(source, "_run_git", ask)
-    assert source.name_recorded_source('{"url": "file:///a/b", "dir_info": {}}') == named
+    assert source.format_recorded_requirement('{"url": "file:///a/b", "dir_info": {}}') == named
 
 
 class Terminal(io.StringIO):

@@ -13,7 +13,7 @@ from fp8bench.features.plan_parallel.ranking import (
     USABLE_MEMORY_SHARE,
     ParallelQuestion,
     Worthwhile,
-    judge_divisions,
+    judge_parallelism,
     list_layouts,
     rank_layouts,
     rank_with_least_checkpointing,
@@ -80,7 +80,7 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     """
 
     def yes(question: ParallelQuestion) -> set[str]:
-        return {ruling.kind for ruling in judge_divisions(question) if ruling.say is Worthwhile.YES}
+        return {ruling.kind for ruling in judge_parallelism(question) if ruling.say is Worthwhile.YES}
 
     small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}
@@ -93,9 +93,9 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     # 64 heads and 80 layers divide neither by seven nor by 83.
     for gpus in (7, 83):
         question = asked("llama3-70b", gpus, batch=gpus - 1)
-        assert yes(question) == set() and judge_divisions(question)[2].why.endswith(
+        assert yes(question) == set() and judge_parallelism(question)[2].why.endswith(
             f"{gpus} GPUs cannot divide this model evenly by it"
         )
-    assert {ruling.why.split("; but ")[-1] for ruling in judge_divisions(asked(batch=12))[:2]} == {
+    assert {ruling.why.split("; but ")[-1] for ruling in judge_parallelism(asked(batch=12))[:2]} == {
         "12 sequences cannot be divided evenly among 8 GPUs"
     }

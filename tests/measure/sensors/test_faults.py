@@ -60,7 +60,7 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
     with open_nvml_meter(DeviceIdentity(uuid=instance), clock, Library(timeout=60.0)) as meter:
         said["kind"] = Reading(meter.kind, "", "")
         said |= meter.device.facts()
-        before = meter.device.read_violations()
+        before = meter.device.read_throttled_seconds()
         for number in (1, 2):
             with meter.window() as window:
                 start = clock.now()
@@ -71,7 +71,9 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
                 assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
                 said |= {f"{name} in window {number}": read for name, read in window.energy.watched.items()}
             said |= {f"{name} after window {number}": read for name, read in meter.device.state().items()}
-        said |= {f"violation {name}": read for name, read in grown(before, meter.device.read_violations()).items()}
+        said |= {
+            f"violation {name}": read for name, read in grown(before, meter.device.read_throttled_seconds()).items()
+        }
         said["process_memory"] = meter.device.process_memory()
     return said
 

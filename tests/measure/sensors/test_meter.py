@@ -39,7 +39,7 @@ def test_an_unknown_gpu_has_reasons(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
-        reads = (*device.facts().values(), *device.state().values(), *device.read_violations().values())
+        reads = (*device.facts().values(), *device.state().values(), *device.read_throttled_seconds().values())
         assert {*reads, *device.read_in_this_thread().values(), device.process_memory(), meter.measure_idle()} == {why}
     inits = nvml.state.inits
     with open_meter(AMD, {}) as meter:  # NVML may exist for another device

@@ -59,9 +59,9 @@ def test_a_device_states_its_readings(nvml: Simulation, device: NvmlDevice) -> N
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
     nvml.state.device[0].violation[:] = [0.5, 0.0, 0.0, 0.25, 0.0]
     nvml.state.now_ns = 10_000_000_000
-    before = device.read_violations()
+    before = device.read_throttled_seconds()
     nvml.state.now_ns = 12_000_000_000
-    assert values(grown(before, device.read_violations())) == {
+    assert values(grown(before, device.read_throttled_seconds())) == {
         "power-cap": (1.0, "s"),
         "thermal": (0.0, "s"),
         "sw-thermal": (0.0, "s"),
@@ -77,7 +77,7 @@ def test_a_lost_device_gives_a_reason(nvml: Simulation, device: NvmlDevice) -> N
     for read in (
         *facts.values(),
         *device.state().values(),
-        *device.read_violations().values(),
+        *device.read_throttled_seconds().values(),
         device.process_memory(),
     ):
         assert "the GPU is lost" in read.reason
@@ -142,7 +142,8 @@ def test_an_old_driver_gives_reasons_for_missing_values(nvml: Simulation, old_dr
         "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"
         "from fp8bench.measure.sensors.nvml import NvmlDevice\n"
         f"device = NvmlDevice(DeviceIdentity({uuid_of(1)!r}))\n"
-        "reads = {**device.facts(), **device.state(), **device.read_violations(), 'process': device.process_memory()}\n"
+        "reads = {**device.facts(), **device.state(), **device.read_throttled_seconds()}\n"
+        "reads['process'] = device.process_memory()\n"
         "device.close()\n"
         "print(json.dumps({name: getattr(read, 'source', None) or read.reason for name, read in reads.items()}))\n"
     )

@@ -20,8 +20,8 @@ OctaveCourse = list[tuple[int, float]]
 
 class SlowGrowth(TensorRule):
     """Detects magnitudes that grow slowly but steadily. The growth of a weight slows down as a model learns, so
-    growth by a constant factor has a different cause. Inputs of a layer that begins to be used may double within
-    forty steps.
+    growth by a constant factor has a different cause. Inputs have a higher limit than weights, because the inputs of a
+    healthy layer may double within forty steps when the model begins to use it.
     """
 
     name = "slow-growth"

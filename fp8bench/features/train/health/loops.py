@@ -337,9 +337,8 @@ class NormGain(FigureRule):
     gain_factor = 3.0
     min_gain = 0.5
     alarms_at = (
-        f"the root mean square of gains is above {gain_factor:g} times its minimum in {window} readings, where a "
-        f"minimum below {min_gain:g} counts as {min_gain:g}; or {gain_factor:g} times below its maximum, if that is "
-        f"{min_gain:g} or more"
+        f"the root mean square of gains is more than {gain_factor:g} times its minimum in {window} readings (taken as "
+        f"at least {min_gain:g}), or less than 1/{gain_factor:g} of its maximum (if that is at least {min_gain:g})"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 

@@ -88,7 +88,7 @@ class ScaleFall(_Jump):
 
 
 class ScaleRise(_Jump):
-    """Detects a sudden rise of a scale. Values sixteen times as small mean that an input or gradient is lost."""
+    """Detects a sudden rise of a scale. Values then became much smaller, so an input or gradient is lost."""
 
     name = "scale-rises"
     sign = 1

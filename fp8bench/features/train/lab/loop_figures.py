@@ -219,7 +219,7 @@ class LoopHabits:
 # it is over. Without a loss of a single number, the argument is None.
 LossListener = Callable[[Tensor | None], None]
 _backward_listeners: list[tuple[LossListener, LossListener]] = []
-_nested_backwards: list[bool] = []
+_running_backwards: list[bool] = []
 _torch_backward = torch.autograd.backward
 
 
@@ -240,7 +240,7 @@ def call_around_backward(begins: LossListener, ends: LossListener) -> Iterator[N
 
 
 def _backward_with_calls(tensors: Tensor | Tensors, *args: Any, **named: Any) -> None:
-    if _nested_backwards:
+    if _running_backwards:
         return _torch_backward(tensors, *args, **named)
     listeners, roots = tuple(_backward_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
     # A loss is a single number. A backward from anything else computes a part of a backward.
@@ -248,11 +248,11 @@ def _backward_with_calls(tensors: Tensor | Tensors, *args: Any, **named: Any) ->
     for begins, _ in listeners:
         begins(root)
     # A nested backward, as in checkpointing, is not a step of the loop.
-    _nested_backwards.append(True)
+    _running_backwards.append(True)
     try:
         _torch_backward(tensors, *args, **named)
     finally:
-        _nested_backwards.pop()
+        _running_backwards.pop()
     for _, ends in listeners:
         ends(None if root is None else root.detach().reshape(()))
     return None

@@ -38,10 +38,10 @@ Hook = Callable[..., Any]
 
 
 class OwnLoop:
-    """Records a row of figures for every step, watches every `stride`-th step in detail, and passes on the lines.
-    Gradient norms are computed from the gradients that the optimizer receives. The parameter norm is that of the last
-    watched step. A step without a known loss has no row, and three such steps in a row cause an event. A step that
-    the GradScaler skips has a row.
+    """Records a row of figures for every step, watches every `stride`-th step in detail, and passes the resulting
+    lines of the training's stream to `told`. Gradient norms are computed from the gradients that the optimizer
+    receives. The parameter norm is that of the last watched step. A step without a known loss has no row, and three
+    such steps in a row cause an event. A step that the GradScaler skips has a row.
     """
 
     def __init__(

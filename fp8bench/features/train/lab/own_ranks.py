@@ -21,7 +21,8 @@ from fp8bench.features.train.values import UNSEEN, Lines, StepRow, TrainingEvent
 
 # At the end of a loop rank 0 waits at most this long for the last rows of other ranks.
 _WAIT_SECONDS = 10.0
-# All ranks run the same script, so this counter gives a store the same number on every rank.
+# Numbers the key-value stores of this process, as parts of their prefixes. All ranks run the same script, so a store
+# has the same number on every rank.
 _store_numbers = itertools.count()
 
 

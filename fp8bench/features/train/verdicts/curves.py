@@ -160,7 +160,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS
-    # Compute the gaps at all of these ends, so that no single last batch decides the verdict.
+    # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
+    # decide the verdict.
     end_steps = range(arm.steps - min(_MAX_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
     *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
