@@ -39,7 +39,7 @@ Hook = Callable[..., Any]
 
 class OwnLoop:
     """Records a row of figures for every step, watches every `stride`-th step in detail, and passes the resulting
-    lines of the training's stream to `told`. Gradient norms are computed from the gradients that the optimizer
+    lines of the training's stream to `on_lines`. Gradient norms are computed from the gradients that the optimizer
     receives. The parameter norm is that of the last watched step. A step without a known loss has no row, and three
     such steps in a row cause an event. A step that the GradScaler skips has a row.
     """
@@ -48,7 +48,7 @@ class OwnLoop:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
-        told: Callable[[Lines], None],
+        on_lines: Callable[[Lines], None],
         name: str = "own",
         stride: int = 10,
         tokens: int = 0,
@@ -66,7 +66,7 @@ class OwnLoop:
             raise UsageError("the module has no parameter that requires a gradient: there is nothing to watch.")
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
         optimizer = unwrap_optimizer(optimizer)
-        self._module, self._on_lines = module, told
+        self._module, self._on_lines = module, on_lines
         self._name, self._stride, self._tokens, self._scaler = name, stride, tokens, scaler
         self._watch = ModelWatch(module, name, precision=precision, eager=eager)
         self._habits = LoopHabits(module, optimizer)
