@@ -256,8 +256,11 @@ class OwnLoop:
             self._read_gradients()
             return None
 
+        earlier_losses = self._backward_losses
+
         def run_closure() -> Any:
-            self._backward_losses = []  # LBFGS calls its closure several times in a step
+            # LBFGS calls its closure several times in a step. Lightning accumulates micro-batches before it.
+            self._backward_losses = [*earlier_losses]
             loss = closure()
             self._guard(self._read_gradients)()
             return loss
@@ -315,8 +318,9 @@ class OwnLoop:
         loss = self._combine_losses()
         is_skipped_by_scaler = is_skipped and self._scaler is not None
         norm = math.nan if is_skipped_by_scaler else self._gradient_norm
-        has_row = norm is not None and loss is not None
-        if norm is not None and loss is not None:
+        # The step in which watching began has no row. With a closure its loss is known, but not what came before it.
+        has_row = norm is not None and loss is not None and not self._in_step
+        if norm is not None and loss is not None and not self._in_step:
             figures = Figures(loss=loss, gradient_norm=norm, parameter_norm=self._parameter_norm, update_ratio=ratio)
             figures["loss_scale"] = self._loss_scale
             row = StepRow(
@@ -337,7 +341,8 @@ class OwnLoop:
             self._rows.append((row, figures))
         self._step_hooks.close()
         events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
-        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in self._habits.pop_mistakes()]
+        mistakes = self._habits.pop_mistakes()
+        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in mistakes if not self._in_step]
         if watched_step is not None or events or habits:
             seen_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
             self._pass_lines((*seen_lines, *habits, *events))

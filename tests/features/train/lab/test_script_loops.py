@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -116,3 +118,30 @@ def test_a_second_phase_with_another_optimizer_has_its_own_stream(tmp_path: Path
     assert len(said) == 2 and "Linear by Adam" in said[1]
     rows = [(tmp_path / name).read_text().count('{"step":{') for name in ("s.jsonl", "s.2.jsonl")]
     assert rows == [4, 3], "each begins with its second step"
+
+
+def test_a_closure_that_began_before_watching_is_no_mistake(tmp_path: Path) -> None:
+    """Lightning calls an optimizer with a closure, and accumulates gradients before it."""
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model.parameters())
+    loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, lambda line: None)
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.watch_optimizer(optimizer))
+
+    losses: list[float] = []
+
+    def run_batch() -> torch.Tensor:
+        loss = model(torch.randn(4, 2)).square().mean() / 2
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(4):
+        optimizer.zero_grad()
+        run_batch()
+        optimizer.step(run_batch)  # type: ignore[arg-type]
+    handle.remove()
+    loops.close()
+    stream = (tmp_path / "s.jsonl").read_text()
+    rows = [json.loads(line)["step"] for line in stream.splitlines() if line.startswith('{"step"')]
+    assert [row["loss"] for row in rows] == pytest.approx([sum(losses[at : at + 2]) for at in (2, 4, 6)])
+    assert "gradients_left" not in stream and '"alarm"' not in stream
