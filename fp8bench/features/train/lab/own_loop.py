@@ -306,6 +306,7 @@ class OwnLoop:
         self._in_step = self._in_update = False
         self._begin()
 
+    @torch.no_grad()
     def _end_step(self, is_skipped: bool = False) -> None:
         """Makes the row of a step, and the lines of a watched step."""
         seconds = time.perf_counter() - self._step_start
