@@ -145,11 +145,12 @@ class ShareKind(StrEnum):
 
 class SharesFrom(StrEnum):
     """The source of time shares: operators on a CPU, or kernels of a device, assigned to the operator that launched
-    them.
+    them. Older runs also have kernels of compiled steps, which belong to no module.
     """
 
     OPERATORS = "operators"
     KERNELS = "kernels"
+    COMPILED = "compiled kernels"
 
 
 @dataclass(frozen=True)

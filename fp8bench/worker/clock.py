@@ -8,7 +8,6 @@ of the marker, the stamp and the event pair, and that of the whole harness compa
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -221,10 +220,16 @@ _QUEUED_STAMPS = 512
 _OCCUPIED_SECONDS = 10e-3
 
 
-@functools.cache
+_measured_stamp_costs: dict[tuple[str, int], float] = {}
+
+
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
-    return measure_overheads(device, index).stamp_cost
+    # Each case has another `Device` of the same kind.
+    device_key = device.kind, index
+    if device_key not in _measured_stamp_costs:
+        _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
+    return _measured_stamp_costs[device_key]
 
 
 def measure_overheads(device: Device, index: int) -> Overheads:

@@ -101,7 +101,10 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
             classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *classes):
                 names: Any = getattr(holder, "__dict__", {})
-                function_places += [(names, word) for word, value in names.items() if type(value) is FunctionType]
+                # A copy, because another thread may add a name.
+                for word, value in list(names.items()):
+                    if type(value) is FunctionType:
+                        function_places.append((names, word))
     functions: list[Any] = [names[name] for names, name in function_places]
     function_codes = [function.__code__ for function in functions]
 

@@ -229,14 +229,14 @@ def _read_training(claim: Claim, run: KeptTraining) -> Reading:
         raise CannotDecide(f"{arm_name} was not trained: {summary.arm.skip}")
     compared_summaries = [summary, judged_training.summaries[0]] if claim.is_ratio else [summary]
     values = []
-    for compared in compared_summaries:
+    for position, compared in enumerate(compared_summaries):
         if name in _ARM_COST_FIGURES and not compared.arm.native:
             raise _refuse_emulation(claim, compared.arm.name, name)
         figures = list_figures(compared, judged_training.verdicts)
         if name in ("gap", "held_out_gap"):
             return _read_gap(claim, figures)
         value = figures.get(name)
-        if value is None or (compared is not summary and not value):
+        if value is None or (position == 1 and not value):
             raise CannotDecide(f"{name} of {compared.arm.name} is unknown")
         values.append(value)
     figure = values[0] / values[1] if claim.is_ratio else values[0]

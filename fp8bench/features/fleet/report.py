@@ -30,7 +30,7 @@ from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 from fp8bench.store.fleet_plans import compute_cell_states, find_cell_number, load_plans, read_plan
-from fp8bench.store.runs.listing import REFUSED_REASON, listing
+from fp8bench.store.runs.listing import REFUSED_REASON, REMEDY, listing
 from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import ratio
 
@@ -85,6 +85,7 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
     """
     files = listing(store)
     reading = _Reading(skipped=files.left, doubts=files.notes(files.refused))
+    finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
             # Read the header first, because a store may have thousands of unrelated runs.
@@ -103,8 +104,34 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
         if is_running:
             reading.skipped[_STILL_RUNNING] += 1
         else:
-            reading.runs.append(summarize_run(run))
+            finished.append((summarize_run(run), path, _digest_times(run)))
+    _drop_copies(finished, reading)
     return reading
+
+
+def _digest_times(run: Run) -> int | None:
+    """Returns a hash of all times of a run; None if the run has no times. The hash is valid in this process only."""
+    times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
+    return hash(times) if times else None
+
+
+def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _Reading) -> None:
+    """Adds the finished runs to the reading, except copies. Runs of different machines are copies if their times are
+    equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
+    counts.
+    """
+    by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
+    copied: set[int | None] = set()
+    for digest, owners in by_times.items():
+        machines = sorted({machine for machine, _ in owners})
+        if len(machines) > 1:
+            copied.add(digest)
+            paths = " and ".join(str(path) for _, path in owners)
+            reading.doubts.append(
+                f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
+                f"of them counts. {REMEDY}"
+            )
+    reading.runs += [run for run, _, digest in finished if digest not in copied]
 
 
 def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[str]:

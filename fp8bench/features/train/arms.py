@@ -35,6 +35,7 @@ from fp8bench.suggestions import meant_name
 from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE_MODELS
 
+MAX_ARMS = 64
 # Settings that a sweep must not change: those that must be equal in all arms, because arms share weights and batches,
 # and those that a sweep cannot express.
 _UNSWEPT_SETTINGS = {
@@ -260,7 +261,10 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         )
     # Candidates are compared with the reference at its best rate, so the reference is trained at every swept rate.
     rates = () if reference in modes_compared else dict(request.sweep).get("rate", ())
-    return (*_list_reference_arms(reference, request, rates), *candidates.values())
+    arms = [*_list_reference_arms(reference, request, rates), *candidates.values()]
+    if len(arms) > MAX_ARMS:
+        raise UsageError(f"{len(arms)} arms are more than the {MAX_ARMS} that one training takes. Sweep less.")
+    return tuple(arms)
 
 
 def _list_reference_arms(reference: str, request: TrainingRequest, rates: Sequence[str]) -> Iterator[Arm]:

@@ -374,6 +374,7 @@ class LiveLog(_OutputObserver):
     def __init__(self, targets: Sequence[LogTarget], store_or_stream: Path, print_line: PrintLine) -> None:
         super().__init__(store_or_stream, print_line)
         self._targets = targets
+        self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
         super().begun(training)
@@ -384,17 +385,19 @@ class LiveLog(_OutputObserver):
             self._log(list_scalars(self._training, lines))
 
     def close(self) -> None:
-        if self._training is None:
+        if self._training is None or self._logger is None:
             return
         with contextlib.suppress(StoreError):
             stored = None if self._training.is_watched else self._load()
             if stored is not None and stored.finished:
                 self._log(list_summary_scalars(JudgedTraining(stored)))
         self._logger.close()
+        self._logger = None
 
     def _log(self, scalars: Iterable[LoggedScalar]) -> None:
-        for scalar in scalars:
-            self._logger.log(*scalar)
+        if self._logger is not None:
+            for scalar in scalars:
+                self._logger.log(*scalar)
 
 
 class AlarmCommand(_OutputObserver):

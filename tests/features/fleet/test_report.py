@@ -24,7 +24,7 @@ from fp8bench.jobs.several_runs import measure_cell as measure
 from fp8bench.model import Request
 from fp8bench.protocols import SilentObserver
 from fp8bench.store.fleet_plans import write_plan
-from tests.commands import Say
+from tests.commands import Say, unfolded
 from tests.older import as_older
 
 Lines = list[dict[str, Any]]
@@ -178,6 +178,15 @@ def test_a_report_of_bad_files_gives_a_message(fleet: Fleet, fp8bench: Say, tmp_
     ):
         code, _, err = fp8bench("fleet", "report", *words)
         assert code == 2 and message in " ".join(err.split()), err
+    copied = fleet.folder / "honest1" / "runs" / "honest1"
+    for path in list(copied.iterdir()):
+        first, *others = path.read_text().splitlines(keepends=True)
+        head = json.loads(first)
+        head["header"]["id"] = f"c{head['header']['id']}"
+        head["header"]["environment"]["facts"]["machine"] = "twin"
+        (copied / f"copy-{path.name}").write_text("".join([json.dumps(head) + "\n", *others]))
+    code, _, err = fp8bench("fleet", "report", str(fleet.folder / "honest1"))
+    assert code == 2 and "no run counts (" in unfolded(err) and "under the machines honest1 and twin" in unfolded(err)
     (fleet.folder / "honest0" / "runs" / "honest0" / "torn.jsonl").write_text('{"schema": 1, "hea')
     code, out, _ = fp8bench("fleet", "report", str(fleet.folder / "honest0"))
     assert code == 0 and "torn.jsonl" in "".join(out.split())

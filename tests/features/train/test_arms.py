@@ -10,6 +10,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import (
+    MAX_ARMS,
     check_memory,
     check_training,
     choose_device,
@@ -170,6 +171,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
     "history cannot be '0'": {"dtypes": DELAYED, "sweep": (("history", ("0",)),)},
     **{f"accumulator cannot be '{bits}'": {"sweep": (("accumulator", (bits,)),)} for bits in ("1", "24", "8.0")},
+    f"are more than the {MAX_ARMS}": {"sweep": (("rate", tuple(str(n / 100) for n in range(1, 80))),)},
     "unknown layer of model nano 'mpl'. Did you mean 'mlp'": {
         "settings": TrainerSettings(precision_map=(("mpl", "fp8"),)),
     },

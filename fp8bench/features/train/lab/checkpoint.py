@@ -245,7 +245,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
-    tensors = content.values() if isinstance(content, Mapping) else [content]
+    tensors = list(content.values()) if isinstance(content, Mapping) else []
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:

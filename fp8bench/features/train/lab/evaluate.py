@@ -46,6 +46,8 @@ class TokenWindows:
     def __init__(self, text: TokenSpan, length: int, device: str) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
         self._start_count = len(self._tokens) - length
+        if self._start_count < 1:
+            raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
         self._start_stride = text.every
         self._length = length
         self._device = device
