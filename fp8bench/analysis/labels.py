@@ -35,6 +35,10 @@ class Labelled:
     reason: str = ""
     hard: bool = False
 
+    def __post_init__(self) -> None:
+        if self.hard and self.label not in CAN_BE_HARD:
+            raise ValueError(f"{self.label} cannot remove a verdict: {', '.join(sorted(CAN_BE_HARD))} can")
+
 
 # Throttling below this share of the time is ignored.
 MIN_THROTTLED_SHARE = 0.005

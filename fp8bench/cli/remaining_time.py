@@ -82,6 +82,7 @@ class RemainingTime:
             self._group_seconds.append(now - self._group_start)
         self._setting = setting
         self._group_start = now
+        self._doing = ""
         self._compiling_seconds = 0.0
         self._rounds_start = self._passes_start = None
         self._rounds_seconds = _ROUNDS_SECONDS

@@ -160,8 +160,10 @@ def _make_index(reports: Path) -> Page:
     dated_pages = []
     for path in reports.glob(f"*/{PAGE}"):
         # Pages of streams do not have the start of their run in their folder's name. Use the time of writing instead.
-        written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        dated_pages.append((show_begin(path.parent.name) or f"{written:%Y-%m-%d %H:%M}", path))
+        start = show_begin(path.parent.name)
+        if not start:
+            start = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
+        dated_pages.append((start, path))
     dated_pages.sort(reverse=True)
     listed = []
     for start, path in dated_pages[:MAX_REPORTS]:

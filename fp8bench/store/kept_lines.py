@@ -134,14 +134,15 @@ class Broken(NamedTuple):
 class FileLines:
     """The numbered lines of a file, in the order in which they were written, and its broken lines. `troubles` are
     sentences about missing, duplicate or misplaced lines. `lost` is True if a written line is missing. A line that
-    was only half written when the process was killed does not count. Lines of logs, and of files of older versions,
-    have neither numbers nor checksums.
+    was only half written when the process was killed does not count. `sealed` is True if some line has a number and a
+    checksum. Lines of logs, and of files of older versions, have neither.
     """
 
     lines: tuple[tuple[int, Content], ...]
     broken: tuple[Broken, ...]
     troubles: tuple[str, ...]
     lost: bool
+    sealed: bool
     sums: tuple[str, ...] = ()
 
 
@@ -194,8 +195,14 @@ def parse_file_lines(content: bytes) -> FileLines:
     if not (is_incomplete or troubles or all(digests_correct)):
         troubles, is_incomplete = ["its last line was written after different lines than these"], True
     lines = (*lines_without_checksum, *((line.number, line.content) for line in sorted_lines))
-    sums = tuple(line.sum for line in sorted_lines)
-    return FileLines(lines, tuple(broken), tuple(troubles), is_incomplete, sums)
+    return FileLines(
+        lines,
+        tuple(broken),
+        tuple(troubles),
+        is_incomplete,
+        bool(sealed_lines),
+        tuple(line.sum for line in sorted_lines),
+    )
 
 
 def _sort_by_rank(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:

@@ -41,12 +41,18 @@ def verify_store(store: Path) -> Verified:
     # 1. Check the run files.
     runs = listing(store)
     faults: list[Fault] = []
-    broken_count = 0
+    broken_count = unsealed_count = 0
     for path in runs.all_files:
-        run_faults = [*_check_run(path), *_check_copies(path, runs)]
+        is_sealed, run_faults = _check_run(path)
+        run_faults += _check_copies(path, runs)
         broken_count += any(fault.broken for fault in run_faults)
+        unsealed_count += not is_sealed
         faults += run_faults
-    # 2. Check all other files.
+    # 2. Report files of older versions, which have no checksums.
+    if unsealed_count:
+        words = f"{unsealed_count} of {len(runs.all_files)} run files have no checksums: an older fp8bench wrote them"
+        faults.append(Fault(str(store / "runs"), words, "Changes in them cannot be detected", broken=False))
+    # 3. Check all other files.
     faults += _check_surroundings(store)
     return Verified(tuple(faults), len(runs.all_files), len(runs.all_files) - broken_count)
 
@@ -59,23 +65,23 @@ def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
         yield Fault(str(path), describe_refusal(runs.refused[path]), REMEDY)
 
 
-def _check_run(path: Path) -> Iterator[Fault]:
-    """Yields the faults of a run file."""
+def _check_run(path: Path) -> tuple[bool, list[Fault]]:
+    """Returns whether the lines of a run file have checksums, and the faults of the file. An unreadable file counts
+    as having checksums.
+    """
     try:
         run, file_lines = load_run_with_lines(path)
         is_written = is_locked(path)
     except StoreError as error:
         remedy = "Upgrade fp8bench" if "newer" in str(error) else "Restore it from a copy, or move it away"
-        yield _to_fault(path, error, remedy)
-        return
+        return True, [_to_fault(path, error, remedy)]
     except OSError as error:
-        yield Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")
-        return
-    if run.troubles and not is_written:
-        yield _line_fault(run, file_lines.lost)
+        return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
+    faults = [_line_fault(run, file_lines.lost)] if run.troubles and not is_written else []
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
-        yield Fault(str(path), "its name does not fit the run in it", remedy)
+        faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
+    return file_lines.sealed or bool(run.troubles), faults
 
 
 def _line_fault(run: Run, lost: bool) -> Fault:

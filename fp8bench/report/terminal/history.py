@@ -289,14 +289,20 @@ def _new_conditions(previous: Mapping[str, object], current: Mapping[str, object
     for name in changed_names:
         # If the version of torch changed, torch's git hash changed as well and adds nothing.
         if name != "torch_git" or "torch" not in changed_names:
-            old, new = (" ".join(str(values.get(name, "none")).split()) for values in (previous, current))
+            old = _show_condition(previous.get(name))
+            new = _show_condition(current.get(name))
             yield f"{name} {old:.28} -> {new:.28}"
 
 
+def _show_condition(value: object) -> str:
+    return "none" if value is None else " ".join(str(value).split())
+
+
 def _list_skipped_runs(skipped: Counts) -> list[Part]:
-    return list_of("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in sort_counts(skipped)))
+    reasons = sort_counts(skipped)[:_MAX_REASONS]
+    return list_of("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in reasons))
 
 
 def sort_counts(counts: Counts) -> list[tuple[str, int]]:
-    """Returns the most frequent reasons with their counts, the largest count first."""
-    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:_MAX_REASONS]
+    """Returns the reasons with their counts, the largest count first."""
+    return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))

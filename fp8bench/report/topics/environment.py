@@ -9,7 +9,7 @@ from itertools import chain
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
 from fp8bench.model import DeviceFacts, Label, Run
-from fp8bench.model.run import SWITCHES_SET
+from fp8bench.model.run import MARKS_SHARE, SWITCHES_SET
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
 from fp8bench.report.page.section import Entry, Material, section
@@ -135,11 +135,39 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     mode_facts = {"ecc": "ECC ", "mig": "MIG ", "persistence": "persistence mode "}
     modes = (_add_prefix(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
     yield f"modes {key}", join_parts(*modes)
+    yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
     energy_source = environment_fact(run, f"{key} energy_source")
     if energy_source not in ("", NO_SOURCE):
         energy_period = run.environment.get(f"{key} energy_period")
         period_text = f", changes every {units.seconds(energy_period)}" if isinstance(energy_period, float) else ""
         yield f"energy {key}", f"{energy_source}{period_text}"
+
+
+def _describe_time_stamp_cost(run: Run, key: str) -> str:
+    """Returns the largest share of a GPU step that the time stamps between phases take, or '' on a CPU."""
+    overheads = dict(run.overheads).get(key)
+    if overheads is None or overheads.event_pair is None:
+        return ""
+    step_shares = []
+    for record in run.records:
+        timing = record.timing
+        call_ns = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
+        if timing is not None and record.case.device == key and call_ns:
+            num_stamps = sum(count for _, count in timing.entries) - 1
+            step_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
+            step_shares.append((step_share, record.case.mode, record.case.ranks))
+    if not step_shares:
+        return ""
+    step_share, mode, ranks = max(step_shares)
+    cost_text = f"at most {step_share:.2%} of a step ({mode})"
+    if step_share <= MARKS_SHARE:
+        return cost_text
+    if ranks > 1:
+        return f"{cost_text}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
+    return (
+        f"{cost_text}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
+        "divided into phases in the same proportions"
+    )
 
 
 def _add_prefix(word: str, text: str) -> str:
