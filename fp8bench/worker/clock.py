@@ -225,7 +225,7 @@ _measured_stamp_costs: dict[tuple[str, int], float] = {}
 
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
-    # Each case has another `Device` of the same kind.
+    # Every case makes a `Device`, so the kind is the key.
     device_key = device.kind, index
     if device_key not in _measured_stamp_costs:
         _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost

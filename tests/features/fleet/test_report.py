@@ -180,11 +180,11 @@ def test_a_report_of_bad_files_gives_a_message(fleet: Fleet, fp8bench: Say, tmp_
         assert code == 2 and message in " ".join(err.split()), err
     copied = fleet.folder / "honest1" / "runs" / "honest1"
     for path in list(copied.iterdir()):
-        first, *others = path.read_text().splitlines(keepends=True)
+        first, *further_lines = path.read_text().splitlines(keepends=True)
         head = json.loads(first)
         head["header"]["id"] = f"c{head['header']['id']}"
         head["header"]["environment"]["facts"]["machine"] = "twin"
-        (copied / f"copy-{path.name}").write_text("".join([json.dumps(head) + "\n", *others]))
+        (copied / f"copy-{path.name}").write_text("".join([json.dumps(head) + "\n", *further_lines]))
     code, _, err = fp8bench("fleet", "report", str(fleet.folder / "honest1"))
     assert code == 2 and "no run counts (" in unfolded(err) and "under the machines honest1 and twin" in unfolded(err)
     (fleet.folder / "honest0" / "runs" / "honest0" / "torn.jsonl").write_text('{"schema": 1, "hea')
