@@ -196,15 +196,16 @@ def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
     return is_far or (has_rows and find_wrong_column(result, expected) is not None)
 
 
-def magnifies_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> bool:
-    """Returns whether a callable is just as far off when it computes in bfloat16. It may subtract nearly equal
-    numbers, so rounding explains any difference. Returns False if it refuses bfloat16.
+def find_magnified_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> list[bool]:
+    """Returns for each result whether a callable is just as far off when it computes in bfloat16. It may subtract
+    nearly equal numbers, so rounding explains any difference of this result. It explains none if the callable refuses
+    bfloat16.
     """
     low_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
     try:
-        return any(map(exceeds_rounding, run_callable(target, low_inputs), expected))
+        return list(map(exceeds_rounding, run_callable(target, low_inputs), expected))
     except UsageError:
-        return False
+        return [False] * len(expected)
 
 
 def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | None:

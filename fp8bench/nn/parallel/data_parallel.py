@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear, region
-from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, is_silent
+from fp8bench.nn.parallel.division import Division, Witness
+from fp8bench.nn.parallel.exchanges import FP8Wire, OwnedTensors, RankGroup, WireWitness, is_silent
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
@@ -40,12 +40,28 @@ class DDPModel(Division):
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
-        wire = job.options["wire"]
-        self._fp8 = FP8Wire(job.group, wire)
-        hook = self._choose_hook(wire)
+        self._wire = job.options["wire"]
+        self._fp8 = FP8Wire(job.group, self._wire)
+        self._witness: WireWitness | None = None
+        hook = self._choose_hook(self._wire)
         # torch checks the annotations of a hook, which are strings in this module, so pass a lambda
         if hook is not None:
-            self._ddp.register_comm_hook(None, lambda state, bucket: hook(bucket))
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._send_bucket(hook, bucket))
+
+    def witnesses(self) -> list[Witness]:
+        witnesses = super().witnesses()
+        if self._wire.startswith("fp8"):
+            self._witness = WireWitness(self.group)
+            witnesses.append(self._witness)
+        return witnesses
+
+    def _send_bucket(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+        if self._witness is None:
+            return hook(bucket)
+        gradients = bucket.buffer().clone()
+        future = hook(bucket)
+        self._witness.compare_exchange(gradients, future.wait(), self._fp8.mean_of)
+        return future
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
@@ -98,6 +114,7 @@ class ZeroModel(Division):
         self._exchanges = RankGroup(job.group)
         sizes = [weight.numel() for weight in self.weights]
         self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
+        self.fp8_wire = self._owned.fp8
         self.names = self._owned.select_own_items(self.names)
         self.weights = self._owned.select_own_items(self.weights)
         # In float32 the weight itself is sent, so no copy is needed.

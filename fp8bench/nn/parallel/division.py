@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8bench.model import MemoryRole
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.protocols import Phases
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.exchanges import FP8Wire, RankGroup, WireWitness
+from fp8bench.nn.parallel.witnesses import ScaleWitness
+from fp8bench.protocols import Phases, Role
+
+Witness = ScaleWitness | WireWitness
 
 
 class Division:
@@ -22,7 +26,7 @@ class Division:
     A step calls `loss` and `gradients`, updates `weights` in place, and then calls `send_updates` and
     `drop_gradients`. `module` has the parameters, `weights` are their plain tensors, and `names` are their paths in
     the whole model. The ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole
-    batch.
+    batch. `fp8_wire` is set if tensors are sent in FP8.
 
     The ranks of a `_shared` group exchange tensors inside the model. Each of them holds `common_parameters`, whose
     gradients they sum.
@@ -31,6 +35,7 @@ class Division:
     group: ProcessGroup
     module: nn.Module
     batch_group: ProcessGroup | None = None
+    fp8_wire: FP8Wire | None = None
     _shared: RankGroup | None = None
     common_parameters: Sequence[nn.Parameter] = ()
 
@@ -87,6 +92,16 @@ class Division:
         dist.all_reduce(loss_sum, group=self.group)
         return loss_sum / self.group.size()
 
+    def list_shared_roles(self, layer: str) -> Collection[Role]:
+        return ()
+
+    def witnesses(self) -> list[Witness]:
+        wire_witnesses = [self.fp8_wire.watch()] if self.fp8_wire is not None else []
+        return [ScaleWitness(self.layers(), self.list_shared_roles, self.group), *wire_witnesses]
+
+    def layers(self) -> dict[str, Linear]:
+        return {path: layer for path, layer in self.module.named_modules() if isinstance(layer, Linear)}
+
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {
             MemoryRole.WEIGHTS: self.weights,
@@ -115,3 +130,6 @@ class Undivided(Division):
 
     def average_loss(self, loss: Tensor) -> Tensor:
         return loss
+
+    def witnesses(self) -> list[Witness]:
+        return []

@@ -29,7 +29,7 @@ from fp8bench.numerics.collectives import (
     gather_tensors,
     newest_function,
 )
-from fp8bench.numerics.rank_programs import Program, run_on_this_rank
+from fp8bench.numerics.rank_programs import Program, run_on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKEN_DIMENSION = 1
@@ -182,6 +182,13 @@ def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[
     return [json.loads(bytes(codes.tolist())) for codes in encoded_answers]
 
 
+def find_first_fault(fault: str, group: dist.ProcessGroup) -> str:
+    for rank, answer in enumerate(gather_answers(fault, group)):
+        if answer:
+            return f"rank {rank} {answer}"
+    return ""
+
+
 # A function that makes the program of one rank in an exchange, from the rank's values and its number.
 RankProgram = Callable[[Tensor, int], Program[Tensor]]
 
@@ -194,6 +201,11 @@ class FP8Wire:
         self.algorithm = algorithm
         self._rank = group.rank()
         self._size = group.size()
+        self._witness: WireWitness | None = None
+
+    def watch(self) -> WireWitness:
+        self._witness = WireWitness(self.group)
+        return self._witness
 
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
@@ -211,7 +223,13 @@ class FP8Wire:
     def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
         """Runs an exchange in which all ranks take part. Returns this rank's result."""
         with phase.cast:
-            return run_on_this_rank(program(values, self._rank), None, phase.communication, self.group)
+            received = self._run_program(program(values, self._rank), phase)
+        if self._witness is not None:
+            self._witness.compare_exchange(values, received, program)
+        return received
+
+    def _run_program(self, program: Program[Tensor], phase: Phases) -> Tensor:
+        return run_on_this_rank(program, None, phase.communication, self.group)
 
 
 class FP8Group(RankGroup):
@@ -232,6 +250,35 @@ class FP8Group(RankGroup):
 
     def _send(self, program: RankProgram, x: Tensor) -> Tensor:
         return self.wire.send(program, x.to(torch.float32).flatten(), self.phase)
+
+
+class WireWitness:
+    """Checks FP8 exchanges. One process computes the exchange from the values of all ranks, and its result must equal
+    this rank's result bit for bit.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._fault = ""
+
+    def compare_exchange(self, values: Tensor, received: Tensor, program: RankProgram) -> None:
+        """Checks one exchange against what every rank has sent. All ranks must call it for every exchange, because
+        the check needs the values of all ranks.
+        """
+        lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
+        padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
+        all_padded = RankGroup(self._group).all_of(padded)
+        values_of_ranks = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
+        expected_result = simulate([program(tensor, rank) for rank, tensor in enumerate(values_of_ranks)])[
+            self._group.rank()
+        ]
+        wrong_count = int((received != expected_result).sum())
+        if wrong_count and not self._fault:
+            numbers = f"{wrong_count:,} of {received.numel():,} FP8 numbers"
+            self._fault = f"has received {numbers} that do not follow from all ranks' values"
+
+    def find_fault(self) -> str:
+        return find_first_fault(self._fault, self._group)
 
 
 T = TypeVar("T")

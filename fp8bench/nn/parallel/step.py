@@ -19,6 +19,9 @@ has a much closer limit than a distance. The table shows the figures of correct 
 Weights and tokens that are sent in FP8 are cast again for products, so both roundings add up. Rounding can change
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
 expert that gets the token. An expert with few tokens is then far off.
+
+A fault in scales, or in a mean that is sent in FP8, may be far below rounding. witnesses.py and exchanges.py find
+such faults.
 """
 
 from __future__ import annotations
@@ -202,8 +205,11 @@ def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts
 
 
 def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps: int) -> RankDifference:
-    """Runs this number of steps on several ranks and on one rank, and returns the differences."""
-    # 1. Train with several ranks and with one.
+    """Runs this number of steps on several ranks and on one rank, and returns the differences. Also checks scales and
+    exchanges, because a mistake in these may be smaller than rounding. Raises RanksDisagree if one is wrong.
+    """
+    # 1. Train with several ranks and with one, and watch exchanges and scales.
+    witnesses = parallel.model.witnesses()
     initial_weights = {name: weight.clone() for name, weight in single.model.gather_weights().items()}
     phase = SilentPhases()
     loss_differences = []
@@ -211,7 +217,12 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
         loss = parallel.model.average_loss(parallel.train_step(phase))
         loss_differences.append((loss.double() - single.train_step(phase).double()).abs().max())
 
-    # 2. Compare the weights, and their changes by these steps.
+    # 2. Ask every witness on all ranks for a fault. Continue after a fault, because the ranks exchange their answers.
+    faults = [witness.find_fault() for witness in witnesses]
+    for fault in filter(None, faults):
+        raise RanksDisagree(fault)
+
+    # 3. Compare the weights, and their changes by these steps.
     weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []

@@ -8,7 +8,7 @@ outputs are summed, and each rank gets the sums for its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache
 
@@ -23,12 +23,13 @@ from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard_model
-from fp8bench.nn.parallel.division import Division
+from fp8bench.nn.parallel.division import Division, Witness
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, add_over_ranks, copy_to_ranks, gather, scatter
 from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
 from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, find_cut, list_cuts
+from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.protocols import Phases
+from fp8bench.protocols import Phases, Role
 
 Exchange = Callable[[Tensor, RankGroup], Tensor]
 
@@ -70,8 +71,10 @@ class TensorCut(Division):
 
     def __init__(self, job: Job) -> None:
         self._shared = self._group(job)
+        self._config = job.config
+        self._amax = job.options["amax"]
         self.module = job.make()
-        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, job.options["amax"])
+        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
         named_parameters = dict(self.module.named_parameters())
         self._cuts = [find_cut(name, job.config) for name in named_parameters]
         super().__init__(named_parameters, job.loss_scale)
@@ -79,6 +82,10 @@ class TensorCut(Division):
 
     def _group(self, job: Job) -> RankGroup:
         return RankGroup(job.group)
+
+    def list_shared_roles(self, layer: str) -> Collection[Role]:
+        cut = find_cut(f"{layer}.weight", self._config)
+        return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
@@ -103,7 +110,11 @@ class SequenceCut(TensorCut):
         self.common_parameters = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
 
     def _group(self, job: Job) -> RankGroup:
-        return FP8Group(job.group) if job.options["wire"] == "fp8" else RankGroup(job.group)
+        if job.options["wire"] != "fp8":
+            return RankGroup(job.group)
+        group = FP8Group(job.group)
+        self.fp8_wire = group.wire
+        return group
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared
@@ -119,11 +130,16 @@ class TensorFSDP(TensorCut):
 
     def __init__(self, job: Job) -> None:
         mesh = _make_pair_mesh(job.group, job.facts.kind)
+        self._pair = mesh.get_group("tensor")
         self.batch_group = mesh.get_group("data")
-        super().__init__(replace(job, group=mesh.get_group("tensor")))
+        super().__init__(replace(job, group=self._pair))
         shard_model(self.module, mesh["data"], "fp32")
         Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
         self.group = job.group
+
+    def witnesses(self) -> list[Witness]:
+        pair = dist.get_process_group_ranks(self._pair)
+        return [ScaleWitness(self.layers(), self.list_shared_roles, self.group, pair)]
 
     def _list_shares(self) -> list[Tensor]:
         shards = [parameter.detach() for parameter in self.parameters]

@@ -96,6 +96,12 @@ def test_a_result_that_rounding_explains_is_not_called_wrong(fp8bench: Say, stor
     options = ("--against", "mine.py:cancels", "--shape", "64x64", "--quick", "--no-report")
     code, out, err = fp8bench("bench", "mine.py:low_cancels", *options)
     assert code == 0 and "WRONG" not in out, err
+    # It explains no difference of another result.
+    both = "def both(a):\n    return cancels(a), a\n\ndef wrong(a):\n    return low_cancels(a), 2 * a\n"
+    Path("two.py").write_text(f"{Path('mine.py').read_text()}\n\n{both}")
+    options = ("--against", "two.py:both", *options[2:])
+    code, out, err = fp8bench("bench", "two.py:wrong", *options)
+    assert code == 1 and "WRONG" in out, err
 
 
 def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:

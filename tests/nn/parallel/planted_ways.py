@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.nn.parallel.ways import AMAX_GROUPS, WAYS, Job, Way
+from fp8bench.numerics import collectives
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,11 +61,68 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
     return body
 
 
+def other_scale(times: float) -> Callable[[Job], Division]:
+    """For split tensors rank 1 uses `times` the common largest magnitude and casts by it.
+
+    Of four ranks the second of each pair does.
+    """
+
+    def model(job: Job) -> Division:
+        from fp8bench.nn.parallel import tensor_parallel
+        from fp8bench.nn.parallel.exchanges import RankGroup
+        from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
+
+        class Wrong(RankGroup):
+            def max_over_ranks(self, x: Tensor) -> Tensor:
+                return super().max_over_ranks(x) * (times if self.rank else 1)
+
+        tensor_parallel.RankGroup, kept = Wrong, tensor_parallel.RankGroup  # type: ignore[misc]
+        try:
+            return (TensorFSDP if job.group.size() == 4 else tensor_parallel.TensorCut)(job)
+        finally:
+            tensor_parallel.RankGroup = kept  # type: ignore[misc]
+
+    return model
+
+
+def nobody_asked(job: Job) -> Division:
+    from fp8bench.nn.parallel.tensor_parallel import TensorCut
+
+    model = TensorCut(job)
+    for layer in model.module.modules():
+        scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
+        for item in scales.values():
+            item._max_over_ranks = lambda x: x
+    return model
+
+
 def one_sum_forgotten(job: Job) -> Division:
     from fp8bench.nn.parallel.tensor_parallel import TensorCut
 
     model = TensorCut(job)
     model.module.blocks[-1].mlp._forward_pre_hooks.clear()
+    return model
+
+
+def other_wire_scale(way: Way) -> Callable[[Job], Division]:
+
+    def model(job: Job) -> Division:
+        made: Any = way.divide(job)
+        wire = made.fp8_wire
+        own, result = collectives.compute_largest_scale, wire._run_program
+
+        def wrong(*given: Any) -> Any:
+            collectives.compute_largest_scale = lambda amax: own(amax) * 2
+            try:
+                return result(*given)
+            finally:
+                collectives.compute_largest_scale = own
+
+        if job.group.rank() == 1:
+            wire._run_program = wrong
+        found: Division = made
+        return found
+
     return model
 
 
@@ -115,6 +173,28 @@ def undivided(kind: type[DDPModel]) -> type[DDPModel]:
     return Model
 
 
+def stale(kind: type[DDPModel]) -> type[DDPModel]:
+
+    class Model(kind):  # type: ignore[misc, valid-type]
+        _before: Tensor | None = None
+
+        def _reduce_in_fp8(self, bucket: Any) -> Any:
+            own, before = collectives.scale_for_cast, self._before
+
+            def scaled(*given: Any) -> Any:
+                _, self._before = yield from own(*given)
+                used = self._before.new_ones(1) if before is None else before
+                return given[0] * used, used
+
+            collectives.scale_for_cast = scaled  # type: ignore[assignment]
+            try:
+                return super()._reduce_in_fp8(bucket)
+            finally:
+                collectives.scale_for_cast = own
+
+    return Model
+
+
 def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
@@ -142,10 +222,20 @@ for word, body in {
     "ddp_forgets": forgets,
     "ddp_seen_twice": seen_twice,
     "ddp_undivided": undivided,
+    "ddp_stale": stale,
     "ddp_forgets_layer": forgets_layer,
-    **{f"ddp_{times:g}": heavier(times) for times in (1.06, 1.2, 1.4, 2.0)},
+    **{f"ddp_{times:g}": heavier(times) for times in (1.06, 1.2, 1.4, 1.6, 2.0)},
 }.items():
     ddp(word, body)
-plant("tp_forgets", one_sum_forgotten, AMAX)
+for word, made in {
+    "tp_twice": other_scale(0.5),
+    "tp_half": other_scale(2.0),
+    "tp_quarter": other_scale(0.25),
+    "tp_alone": nobody_asked,
+    "tp_forgets": one_sum_forgotten,
+}.items():
+    plant(word, made, AMAX)
 for word in ("turned", "alone"):
     WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", divide=expert_mistake(word))
+for word in ("sp", "zero"):
+    plant(f"{word}_wire", other_wire_scale(WAYS[word]), WAYS[word].options)

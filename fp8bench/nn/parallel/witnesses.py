@@ -1,0 +1,114 @@
+"""Checks the scales with which ranks cast. nn/parallel/exchanges.py checks FP8 exchanges.
+
+A scale that is twice too large changes results less than correct rounding does. A scale of half the right size
+changes almost nothing. So results cannot show a wrong scale. Each scale is computed again from the recorded
+magnitudes and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8bench.formats.native_codes import current_scale
+from fp8bench.formats.recipes import Delayed, Treatment
+from fp8bench.formats.scaled import largest_magnitude
+from fp8bench.nn.arithmetics import RecipeArithmetic
+from fp8bench.nn.linear import Linear
+from fp8bench.nn.parallel.exchanges import find_first_fault, gather_answers
+from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
+from fp8bench.protocols import Role
+
+# A function that returns the roles in which ranks share a layer's scales. Its argument is the layer's name.
+SharedRoles = Callable[[str], Collection[Role]]
+
+
+@dataclass(eq=False)
+class _WatchedScale:
+    """Wraps a source of scales. It records each scale and the magnitude of its tensor, and computes from these the
+    scales that it expects.
+
+    If it is `shared`, all ranks must have the same scale. Repeated casts are not recorded.
+    """
+
+    source: NextScale
+    treatment: Treatment
+    delayed: Delayed | None
+    shared: bool
+    magnitudes: list[Tensor] = field(default_factory=list)
+    scales: list[Tensor] = field(default_factory=list)
+
+    def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
+        pair = self.source.next(x, repeat, amax)
+        if not repeat:
+            self.magnitudes.append(largest_magnitude(x))
+            self.scales.append(pair.scale.clone())
+        return pair
+
+    @property
+    def last(self) -> ScalePair | None:
+        return self.source.last
+
+    def expected_scales(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
+        assert self.treatment.scaling is not None
+        history = DelayedScale(self.delayed, self.treatment.fmt) if self.delayed else None
+        for magnitude in magnitudes:
+            if history is not None:
+                yield history.next(magnitude, amax=magnitude).scale.clone()
+            else:
+                yield current_scale(magnitude, self.treatment.fmt, self.treatment.scaling.rounding)[0]
+
+
+class ScaleWitness:
+    """Checks the scales of a rank's layers. Scales that depend on the current tensor alone need no check. `sharing`
+    are the ranks that share scales with this rank. By default that is every rank.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Linear], shared: SharedRoles, group: dist.ProcessGroup, sharing: Sequence[int] = ()
+    ) -> None:
+        self._group = group
+        self._sharing_ranks = sharing or range(group.size())
+        self._sources: dict[tuple[str, Role], _WatchedScale] = {}
+        for path, layer in layers.items():
+            arithmetic = layer.arithmetic
+            if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor and arithmetic.scales):
+                continue
+            scales: dict[Role, NextScale] = {}
+            for role, source in arithmetic.scales.items():
+                treatment = arithmetic.treatments[role]
+                delayed = arithmetic.recipe.delayed
+                watched_scale = _WatchedScale(source, treatment, delayed, role in shared(path))
+                self._sources[path, role] = scales[role] = watched_scale
+            layer.arithmetic = type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
+
+    def find_fault(self) -> str:
+        """Returns the first fault of any rank, or ''. All ranks must call it together."""
+        magnitudes = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
+        return find_first_fault(self._find_own_fault(gather_answers(magnitudes, self._group)), self._group)
+
+    def _find_own_fault(self, magnitudes_by_rank: list[dict[str, list[float]]]) -> str:
+        for (path, role), source in self._sources.items():
+            # 1. For a shared scale, take the largest magnitude on any rank, cast by cast.
+            magnitudes = source.magnitudes
+            if source.shared:
+                by_rank = [magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks]
+                if len(set(map(len, by_rank))) > 1:
+                    return f"does not cast the {role} of {path} as often as the other ranks do"
+                rank_maxima = map(max, zip(*by_rank, strict=True))
+                magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, rank_maxima, strict=True)]
+
+            # 2. Compare every scale bit for bit with the scale that follows from the magnitudes.
+            pairs = zip(source.scales, source.expected_scales(magnitudes), strict=True)
+            for number, (scale, expected) in enumerate(pairs, 1):
+                if not torch.equal(scale, expected):
+                    tensors = "all ranks' shares" if source.shared else "its own tensors"
+                    return (
+                        f"multiplies the {role} of {path} by {float(scale):g} in cast {number}, where the "
+                        f"largest magnitudes of {tensors} require {float(expected):g}"
+                    )
+        return ""
