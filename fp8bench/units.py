@@ -31,8 +31,9 @@ def number_of(text: str) -> float:
     """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
     base, power, exponent = text.partition("^")
     try:
-        return float(base) ** float(exponent) if power else float(text)
-    except (ValueError, OverflowError, ZeroDivisionError):
+        # math.pow refuses a root of a negative number, of which ** would make a complex number.
+        return math.pow(float(base), float(exponent)) if power else float(text)
+    except (ValueError, OverflowError):
         return math.nan
 
 

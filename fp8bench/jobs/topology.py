@@ -13,7 +13,6 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -199,11 +198,13 @@ def find_measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
     with such an all-reduce is used.
     """
     for file in islice(iterate_newest_files(store), _MAX_RUNS):
-        with suppress(StoreError):  # the file is not a run, or comes from a different version
+        try:
             run = load_run(file)
-            rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
-            if rates:
-                return max(rates), run.id
+        except StoreError:  # the file is not a run, or comes from a different version
+            continue
+        rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
+        if rates:
+            return max(rates), run.id
     return None
 
 

@@ -297,13 +297,17 @@ class _CompleteRun(TrainingRun):
         unmeasured = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
         if not unmeasured:
             return
-        with Meters() as meters:
-            meter = meters.of(self.training.device)
-            reason = NO_ENERGY_OF_RANKS if request.ranks is not None else meter.why
-            if request.ranks is not None or meter.kind is SourceKind.NONE:
-                uses = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured}
-            else:
-                uses = self._measure_in_windows(unmeasured, meter)
+        reason = NO_ENERGY_OF_RANKS if request.ranks is not None else ""
+        uses = {}
+        if not reason:
+            with Meters() as meters:
+                meter = meters.of(self.training.device)
+                if meter.kind is SourceKind.NONE:
+                    reason = meter.why
+                else:
+                    uses = self._measure_in_windows(unmeasured, meter)
+        if reason:
+            uses = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured}
         self._store_costs(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
 
     def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:

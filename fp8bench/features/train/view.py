@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from fp8bench import units
+from fp8bench.analysis.energy import energy_samples
 from fp8bench.features.train import words
 from fp8bench.features.train.frame import FIGURES, list_rows
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
@@ -405,8 +406,13 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
         )
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = together((cost.energy.why, cost.arm) for cost in costs if cost.energy and cost.energy.why)
-    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in energies.items())
+    # A resumed training measures again, and then only the last measurement counts.
+    energies = {cost.arm: cost.energy for cost in costs if cost.energy}
+    reasons = {
+        arm: use.why or ("" if energy_samples(use) else "no window was measured") for arm, use in energies.items()
+    }
+    arms_by_reason = together((reason, arm) for arm, reason in reasons.items() if reason)
+    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in arms_by_reason.items())
     yield from stored.troubles
 
 

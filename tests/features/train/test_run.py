@@ -24,7 +24,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.view import render_all
+from fp8bench.features.train.view import list_notes, render_all
 from fp8bench.measure.sensors.driver import Query
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import DeviceReader
@@ -221,6 +221,16 @@ def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: Po
         assert [window.joules / window.seconds for window in windows] == [pytest.approx(watts, rel=0.01)] * count
     assert energies(kept)["mxfp8"] == EnergyUse("counter", why="it has stopped") and kept.finished
     assert "measuring the energy of fp8" in seen.doings and isinstance(kept.lines[-1], ArmCost)
+
+
+def test_an_empty_cell_of_energy_has_a_reason(trained: Trained, powered: PoweredLab) -> None:
+    kept, _, _ = trained(powered, small(energy=True))
+    lines = [
+        replace(line, energy=EnergyUse("counter")) if isinstance(line, ArmCost) and line.energy else line
+        for line in kept.lines
+    ]
+    notes = list(list_notes(JudgedTraining(replace(kept, lines=tuple(lines)))))
+    assert "energy of bf16 and fp8: no window was measured" in notes
 
 
 def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained: Trained, powered: PoweredLab) -> None:

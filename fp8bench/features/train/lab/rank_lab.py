@@ -61,7 +61,8 @@ class RankLab(RankBench, Lab):
         """Returns this rank's lines, with digests of everything that must be equal on all ranks."""
         lines = super().advance(arm, steps)
         trainer = self._get_trainer(arm)
-        # Once per call is enough, because ranks that differ in one step have different weights from then on.
+        # Once per call is enough: a rank whose weights differ in one step keeps different weights. An error that is
+        # equal on all ranks is not found here. Tests compare ranks with one process for that.
         equal_figures = (
             ("the number of steps", trainer.step),
             ("the weights", trainer.digest_weights()),
@@ -128,6 +129,9 @@ def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
 
 
 def _merge_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
+    for rank, lines in enumerate(answers):
+        if len(lines) != len(answers[0]):
+            raise RanksDisagree(f"rank {rank} sent {len(lines)} lines for the same steps, and rank 0 {len(answers[0])}")
     for parts in zip(*answers, strict=True):
         yield _MERGE_BY_KIND[type(parts[0])](parts)
 
