@@ -28,6 +28,9 @@ from fp8bench.errors import UsageError
 # new files.
 SCHEMA = 1
 _ONLY_INTEGERS = {int}
+# Whole numbers outside of 64 bits come from damaged files. Floats and arrays could not hold them.
+_LEAST_INTEGER = -(1 << 63)
+_LARGEST_INTEGER = (1 << 64) - 1
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _ONLY_LISTS = {list}
 # The types whose values often repeat within a run, so that equal values share one object, and the largest number of
@@ -163,7 +166,7 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _find_plain_types(kind: Any) -> frozenset[type]:
     member_types = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return frozenset(part for part in member_types if part in (str, int, float, bool, type(None)))
+    return frozenset(part for part in member_types if part in (str, float, bool, type(None)))
 
 
 def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
@@ -244,7 +247,7 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
-    plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
+    plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
     decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
     def decode(plain: Any) -> Any:
@@ -290,6 +293,8 @@ def _decode_float(plain: Any) -> float:
 
 def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
+        if kind is int and type(plain) is int and not _LEAST_INTEGER <= plain <= _LARGEST_INTEGER:
+            raise Malformed(f": a whole number too large to compute with, {plain!r:.20}...")
         if kind is Any or type(plain) is kind:
             return plain
         raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")

@@ -286,7 +286,9 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
         try:
             rows[name] = read_row(columns, cells)
         except Malformed as error:
-            broken[name] = cells
+            # Cells without a column mean nothing, and must not move into columns that are added when the file is
+            # written again.
+            broken[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(
         **{key: content[key] for key in _TYPE_BY_FIELD if key not in ("result_columns", "results")},
