@@ -40,9 +40,11 @@ _LEGEND = (
     "effective: effective sample size as a share, by token, and by text with the product of its ratios",
 )  # fmt: skip
 
-_CERTAIN_VERDICTS: dict[tuple[bool | None, bool | None], tuple[str, Tone]] = {
-    (True, True): ("faster", Tone.GOOD),
-    (False, False): ("slower", Tone.BAD),
+# Whether an arm is faster at a context: the verdict, and its tone.
+_VERDICTS: dict[bool | None, tuple[str, Tone]] = {
+    True: ("faster", Tone.GOOD),
+    False: ("slower", Tone.BAD),
+    None: ("unclear", Tone.DOUBT),
 }
 
 
@@ -116,11 +118,19 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
         if time.doubts:
             return "cannot tell", Tone.DOUBT, "; ".join([f"times cross at {context_range}", *notes])
         return f"{'pays from' if crossing.faster[1] else 'pays up to'} {context_range}", Tone.GOOD, "; ".join(notes)
-    # 4. If the lines do not cross, the same arm is faster at all contexts, provided that the results at both ends are
-    # certain.
-    if time.doubts or crossing.faster not in _CERTAIN_VERDICTS:
-        return "cannot tell", Tone.DOUBT, "; ".join([_describe_ends(crossing.faster), *notes])
-    return *_CERTAIN_VERDICTS[crossing.faster], "; ".join(notes)
+    # 4. If the lines do not cross, the same arm is faster at all contexts where the result is certain. `low` and
+    # `high` are then the shortest and the longest measured context.
+    results = []
+    for context, is_faster in zip((crossing.low, crossing.high), crossing.faster, strict=True):
+        verdict, tone = _VERDICTS[is_faster]
+        results.append((f"{verdict} at {context:.0f} tokens", tone))
+    certain_results = [result for result in results if result[1] is not Tone.DOUBT]
+    if time.doubts or not certain_results:
+        return "cannot tell", Tone.DOUBT, "; ".join([", ".join(text for text, _ in results), *notes])
+    if len(certain_results) == 1:
+        unclear_result = next(text for text, tone in results if tone is Tone.DOUBT)
+        return *certain_results[0], "; ".join([unclear_result, *notes])
+    return *_VERDICTS[crossing.faster[0]], "; ".join(notes)
 
 
 def _times_table(answer: ServingAnswer, everything: bool) -> Table:
@@ -232,11 +242,6 @@ def _format_joules(joules: float | None) -> str:
 
 def _format_seconds(value: Interval, factor: int) -> str:
     return f"{units.seconds(value.point * factor)} +-{units.seconds(_half_width(value) * factor, 2)}"
-
-
-def _describe_ends(faster: tuple[bool | None, bool | None]) -> str:
-    first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
-    return f"{first} at both ends" if first == last else f"{first}, then {last}"
 
 
 def encode_answer(answer: ServingAnswer) -> dict[str, Any]:

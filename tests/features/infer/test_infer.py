@@ -18,6 +18,7 @@ from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS,
 from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict, compare_arms, read_weights
 from fp8bench.features.infer.values import (
     ArmTimes,
+    ContextCrossing,
     Quality,
     QualityTask,
     ServedModel,
@@ -298,6 +299,10 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     told = render(render_page(doubted), 200, False, False)
     assert "pays up to" not in told and re.search("weights=int8 +cannot tell .*times cross at", told, re.DOTALL)
     assert "contended" not in told
+    unsure = ContextCrossing(None, CONTEXTS[0], CONTEXTS[-1], (None, False))
+    half_known = replace(answer, times=tuple(replace(time, crossing=unsure) for time in answer.times))
+    told = render(render_page(half_known), 200, False, False)
+    assert re.search(rf"bf16 +slower at {CONTEXTS[-1]} tokens .*\n +unclear at {CONTEXTS[0]} tokens", told), told
     names, rows = table_rows(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
     assert len(encode_answer(answer)["bytes"]) == 5
