@@ -33,7 +33,7 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "--html": {
         "type": types.path, "metavar": "PATH", "help": "also write the report to PATH, as one self-contained file",
     },
-    "--md": {"type": types.path, "metavar": "PATH", "help": "also write it to PATH as Markdown"},
+    "--md": {"type": types.path, "metavar": "PATH", "help": "also write the result to PATH as Markdown"},
     "--no-report": {
         "dest": "report", "action": "store_false",
         "help": "write no report; `fp8bench report RUN` does it later",

@@ -57,7 +57,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     help_text = "precision of the other layers; default bf16; for your own model: untouched"
     add("--reference", metavar="DTYPE", help=help_text)
     help_text = (
-        "what to lower at a time; format: try FP8's formats and scales in each layer, and propose one; default layer"
+        "what has low precision at a time; format: try FP8's formats and scales in each layer, and propose one; "
+        "default layer"
     )
     add("--by", choices=tuple(by.value for by in LoweredUnit), default="layer", help=help_text)
     help_text = "training steps of every run; default 50"

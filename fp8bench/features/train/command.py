@@ -84,7 +84,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_length_options(group: argparse._ArgumentGroup) -> None:
     """Adds options whose defaults --quick changes, and the margin in percent."""
-    for name, help_text in (("steps", "optimizer steps of an arm"), ("seeds", "other weights and batches")):
+    for name, help_text in (
+        ("steps", "optimizer steps of an arm"),
+        ("seeds", "trainings of an arm, each with other weights and batches"),
+    ):
         group.add_argument(
             f"--{name}",
             type=types.whole(TRAINING_RULES[name]),
@@ -115,24 +118,24 @@ def _add_place_options(group: argparse._ArgumentGroup) -> None:
         type=types.words,
         default=(),
         metavar="WHAT,...",
-        help="exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or "
+        help="exit with 1 if an arm is worse (unless surely by less than --margin), diverged, did-not-learn or "
         "inconclusive, or has an alarm",
     )
-    group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
+    group.add_argument(
+        "--live", type=Path, metavar="FILE", help="write the page to FILE during training, for a browser"
+    )
     add_common(group, "--explain")
     add_common(
         group, "--json", help="print the training as JSON, every line of it and the verdicts, instead of the table"
     )
-    add_common(
-        group, "--csv", help="also write its lines to PATH, one figure a row; '-' prints them instead of the table"
-    )
+    add_common(group, "--csv", help="also write the figures to PATH, one a row; '-' prints them instead of the table")
     group.add_argument(
         "--on-alarm",
         default="",
         metavar="COMMAND",
         help="run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment",
     )
-    add_common(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
+    add_common(group, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
 def request_from(arguments: argparse.Namespace) -> TrainingRequest:

@@ -221,7 +221,7 @@ class TrainerSettings:
     model: str = option(
         "nano",
         _text_rule("a model's name", bool),
-        f"its size: {', '.join(SIZES)}; default {{default}}",
+        f"size of the built-in model: {', '.join(SIZES)}; default {{default}}",
         "NAME",
         MODEL,
     )
@@ -263,7 +263,7 @@ class TrainerSettings:
             "embedding=0.5,attn=2,blocks.0=0.1",
             _are_rates,
         ),
-        "factors of the rate: by kind of parameters or layers (attn, mlp), or the front of their path (blocks.0)",
+        "factors of the rate: by kind of parameters or layers (attn, mlp), or the beginning of their path (blocks.0)",
         "NAME=FACTOR,...",
         LEARNING,
         parse="factors",
@@ -357,7 +357,7 @@ class TrainerSettings:
     attention: str = _choice(
         "auto",
         ("auto", "rounded", "prescaled"),
-        "rounded: attention's products in the arm's precision as well; prescaled: queries first; default {default}",
+        "rounded: also attention in the arm's precision; prescaled: same, with queries scaled first; default {default}",
         MODEL,
     )
     on_nan: str = _choice(
