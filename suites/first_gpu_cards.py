@@ -22,8 +22,8 @@ class Card(NamedTuple):
 
 
 # Products: the best figures that MAMF-finder lists for an H200. Copies: measured by this project, or read for each
-# card. Speed-ups: computed from products and copies, with casts at 80% of a copy (docs/gpu.md). The longest name that
-# matches a device is used.
+# card. Speed-ups: computed from products and copies, with casts at 80% of a copy (CONTRIBUTING.md). The longest name
+# that matches a device is used.
 CARDS = (
     Card("H200", 794.5e12, 1453.4e12, 4.0e12, 1.52, 1.60, 700),
     Card("H200 NVL", 600e12, None, 3.5e12, None, None, 600),
