@@ -16,7 +16,7 @@ from fp8bench.features.train.lab.own_model import OwnModel, check_batches
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import derive_seed
 from fp8bench.features.train.lab.trainer import CastState, Trainer
-from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder
+from fp8bench.features.train.lab.watched_step import FaultyTensor, FaultyTensorFinder
 from fp8bench.features.train.values import (
     FALLBACK,
     WATCHED_SECONDS,
@@ -162,8 +162,8 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> Faul
     tensors are finite this time.
     """
     trainer.restore_casts(casts)
-    finder = Finder()
-    with trainer.materialise(SILENT), finder.attach(trainer.model):
+    finder = FaultyTensorFinder()
+    with trainer.materialise(SILENT), finder.attach_hooks(trainer.model):
         accumulate_gradients(trainer, scale, SILENT, is_finding=True)
     trainer.restore_casts(CastState({}, casts.statistics))
     return finder.faulty_tensor

@@ -46,7 +46,9 @@ class ArmModel:
     def __init__(
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
-        """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
+        """`watch` is called after each cast of an operand. `wrap` receives the name of a precision and its arithmetic,
+        and returns the arithmetic that layers use.
+        """
         self.task = task
         self.arm = arm
         self.watch_casts = watch
@@ -64,7 +66,7 @@ class ArmModel:
         raise NotImplementedError
 
     def prepare(self) -> None:
-        """Prepares the model for steps, and what reads its batches and scores it."""
+        """Prepares the model, its batches and its scoring for training."""
         raise NotImplementedError
 
     def renew_scales(self, are_due: bool) -> None:
@@ -87,11 +89,13 @@ class ArmModel:
         # Each rank and each layer rounds at random independently, and reproducibly after a resume.
         part_number = self.parallelism.part_number
         seed = f"{self.task.seed}/rank-{part_number}" if part_number else f"{self.task.seed}"
-        seeded = self.make_arithmetic(mode).layer(f"{seed}/{name}")
-        return self.add_arithmetic(name, apply_scales(seeded, self.settings, mode, name, self.scale_books))
+        layer_arithmetic = self.make_arithmetic(mode).layer(f"{seed}/{name}")
+        return self.add_arithmetic(name, apply_scales(layer_arithmetic, self.settings, mode, name, self.scale_books))
 
     def add_arithmetic(self, name: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Returns a layer's arithmetic as the layer uses it: shared by all ranks, and watched."""
+        """Returns an arithmetic as layer `name` uses it: with scales that all ranks share, and with casts that are
+        watched. Also records it under this name.
+        """
         arithmetic = self.parallelism.share_scales(name, arithmetic)
         if self.watch_casts is not None:
             arithmetic = WatchedArithmetic(arithmetic, self.watch_casts)
@@ -119,10 +123,12 @@ class ArmModel:
         raise NotImplementedError
 
     def repeat_steps(self, count: int) -> None:
-        """Prepares the model to repeat the last `count` steps."""
+        """Prepares the model to repeat the last `count` steps, which then read new batches."""
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
-        """Yields an arm's held-out losses at a step. `is_last` adds the losses of a finished training."""
+        """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. `is_last` adds the losses of a
+        finished training.
+        """
         raise NotImplementedError
 
 
@@ -139,7 +145,7 @@ class BuiltInModel(ArmModel):
         keys = dict(settings.precision_map)
         layers = {layer.name: layer for layer in self._layers}
 
-        def choose(name: str) -> Arithmetic:
+        def choose_arithmetic(name: str) -> Arithmetic:
             key = key_of(layers[name], keys)
             high_precision = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high_precision or self.arm.precision
@@ -149,7 +155,7 @@ class BuiltInModel(ArmModel):
         # All arms of a seed begin with the same float32 weights.
         torch.manual_seed(derive_seed("weights", self.task.seed))
         with torch.device(facts.key):
-            model = models.build_model(settings, self._config, choose, carrier)
+            model = models.build_model(settings, self._config, choose_arithmetic, carrier)
         # Unit scaling changes weights and layers, so it comes before everything that reads them.
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
@@ -196,7 +202,7 @@ class BuiltInModel(ArmModel):
         return forward(tokens, targets, phase)
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
-        """Yields the held-out loss. `is_last` adds the losses by position, and the losses with weights that were
-        quantised after training.
+        """Yields the held-out loss. `is_last` adds the losses by position in a window, and the losses with layers that
+        were quantised after training.
         """
         yield from self._evaluation.measure_losses(self.model, row_key, is_last)

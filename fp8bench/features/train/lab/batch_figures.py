@@ -1,6 +1,5 @@
-"""Figures of the batches of a user's loop: how often inputs repeat within the last 100 batches, whether targets
-repeat, and how frequent each label is. In most steps only a sample of the batch is copied. All samples are compared in
-the next watched step.
+"""Figures of the batches of a user's loop: how often inputs repeat within the last 100 batches, whether targets repeat,
+and how frequent each label is. Every step copies a sample of its batch. Samples are compared in the next watched step.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _MIN_EXAMPLES = 8
 _MIN_COUNTED_BATCHES = 3
 
 
-class _Batch(NamedTuple):
-    """What is stored of one batch: a sample of each input's values, and the shapes of all inputs."""
+class _StoredBatch(NamedTuple):
+    """A sample of each input's values, and the shapes of all inputs."""
 
     samples: list[Tensor]
     shapes: list[torch.Size]
@@ -41,12 +40,13 @@ class BatchMemory:
 
     def __init__(self) -> None:
         self._steps, self._examples = 0, 0
-        self._unread_batches: list[_Batch] = []
+        self._unread_batches: list[_StoredBatch] = []
         # For each batch of the last 100 steps, by fingerprint: the last step that had it.
         self._last_steps: dict[float, int] = {}
-        # Five numbers, in the order of the names. In how many steps in a row the batch was that of the previous step.
-        # In how many steps in a row it was any of the last 100 batches. The largest distance to such a batch, in
-        # steps. How many batches were new. In how many steps in a row the condition was unchanged.
+        # Counts of steps in a row: `_repeated_steps` had the batch of the step before, and `_cycled_steps` had one of
+        # the last 100 batches. The oldest of these was `_longest_cycle` steps old. `_new_batches` counts the batches
+        # that were not among the last 100. `_same_condition_steps` counts steps in a row with the same condition (see
+        # `_find_condition`).
         self._repeated_steps = self._cycled_steps = self._longest_cycle = self._new_batches = (
             self._same_condition_steps
         ) = 0
@@ -66,7 +66,7 @@ class BatchMemory:
         if not tensors:
             return
         # A loop may overwrite its batch, so the samples are copies.
-        batch = _Batch([sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors])
+        batch = _StoredBatch([sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors])
         if is_watched:
             fingerprint = compute_fingerprint(batch.samples)
             self._same_inputs, self._last_inputs = fingerprint == self._last_inputs, fingerprint
@@ -80,8 +80,8 @@ class BatchMemory:
         self._examples += len(first_tensor) if first_tensor is not None and first_tensor.ndim else 0
 
     def compare_targets(self, loss: Tensor) -> None:
-        """Compares the targets of a loss with the targets of the last watched step. Also compares the labels with the
-        labels of all earlier watched steps.
+        """Compares the targets of a loss with those of the last watched step. If the targets are labels of classes,
+        compares their frequencies with those in all earlier watched steps.
         """
         # Only the first backward of a step is compared. Later ones belong to further micro-batches, or repeat a
         # closure.
@@ -123,12 +123,13 @@ class BatchMemory:
             if condition is not None:
                 device_numbers += [compute_fingerprint([condition]).to(fingerprint), condition[0].to(fingerprint)]
         numbers = iter(torch.stack(device_numbers).tolist())
-        # 2. Compare them, in the order of the batches.
+        # 2. Compare the fingerprints, in the order of the batches.
         for batch, condition in zip(self._unread_batches, conditions, strict=True):
             age = self._count_batch(next(numbers))
             if condition is not None:
                 condition_fingerprint, first_number = next(numbers), next(numbers)
-                # A single number, or a size of an input, may be a length or a setting.
+                # A condition may be a length or a setting if it is a single number, or if it begins with 0, 1 or a size
+                # of an input.
                 is_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
                 self._compare_condition(condition_fingerprint, age == 1, is_setting)
         self._last_steps = {
@@ -151,12 +152,15 @@ class BatchMemory:
         return age
 
     def _compare_condition(self, condition: float, is_same_batch: bool, is_setting: bool) -> None:
-        """Counts steps in a row whose condition stayed equal although the batch changed."""
+        """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
+        fingerprint of the condition. `is_setting` means that it may be a length or a setting.
+        """
         if math.isnan(condition):
             return
         is_same = condition == self._last_condition
         self._condition_changed |= not is_same and not math.isnan(self._last_condition)
-        # Lengths, masks and single settings are often constant from the first step on, and are not counted.
+        # Lengths, masks and settings are often constant from the first step on, so they count only once they have
+        # changed.
         is_counted = is_same and not is_same_batch and (self._condition_changed or not is_setting)
         self._same_condition_steps, self._last_condition = (
             self._same_condition_steps + 1 if is_counted else 0,
@@ -164,8 +168,8 @@ class BatchMemory:
         )
 
     def _compare_labels(self, labels: Tensor) -> None:
-        """Records how far the frequencies of the labels are from those in earlier watched batches. This distance is
-        divided by the distance that chance would cause.
+        """Records how far the frequencies of the labels are from those in earlier watched batches, relative to the
+        distance that chance would cause.
         """
         labels = labels[labels >= 0]
         if len(labels) < _MIN_EXAMPLES or int(labels.max()) >= _MAX_CLASSES:
@@ -174,18 +178,18 @@ class BatchMemory:
         label_shares = counts / len(labels)
         self._label_counts = self._label_counts.to(counts)
         if self._counted_batches >= _MIN_COUNTED_BATCHES:
-            expected_shares = self._label_counts / self._label_counts.sum()
-            chance_distance = (expected_shares * (1 - expected_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
-            self._watched_figures["label_shift"] = (label_shares - expected_shares).abs().sum() / chance_distance.clamp(
+            earlier_shares = self._label_counts / self._label_counts.sum()
+            chance_distance = (earlier_shares * (1 - earlier_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
+            self._watched_figures["label_shift"] = (label_shares - earlier_shares).abs().sum() / chance_distance.clamp(
                 min=1 / len(labels)
             )
         self._label_counts = self._label_counts + counts
         self._counted_batches += 1
 
 
-def _find_condition(batch: _Batch) -> Tensor | None:
-    """Returns a sample of the condition of a batch: of the last input with one number per example, such as the time of
-    a diffusion model. Returns None if there is no such input.
+def _find_condition(batch: _StoredBatch) -> Tensor | None:
+    """Returns a sample of the condition of a batch: the last of its further inputs that has one number per example, or
+    a single number. The time of a diffusion model is such an input. Returns None if there is none.
     """
     sizes = {1, *batch.shapes[0][:1]}
     conditions = [

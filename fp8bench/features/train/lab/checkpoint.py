@@ -60,7 +60,7 @@ class _DigestingFile:
         return self._digest.hexdigest()
 
 
-def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int) -> None:
+def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -68,9 +68,9 @@ def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State],
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
-            for number, (name, memory) in enumerate(memories.items()):
-                files[name] = _write_arm(partial / f"{number}.pt", memory)
-            head = {"task": _task_digest(task, rank), "arms": files}
+            for number, (name, state) in enumerate(states.items()):
+                files[name] = _write_arm(partial / f"{number}.pt", state)
+            head = {"task": _compute_task_digest(task, rank), "arms": files}
             write_whole(partial / _HEAD_FILE, json.dumps(seal(head), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
@@ -80,11 +80,11 @@ def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State],
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_arm(path: Path, memory: State) -> dict[str, str]:
+def _write_arm(path: Path, state: State) -> dict[str, str]:
     with path.open("xb") as file:
         digesting = _DigestingFile(file)
         try:
-            torch.save(memory, cast(IO[bytes], digesting))
+            torch.save(state, cast(IO[bytes], digesting))
         except RuntimeError:
             raise digesting.failure or RuntimeError(f"torch cannot write {path}") from None
         file.flush()
@@ -96,7 +96,7 @@ def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     """Returns the state of every arm in a checkpoint. Raises StoreError if a file is missing or damaged."""
     path = Path(folder)
     head = _read_head(path)
-    if head["task"] != _task_digest(task, rank):
+    if head["task"] != _compute_task_digest(task, rank):
         raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
     return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
@@ -127,36 +127,36 @@ def _load_arm(path: Path, digest: str) -> State:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
                 raise StoreError(f"the checkpoint's file {path} is damaged: its SHA-256 differs from the recorded one.")
             file.seek(0)
-            memory: State = torch.load(file, map_location="cpu", weights_only=True)
+            state: State = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StoreError(f"the checkpoint's file {path} cannot be read ({error.strerror}).") from None
     except pickle.UnpicklingError:
         raise StoreError(f"the checkpoint's file {path} has more than tensors and plain values.") from None
-    return memory
+    return state
 
 
-def _task_digest(task: SeedTask, rank: int) -> str:
-    """Returns a digest of everything that a checkpoint depends on, besides weights: the format of its files, the
-    task, and the rank.
+def _compute_task_digest(task: SeedTask, rank: int) -> str:
+    """Returns a digest of everything except weights that a checkpoint depends on: the format of its files, the task,
+    and the rank.
     """
     ranks = rank, task.facts.ranks
     identity = repr((_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks))
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def is_finite(memory: Any) -> bool:
+def is_finite(state: Any) -> bool:
     """Returns whether all tensors in a state are finite."""
-    if isinstance(memory, Tensor):
-        return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
-    if isinstance(memory, dict):
-        return all(map(is_finite, memory.values()))
-    return all(map(is_finite, memory)) if isinstance(memory, list) else True
+    if isinstance(state, Tensor):
+        return not state.is_floating_point() or bool(state.to(torch.float32).isfinite().all())
+    if isinstance(state, dict):
+        return all(map(is_finite, state.values()))
+    return all(map(is_finite, state)) if isinstance(state, list) else True
 
 
 # Keys under which trainers store a state dict.
 _STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
 # Prefixes that wrappers such as DDP add to the names of a state dict.
-_PREFIXES = ("module.", "_orig_mod.")
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
 _MAX_LISTED = 3
 
 
@@ -174,8 +174,8 @@ def _perturb_weights(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         # Each weight moves up or down at random by one unit in the last place.
-        moves_up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(moves_up, math.inf, -math.inf).to(parameter)))
+        is_moved_up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(is_moved_up, math.inf, -math.inf).to(parameter)))
 
 
 @torch.no_grad()
@@ -203,31 +203,31 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     with open_file(path, most=MEMORY_BYTES) as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
-    stored = _load_file(path)
-    for text, tensor in stored.items():
+    stored = _load_state_dict(path)
+    for tensor_name, tensor in stored.items():
         if not is_finite(tensor):
-            raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
+            raise UsageError(f"--start {path}: {tensor_name} has values that are not finite. Give weights without them.")
     advice = f"Give weights of the model that {make} makes" if make else "Choose the --model and --arch of that model"
     try:
         missing_names, unknown_names = model.load_state_dict(stored, strict=False)
-    except RuntimeError as error:  # a tensor has another shape than in the model
+    except RuntimeError as error:  # raised if a tensor has another shape than in the model
         raise UsageError(f"--start {path} has a different model: {own_words(error)}. {advice}.") from None
-    # A state dict file lists a tied parameter under its two names, but named_parameters() only under the first.
-    missing_names = [text for text, _ in model.named_parameters() if text in missing_names]
+    # A state dict file lists a tied parameter under both of its names, but named_parameters() only under the first.
+    missing_names = [name for name, _ in model.named_parameters() if name in missing_names]
     if missing_names or unknown_names:
         reasons = [f"lacks {join_words(missing_names, _MAX_LISTED)}"] if missing_names else []
         reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
         raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
-    for text, tensor in model.state_dict().items():
-        if text in stored and not torch.equal(tensor, stored[text].to(tensor)):
+    for tensor_name, tensor in model.state_dict().items():
+        if tensor_name in stored and not torch.equal(tensor, stored[tensor_name].to(tensor)):
             raise UsageError(
-                f"--start {path}: {text} is the same tensor as another one in this model (its weights are tied), and "
+                f"--start {path}: {tensor_name} is the same tensor as another one in this model (its weights are tied), and "
                 "not in the file. Give weights of a tied model."
             )
 
 
-def _load_file(path: Path) -> dict[str, Tensor]:
-    """Returns a state dict file's tensors by name. Code in the file is never run."""
+def _load_state_dict(path: Path) -> dict[str, Tensor]:
+    """Returns the tensors of a state dict file by name. Code in the file is never run."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -248,7 +248,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     tensors = list(content.values()) if isinstance(content, Mapping) else []
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
-    for prefix in _PREFIXES:
+    for prefix in _WRAPPER_PREFIXES:
         if all(name.startswith(prefix) for name in content):
             content = {name.removeprefix(prefix): tensor for name, tensor in content.items()}
     return dict(content)
@@ -257,8 +257,9 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 def apply_scales(
     arithmetic: Arithmetic, settings: TrainerSettings, precision: str, layer_name: str, books: list[ScaleBook]
 ) -> Arithmetic:
-    """Returns a layer's arithmetic. If the settings ask for scales from data, it uses those, and the book that holds
-    them is added to `books`. Raises UsageError for a layer without stored scales.
+    """Returns a layer's arithmetic with scales from data if the settings ask for them, and otherwise unchanged. The
+    ScaleBook that holds these scales is added to `books`. Raises UsageError if --scales-from has no scales for this
+    layer.
     """
     saturation_share = None if settings.saturation_bound is None else settings.saturation_bound / 100
     if not settings.scales and settings.refresh_scales is None and saturation_share is None:

@@ -33,7 +33,7 @@ from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
 # Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws.
-_STEP_SHIFT = 192
+_STEP_FIRST_BIT = 192
 # Each count gives four random numbers.
 _NUMBERS_PER_COUNT = 4
 
@@ -57,13 +57,13 @@ class TokenWindows:
         return self._make_batch(self._read_ids(self._draw_starts(seed, step, micro_batch, batch)))
 
     def _draw_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
-        """Returns random start positions. They are equal with every version of numpy, which guarantees the numbers of
-        Philox for a key and a counter.
+        """Returns random start positions of windows. All versions of numpy return the same positions, because numpy
+        guarantees the numbers of Philox for a key and a counter.
         """
         # Begin at the counter of this micro-batch's first number. A step then reads the same windows, however it is
         # divided into micro-batches.
         counter, offset = divmod(micro_batch * batch, _NUMBERS_PER_COUNT)
-        generator = np.random.Philox(key=seed, counter=(step << _STEP_SHIFT) + counter)
+        generator = np.random.Philox(key=seed, counter=(step << _STEP_FIRST_BIT) + counter)
         random_numbers = generator.random_raw(offset + batch)[offset:]
         return random_numbers % np.uint64(-(-self._start_count // self._start_stride)) * np.uint64(self._start_stride)
 
@@ -71,9 +71,9 @@ class TokenWindows:
         """Returns at most `max_windows` windows in batches. The windows do not overlap, and are spread evenly over
         the text.
         """
-        all_windows = (self._start_count - 1) // self._length + 1
-        window_count = min(max_windows, all_windows)
-        window_numbers = np.arange(window_count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(window_count)
+        available_windows = (self._start_count - 1) // self._length + 1
+        window_count = min(max_windows, available_windows)
+        window_numbers = np.arange(window_count, dtype=np.uint64) * np.uint64(available_windows) // np.uint64(window_count)
         starts = window_numbers * np.uint64(self._length)
         return [
             self._make_batch(self._read_ids(starts[first : first + batch])) for first in range(0, window_count, batch)
@@ -90,8 +90,8 @@ class TokenWindows:
         return host_ids[:, :-1].contiguous(), host_ids[:, 1:].contiguous()
 
 
-# At the end, the model's weights are quantised to each of these formats and evaluated, without the scales of the
-# training. The other formats are compared with bf16, in every arm.
+# A finished model is also evaluated with its layers in each of these precisions, without the scales of the training. An
+# arm's losses are compared with the reference's, and the reference's losses with its loss in bf16.
 QUANTISED_FORMATS = ("bf16", "fp8", "nvfp4")
 # A validation reads about 4096 tokens, but at least 16 windows, and about 1024 tokens per forward pass.
 _VALIDATED_TOKENS = 4096
@@ -102,14 +102,14 @@ _POSITION_RANGES = 8
 _SILENT_PHASES = SilentPhases()
 
 
-# Two values: the sum of losses at each position of a window, over all windows, and the number of windows.
+# The sum of losses at each position of a window over all windows, and the number of windows.
 PositionSums = tuple[list[float], int]
 
 
 @dataclass(eq=False)
 class Evaluation:
-    """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` is a
-    function that makes an arithmetic whose scales depend on all ranks.
+    """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` returns
+    a layer's arithmetic with scales that depend on all ranks.
     """
 
     text: TrainingText
@@ -121,8 +121,7 @@ class Evaluation:
     def __post_init__(self) -> None:
         length = self.config.sequence
         windows = TokenWindows(self.text.held_out, length, self.facts.key)
-        # If sequences are long, few windows fit into that number of tokens. With fewer than 16, a loss would depend
-        # on single sentences.
+        # Few long windows fit into 4096 tokens. With fewer than 16 windows, a loss would depend on single sentences.
         max_windows = max(_MIN_WINDOWS, _VALIDATED_TOKENS // length)
         self.held_out = windows.spread_windows(max(self.config.batch, _TOKENS_PER_PASS // length), max_windows)
 
@@ -141,9 +140,9 @@ class Evaluation:
         if not is_last:
             return
         length = self.config.sequence
-        range_length = -(-length // _POSITION_RANGES)
-        for range_start in range(0, length, range_length):
-            end = min(range_start + range_length, length)
+        positions_per_range = -(-length // _POSITION_RANGES)
+        for range_start in range(0, length, positions_per_range):
+            end = min(range_start + positions_per_range, length)
             yield make_validation(f"position:{range_start}-{end - 1}", held_out, slice(range_start, end))
         for mode in QUANTISED_FORMATS:
             arithmetic = precisions.get(mode).arithmetic(self.facts)
@@ -179,8 +178,8 @@ class Scores:
             self._items = _load_items(self.settings.tasks, self.task.text, self.config.sequence)
 
     def score_model(self, model: Any) -> Iterator[tuple[str, float]]:
-        """Yields all scores of a model, each with the name of its figure. A metric is called with the model. For a
-        built-in model, it gets a function from tokens to logits instead.
+        """Yields all scores of a model, each with the name of its figure. A metric is called with the model or, if the
+        model is built-in, with a function from tokens to logits.
         """
         predict = model
         if self.config is not None:
@@ -239,26 +238,26 @@ def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> di
 
 
 def _predict_choices(predict: Predict, rows: Tensor, item: TaskItem) -> Tensor:
-    """Returns the logits of each choice at each position where the item has a question, as a tensor (texts,
-    positions, choices).
+    """Returns the logits of each choice at each position that the item asks about, as a tensor (texts, positions,
+    choices).
     """
     positions, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (item.positions, item.choices))
     return predict(rows)[:, positions - 1][:, :, choices].double()
 
 
 def _measure_log_probabilities(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the log-probability of each text: (texts)."""
+    """Returns the log-probability of each text, as a tensor (texts)."""
     log_probabilities = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
     is_text = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
     return log_probabilities.where(is_text, 0.0).sum(1)
 
 
 def _score_answers(scores: Tensor, right_choices: Tensor) -> Tensor:
-    """Returns the score of each question: 1 if the right choice has the highest score alone, 1/n if it shares the
-    highest score with others (n choices in all), and 0 if it is wrong. Returns NaN if scores are not finite.
+    """Returns the score of each question: 1 if only the right choice has the highest score, 1/n if n choices share the
+    highest score and one of them is right, and otherwise 0. Returns NaN if scores are not finite.
     """
-    is_best = scores == scores.amax(-1, keepdim=True)
-    item_scores = is_best.gather(-1, right_choices[..., None])[..., 0] / is_best.sum(-1)
+    has_highest_score = scores == scores.amax(-1, keepdim=True)
+    item_scores = has_highest_score.gather(-1, right_choices[..., None])[..., 0] / has_highest_score.sum(-1)
     return item_scores.where(scores.isfinite().all(-1), torch.nan)
 
 

@@ -56,7 +56,7 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import Trainer
 
-        self._reset(task)
+        self._prepare_device(task)
         for arm in task.arms:
             try:
                 with self._with_switches():
@@ -65,7 +65,7 @@ class Lab(Bench):
                 self._unbuilt[arm.name] = describe_fault(error)
         return tuple(trainer.describe() for trainer in self._trainers.values())
 
-    def _reset(self, task: SeedTask) -> Device:
+    def _prepare_device(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, DescribedFault] = {}
         LOADED_MODELS.clear()
@@ -81,7 +81,7 @@ class Lab(Bench):
         error if an arm cannot be trained."""
         from fp8bench.features.train.step import examine_arms
 
-        self._reset(task)
+        self._prepare_device(task)
         with self._with_switches():
             return examine_arms(task)
 
@@ -90,7 +90,7 @@ class Lab(Bench):
         arm is on the device.
         """
         (arm,) = task.arms
-        device = self._reset(task)
+        device = self._prepare_device(task)
         hardware = find_hardware(task)
         with self._with_switches(precisions.get(arm.precision)):
             # The process keeps a user's model for all arms, so load it before an arm's memory is counted.
@@ -102,12 +102,13 @@ class Lab(Bench):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {memory_use}")
         parameter_count = trainer.describe().parameters
         sizes = trainer.describe().bytes_per_parameter
-        sizes_kept = tuple((name, round(size * parameter_count)) for name, size in sizes)
-        return ArmCost(arm.name, task.seed, kept=sizes_kept, memory=memory_use)
+        kept_bytes = tuple((name, round(size * parameter_count)) for name, size in sizes)
+        return ArmCost(arm.name, task.seed, kept=kept_bytes, memory=memory_use)
 
     def advance(self, arm: str, steps: int) -> tuple[StreamLine, ...]:
-        """Trains an arm for up to `steps` steps and returns their output lines. Returns none if the arm has stopped
-        or finished."""
+        """Trains an arm for up to `steps` steps and returns their output lines. Returns no lines if the arm has stopped
+        or finished.
+        """
         from fp8bench.features.train import step
 
         lines: list[StreamLine] = []
@@ -119,7 +120,9 @@ class Lab(Bench):
         return tuple(lines)
 
     def _change_precision(self, arm: str) -> Iterator[StreamLine]:
-        """Switches an arm to its second precision and yields an event, if its first step in that precision has come."""
+        """Switches an arm to its second precision and yields an event, if the next step is the first one in that
+        precision.
+        """
         from fp8bench.features.train.lab.trainer import change_precision
 
         trainer = self._get_trainer(arm)
@@ -139,7 +142,7 @@ class Lab(Bench):
         silent = SilentPhases()
         device = self._select_device(facts)
         with self._with_switches(trainer.precision):
-            # One host time covers all steps. It ends when the device has finished all queued work.
+            # A single time on the host covers all steps. It ends once the device has finished all queued work.
             start = time.perf_counter()
             for _ in range(steps):
                 take_extra_step(trainer, silent)
@@ -181,14 +184,14 @@ class Lab(Bench):
         from fp8bench.features.train.lab.trainer import change_precision
 
         # Checkpoints leave out arms with NaN or infinity. Such an arm stays stopped.
-        memories = self._read_checkpoint(folder)
+        states = self._read_checkpoint(folder)
         for name, trainer in list(self._trainers.items()):
-            if name in memories:
-                trainer.step = int(memories[name]["step"])
-                if memories[name]["precision"] != trainer.arm.precision:
+            if name in states:
+                trainer.step = int(states[name]["step"])
+                if states[name]["precision"] != trainer.arm.precision:
                     with self._with_switches():
                         self._trainers[name] = change_precision(trainer)
-                self._trainers[name].set_state(memories[name])
+                self._trainers[name].set_state(states[name])
             else:
                 trainer.stopped = True
         return tuple((name, trainer.step) for name, trainer in self._trainers.items())
@@ -240,7 +243,7 @@ def take_extra_step(trainer: Trainer, phase: Phases) -> None:
 
 
 def find_hardware(task: SeedTask) -> Hardware:
-    """Returns hardware that multiplies in the arm's formats. The memory of an emulated arm is counted as if it ran on
+    """Returns hardware that multiplies in the arm's formats. An emulated arm's memory is counted as if the arm ran on
     this hardware.
     """
     (arm,) = task.arms
@@ -257,8 +260,8 @@ def find_hardware(task: SeedTask) -> Hardware:
 
 
 def make_arm_builder(task: SeedTask, arm: Arm, hardware: Hardware) -> MakePrepare:
-    """Returns a function that builds the task's arm in order to count its memory. The arm makes no readings of
-    tensors, because readings would use memory.
+    """Returns a function that builds the task's arm in order to count its memory. Tensors of this arm are not measured,
+    because measuring would use memory.
     """
     from fp8bench.features.train.lab.trainer import Trainer
 

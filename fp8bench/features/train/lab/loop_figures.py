@@ -1,6 +1,6 @@
 """Figures of a user's training loop: how it treats gradients and optimizer state between steps, what the model
-predicts, and the gains of its norms. Between watched steps the host reads no tensor, because reading would wait for
-the device.
+predicts, and the gains of its norm layers. Between watched steps the host reads no tensor, because reading would wait
+for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_
 _SAMPLED_VALUES = 1 << 12
 # With fewer examples, or fewer values per example, equal examples are normal.
 _MIN_EXAMPLES = 8
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+_NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
@@ -51,8 +51,8 @@ def unwrap_module(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 class GradientMark(NamedTuple):
-    """Identifies a parameter's gradient by a weak reference and its version, and also stores the version of the
-    parameter. The weak reference does not keep the gradient in memory. An `id` would be ambiguous, because the next
+    """Identifies the gradient of a parameter by a weak reference and the gradient's version. Also stores the version of
+    the parameter. The weak reference does not keep the gradient in memory. An `id` would be ambiguous, because the next
     gradient often gets the same memory. Two weak references to the same tensor are the same object.
     """
 
@@ -102,7 +102,7 @@ class LoopHabits:
 
     @contextmanager
     def watch_other_optimizers(self) -> Iterator[None]:
-        handle = register_optimizer_step_post_hook(self._note_other_optimizer)
+        handle = register_optimizer_step_post_hook(self._record_other_optimizer)
         try:
             yield
         finally:
@@ -125,22 +125,22 @@ class LoopHabits:
         }
 
     def begin_backward(self) -> None:
-        """Detects that the loop did not clear its gradients before this backward. In that case no gradient has
-        changed since the last backward, and the new gradients would be added to the old ones.
+        """Detects that the loop did not clear its gradients before this backward: none has changed since the last
+        backward. The new gradients would then be added to the old ones.
         """
         self._had_backward = True
         if not self._are_gradients_cleared:
-            # Usually the first gradient was cleared, and the check ends there.
+            # Usually the first gradient was cleared, so the check ends there.
             are_untouched = all(mark.is_untouched for mark in self._marks)
             self._are_gradients_cleared = not self._marks or not are_untouched
 
     def end_backward(self) -> bool:
         """Returns whether the backward changed gradients of the optimizer's parameters."""
         has_changed = any(not mark.is_untouched for mark in self._marks)
-        has_reached = has_changed or any(parameter.grad is not None for parameter in self._without_gradient)
+        has_reached_parameters = has_changed or any(parameter.grad is not None for parameter in self._without_gradient)
         self._mark_gradients()
         self._others_stepped = False
-        return has_reached
+        return has_reached_parameters
 
     def find_discarded_gradients(self) -> str:
         """Returns what happened to the last backward's gradients before they were cleared. 'skipped': the weights
@@ -159,9 +159,9 @@ class LoopHabits:
         self._are_gradients_cleared, self._had_backward = True, False
 
     def begin_update(self, moments_zeroed: bool = False) -> None:
-        self._note_mistake(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
+        self._update_mistake(GRADIENTS_LEFT, self._had_backward and not self._are_gradients_cleared)
         state_count, state_steps = self._measure_state()
-        self._note_mistake(
+        self._update_mistake(
             MOMENTS_GONE, state_count < self._state_count or state_steps < self._state_steps or moments_zeroed
         )
 
@@ -175,19 +175,19 @@ class LoopHabits:
         self._state_count, self._state_steps = self._measure_state()
 
     def pop_mistakes(self) -> list[str]:
-        noticed, self._new_mistakes = self._new_mistakes, []
-        return noticed
+        new_mistakes, self._new_mistakes = self._new_mistakes, []
+        return new_mistakes
 
-    def _note_mistake(self, mistake: str, is_present: bool) -> None:
+    def _update_mistake(self, mistake: str, is_present: bool) -> None:
         if is_present and mistake not in self._present_mistakes:
             self._new_mistakes.append(mistake)
         (self._present_mistakes.add if is_present else self._present_mistakes.discard)(mistake)
 
-    def _note_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        is_foreign = (id(parameter) not in self._module_ids for parameter in list_parameters(optimizer))
-        if optimizer is not self._optimizer_ref() and any(is_foreign):
+    def _record_other_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        are_outside_module = (id(parameter) not in self._module_ids for parameter in list_parameters(optimizer))
+        if optimizer is not self._optimizer_ref() and any(are_outside_module):
             self._others_stepped = True
-            self._note_mistake(OTHERS_TRAIN, True)
+            self._update_mistake(OTHERS_TRAIN, True)
 
     def _list_rates(self) -> Iterator[tuple[float, dict[str, Any]]]:
         return ((float(group["lr"]), group) for group in self.optimizer.param_groups if group.get("lr") is not None)
@@ -201,7 +201,7 @@ class LoopHabits:
             if gradient is None:
                 self._without_gradient.append(parameter)
                 continue
-            # FSDP2 adds to the shard, which does not change the version of the DTensor.
+            # FSDP2 adds gradients to the shard, which does not change the version of the DTensor.
             shard = gradient if type(gradient) is Tensor else local_shard(gradient)
             self._marks.append(GradientMark(parameter, weakref.ref(gradient), shard._version, parameter._version))
 
@@ -211,8 +211,8 @@ class LoopHabits:
         """
         state = self.optimizer.state
         steps = next(iter(state.values())).get("step", 0) if state else 0
-        would_wait = isinstance(steps, Tensor) and steps.device.type != "cpu"
-        return len(state), 0.0 if would_wait else float(steps)
+        would_wait_for_device = isinstance(steps, Tensor) and steps.device.type != "cpu"
+        return len(state), 0.0 if would_wait_for_device else float(steps)
 
 
 # A function that is called at both ends of a backward: with the loss when it begins, and with the detached loss when
@@ -243,7 +243,7 @@ def _backward_with_calls(tensors: Tensor | Tensors, *args: Any, **named: Any) ->
     if _running_backwards:
         return _torch_backward(tensors, *args, **named)
     listeners, roots = tuple(_backward_listeners), [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    # A loss is a single number. A backward from anything else computes a part of a backward.
+    # Only a single number is a loss. A backward from anything else is a part of a larger backward.
     root = roots[0] if len(roots) == 1 and roots[0].numel() == 1 else None
     for begins, _ in listeners:
         begins(root)
@@ -284,8 +284,8 @@ def compute_fingerprint(samples: Sequence[Tensor]) -> Tensor:
     """Returns a number that is equal for equal samples, and almost surely different for different ones."""
     total = torch.zeros((), dtype=torch.float64, device=samples[0].device)
     for sample in samples:
-        weighted = sample.to(torch.float64) * _fingerprint_weights(sample.shape, sample.device)
-        total = total + weighted.sum().to(total.device)
+        weighted_values = sample.to(torch.float64) * _fingerprint_weights(sample.shape, sample.device)
+        total = total + weighted_values.sum().to(total.device)
     return total
 
 
@@ -313,7 +313,7 @@ def find_norm_gains(model: nn.Module) -> dict[str, Tensor]:
     gains = (
         (path, getattr(module, "weight", None))
         for path, module in model.named_modules()
-        if isinstance(module, _NORMS) or "Norm" in type(module).__name__
+        if isinstance(module, _NORM_LAYERS) or "Norm" in type(module).__name__
     )
     return {path: gain for path, gain in gains if isinstance(gain, nn.Parameter) and gain.ndim == 1}
 
@@ -353,18 +353,18 @@ def measure_predictions(loss: Tensor) -> dict[str, Number]:
         log_probabilities = log_probabilities[None] if log_probabilities.ndim == 1 else log_probabilities
         # On a CPU aminmax() takes ten times as long.
         spread = log_probabilities.amax(-1).to(torch.float32) - log_probabilities.amin(-1)
-        # The exponentials of all examples would take as much memory as the logits.
-        places = torch.unravel_index(_sample_places(spread.numel(), spread.device), spread.shape)
-        sample = log_probabilities[places].to(torch.float32)
+        # Use a sample only: the exponentials of all examples would take as much memory as the logits.
+        indices = torch.unravel_index(_sample_indices(spread.numel(), spread.device), spread.shape)
+        sample = log_probabilities[indices].to(torch.float32)
         entropy = -(sample.exp() * sample.clamp(min=-1e4)).sum(-1).mean()
         return {"classes": float(log_probabilities.shape[-1]), "entropy": entropy, "logit_range": spread.amax()}
 
 
-def _sample_places(count: int, device: torch.device) -> Tensor:
-    """Returns which of `count` examples a sample has: all, or 256 that are spread by the golden ratio. Places at equal
-    distances could always be the first of a sequence.
+def _sample_indices(count: int, device: torch.device) -> Tensor:
+    """Returns the indices of a sample of `count` examples: all, or 256 that are spread by the golden ratio. With equal
+    distances, every sampled example could be the first of a sequence.
     """
     if count <= _SAMPLED_EXAMPLES:
         return torch.arange(count, device=device)
-    fractions = torch.arange(_SAMPLED_EXAMPLES, dtype=torch.float64, device=device) * ((math.sqrt(5) - 1) / 2) % 1
-    return (fractions * count).to(torch.int64)
+    golden_fractions = torch.arange(_SAMPLED_EXAMPLES, dtype=torch.float64, device=device) * ((math.sqrt(5) - 1) / 2) % 1
+    return (golden_fractions * count).to(torch.int64)

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from fp8bench.features.train.lab.low_precision import Parameters
 from fp8bench.features.train.lab.readings import Number
 
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
-_MODE_DEPENDENT_LAYERS = (*_DROPOUTS, nn.modules.batchnorm._BatchNorm)
+_DROPOUT_LAYERS = (nn.modules.dropout._DropoutNd,)
+_MODE_DEPENDENT_LAYERS = (*_DROPOUT_LAYERS, nn.modules.batchnorm._BatchNorm)
 
 
 class LoopState:
@@ -22,7 +22,7 @@ class LoopState:
         self._module = module
         self._steps_without_gradient: dict[int, int] = {}
         self._initially_in_eval: set[str] | None = None
-        # Identity and version of the moments of the optimizer's first parameter after the last update.
+        # Identity and version of each moment of the optimizer's first parameter, after the last update.
         self._moment_marks: list[tuple[int, int]] = []
 
     def begin_update(self, optimizer: Optimizer, without_gradient: Sequence[Tensor]) -> bool:
@@ -32,29 +32,29 @@ class LoopState:
         self._steps_without_gradient = {
             id(parameter): counts.get(id(parameter), 0) + 1 for parameter in without_gradient
         }
-        moments = _moments_of_first_parameter(optimizer)
-        # Reading moments waits for the device. So only moments are read that were written outside of a step.
-        written = [
+        moments = _list_moments_of_first_parameter(optimizer)
+        # Reading moments waits for the device. So only those moments are read that were changed outside of a step.
+        changed_moments = [
             moment for moment, mark in zip(moments, self._moment_marks, strict=False) if _id_and_version(moment) != mark
         ]
-        return any(not moment.any() for moment in written)
+        return any(not moment.any() for moment in changed_moments)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        self._moment_marks = list(map(_id_and_version, _moments_of_first_parameter(optimizer)))
+        self._moment_marks = list(map(_id_and_version, _list_moments_of_first_parameter(optimizer)))
 
     def list_figures(self, parameters: Parameters) -> dict[tuple[str, str], Number]:
-        """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter
-        had no gradient. `parts_in_eval` counts the dropouts and batch norms that the loop has switched to eval mode.
-        It has the path of the first of them.
+        """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter had
+        no gradient. `parts_in_eval` counts the dropouts and batch norms that the loop has switched to eval mode, under
+        the path of the first of them.
         """
         figures: dict[tuple[str, str], Number] = {}
         for name, parameter in parameters.items():
             steps = self._steps_without_gradient.get(id(parameter), 0)
             if steps:
                 figures["steps_without_gradient", name.removesuffix(".weight")] = float(steps)
-        switched = self._find_switched_layers()
-        if switched:
-            figures["parts_in_eval", switched[0]] = float(len(switched))
+        switched_layers = self._find_switched_layers()
+        if switched_layers:
+            figures["parts_in_eval", switched_layers[0]] = float(len(switched_layers))
         return figures
 
     def _find_switched_layers(self) -> list[str]:
@@ -65,8 +65,8 @@ class LoopState:
         }
         if self._initially_in_eval is None:
             # Fine-tuning freezes batch norms, or parts of a model with their dropout, from the first step on.
-            has_frozen = any(not parameter.requires_grad for parameter in self._module.parameters())
-            allowed_kinds = _MODE_DEPENDENT_LAYERS if has_frozen else (nn.modules.batchnorm._BatchNorm,)
+            has_frozen_parameters = any(not parameter.requires_grad for parameter in self._module.parameters())
+            allowed_kinds = _MODE_DEPENDENT_LAYERS if has_frozen_parameters else (nn.modules.batchnorm._BatchNorm,)
             self._initially_in_eval = {
                 path for path, module in layers_in_eval.items() if isinstance(module, allowed_kinds)
             }
@@ -77,6 +77,6 @@ def _id_and_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 
-def _moments_of_first_parameter(optimizer: Optimizer) -> list[Tensor]:
+def _list_moments_of_first_parameter(optimizer: Optimizer) -> list[Tensor]:
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]

@@ -86,7 +86,7 @@ class Gradients:
 
 class LowGradients(Gradients):
     """Stores gradients in low precision. As soon as backward computes a float32 gradient, it is added to the stored
-    one and rounded, so that only one float32 gradient at a time uses memory.
+    gradient and rounded. So only one float32 gradient at a time uses memory.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], micro_batches: int, fp8: bool) -> None:
@@ -152,11 +152,10 @@ class _BFloat16:
 
 
 class AutomaticScale:
-    """Stores a gradient in E4M3. All micro-batches of a step use one scale, as all devices do in FP8-LM. To choose
-    the scale, the step's largest value is estimated: it is the first micro-batch's largest value times the number of
-    micro-batches. The scale maps this estimate to `share` of the format's largest value. If too many values of a step
-    saturate, `share` is halved. All other steps move it slowly back to 1. A gradient that is not finite is restored
-    as NaN.
+    """Stores a gradient in E4M3. All micro-batches of a step use the same scale, as all devices do in FP8-LM. The first
+    micro-batch sets it: its largest value times the number of micro-batches is an estimate of the step's largest value,
+    and the scale maps this estimate to `share` of the format's largest value. If too many values of a step saturate,
+    `share` is halved. Otherwise it moves slowly back to 1. A gradient that is not finite is restored as NaN.
     """
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
@@ -196,7 +195,7 @@ class Weights:
     """Stores weights in float32, as the parameters themselves. Subclasses store them in low precision."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
-        """`layers` are the parameters that products in low precision read. Only some subclasses need them."""
+        """`layers` are the parameters that matrix products in low precision read. Only some subclasses need them."""
         self._parameters = parameters
         self._layers = layers
 
@@ -228,7 +227,7 @@ class HalfWeights(Weights):
         self._masters: dict[Tensor, Operand] = {}
         self._sizes = {parameter: parameter.untyped_storage().nbytes() for parameter in parameters}
         self.round_weights(parameters)
-        self._release()
+        self._free_parameters()
 
     def _make_storage(self) -> Storage:
         """Returns storage with power-of-two scales. With such scales, rounding a rounded weight again, for example in
@@ -244,13 +243,13 @@ class HalfWeights(Weights):
         try:
             yield
         finally:
-            self._release()
+            self._free_parameters()
 
     def _restore_weight(self, parameter: Tensor) -> None:
         """Puts a stored weight into its parameter."""
         parameter.detach().copy_(self._storage.restore(self._masters[parameter]))
 
-    def _release(self) -> None:
+    def _free_parameters(self) -> None:
         for parameter in self._parameters:
             parameter.untyped_storage().resize_(0)
 
@@ -310,12 +309,12 @@ class StochasticWeights(HalfWeights):
 
 
 def round_to_bf16_randomly(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rounds float32 to bfloat16 stochastically: adds 16 random bits to the 16 bits that are dropped, and truncates."""
-    # 16 bits are dropped, and a random number of 16 bits decides the direction.
+    """Rounds float32 to bfloat16 up or down at random, so that the mean is the unrounded value."""
+    # Add 16 random bits to the 16 bits that bfloat16 does not have.
     random_bits = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device, generator=generator)
-    # A carry out of the random bits rounds up, with a probability equal to the dropped fraction.
-    truncated = ((x.contiguous().view(torch.int32) + random_bits) & ~0xFFFF).view(torch.float32)
-    return torch.where(x.isfinite(), truncated, x).to(torch.bfloat16)
+    # A carry out of these 16 bits rounds up. Its probability is the dropped fraction.
+    truncated_values = ((x.contiguous().view(torch.int32) + random_bits) & ~0xFFFF).view(torch.float32)
+    return torch.where(x.isfinite(), truncated_values, x).to(torch.bfloat16)
 
 
 WEIGHTS_BY_MASTER = {
@@ -344,7 +343,7 @@ def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
 
 
 def make_state_storages(fmt: str) -> tuple[Storage, Storage] | None:
-    """Returns how an optimizer's first and second moments are stored between steps; None for fp32. In FP8-LM, first
+    """Returns the storages of an optimizer's first and second moments between steps; None for fp32. In FP8-LM, first
     moments are stored in E4M3, and second moments in fp16 with a scale.
     """
     if fmt == "fp32":

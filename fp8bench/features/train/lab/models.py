@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import LanguageModel
     from fp8bench.nn.linear import Choose
 
-# The layers of each block with their kinds, in the order in which they are built.
-_BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
+# The layers of a block with their kinds, by architecture, in the order in which they are built.
+_BLOCK_LAYERS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "gpt": (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp")),
     "mlp": (("up", "mlp"), ("down", "mlp")),
     "cnn": (("first", "conv"), ("second", "conv")),
@@ -43,23 +43,23 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 EXPERTS = 8
 _RATE_NAMES = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
-# The norms of each block. The last norm of the model is outside of all blocks.
-_NORMS: Mapping[str, tuple[str, ...]] = {
+# The paths of a block's norm layers, by architecture. The last norm of a model is outside of its blocks.
+_NORM_PATHS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",),
     "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
 }
-# Products whose sides are multiples of 128 run on every device with native low precision.
+# Matrix products whose dimensions are multiples of 128 run on every device with native low precision.
 _SIZE_MULTIPLE = 128
 
 
 def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """Returns the sizes of a model. The experts of a model replace its mlps. Each token visits two experts, so an
-    expert is half as wide as an mlp.
+    """Returns the sizes of a model. In an moe, experts replace the mlps. Each token visits two experts, so an expert is
+    half as wide as an mlp.
     """
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
     default_sizes = SIZES[settings.model]
-    # Products need sides that are multiples of 128, so the vocabulary is padded.
+    # Matrix products need dimensions that are multiples of 128, so the vocabulary is padded.
     padded_vocabulary = -(-vocabulary // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
     return replace(
         default_sizes,
@@ -77,7 +77,7 @@ def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
 def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     """Returns the layers that take a precision, in the order in which they are built. The head stays in high
     precision."""
-    block_layers = list(_BLOCKS[arch])
+    block_layers = list(_BLOCK_LAYERS[arch])
     if arch == "moe":
         for number in range(config.experts):
             block_layers += [(f"mlp.experts.{number}.up", "mlp"), (f"mlp.experts.{number}.down", "mlp")]
@@ -88,15 +88,15 @@ def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    if arch not in _NORMS:
+    if arch not in _NORM_PATHS:
         return gpt_around(config.layers)
-    return around(norm.format(block) for block, norm in itertools.product(range(config.layers), _NORMS[arch]))
+    return around(norm.format(block) for block, norm in itertools.product(range(config.layers), _NORM_PATHS[arch]))
 
 
 def check_settings(settings: TrainerSettings) -> None:
     config = make_config(settings, 1)
     compiled = settings.compile == "yes"
-    attends = settings.arch in ("gpt", "moe")
+    has_attention = settings.arch in ("gpt", "moe")
     checkpointing_reason = (
         "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
     )
@@ -109,7 +109,7 @@ def check_settings(settings: TrainerSettings) -> None:
             ),
         ),
         (
-            settings.attention != "auto" and (not attends or compiled),
+            settings.attention != "auto" and (not has_attention or compiled),
             f"--attention {settings.attention} is for --arch gpt and moe without --compile yes: choose these, or auto.",
         ),
         (
@@ -121,7 +121,7 @@ def check_settings(settings: TrainerSettings) -> None:
             "--compile yes does not work with --arch moe, whose experts get any number of tokens. Choose --compile no.",
         ),
         (
-            settings.checkpointing != "no" and not attends,
+            settings.checkpointing != "no" and not has_attention,
             (
                 f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {checkpointing_reason}. "
                 "Choose --checkpointing no."
@@ -151,7 +151,7 @@ def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
         )
 
 
-def _elementwise_precisions(settings: TrainerSettings) -> list[str]:
+def _list_elementwise_precisions(settings: TrainerSettings) -> list[str]:
     """Returns the precisions that --precision-map gives to elementwise operations."""
     layers = list_elementwise_layers(settings.arch, make_config(settings, 1))
     keys = {key_of(layer, dict(settings.precision_map)) for layer in layers}
@@ -159,26 +159,26 @@ def _elementwise_precisions(settings: TrainerSettings) -> list[str]:
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    is_cut = settings.parallel in CUTTING_PARALLEL
+    divides_blocks = settings.parallel in CUTTING_PARALLEL
     is_sharded = settings.parallel == "fsdp"
-    parallel = f"--parallel {settings.parallel}"
+    parallel_option = f"--parallel {settings.parallel}"
     config = make_config(settings, 1)
-    is_rounded = any(precisions.get(word).carried_by for word in _elementwise_precisions(settings))
-    if not is_cut and config.batch % ranks:
+    rounds_elementwise = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
+    if not divides_blocks and config.batch % ranks:
         raise UsageError(
             f"{ranks} ranks cannot share a micro-batch of {config.batch} equally. Give a multiple as --batch."
         )
     refusals = (
         (
-            is_cut and settings.arch != "gpt",
+            divides_blocks and settings.arch != "gpt",
             f"--arch {settings.arch}",
-            parallel,
+            parallel_option,
             "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt",
         ),
         (
-            is_cut and settings.gradients != "fp32",
+            divides_blocks and settings.gradients != "fp32",
             f"--gradients {settings.gradients}",
-            parallel,
+            parallel_option,
             (
                 "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, "
                 "or --parallel zero"
@@ -187,27 +187,27 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (
             settings.parallel == "sp" and settings.dropout > 0,
             f"--dropout {settings.dropout:g}",
-            parallel,
+            parallel_option,
             "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
         ),
         (
-            is_rounded and settings.parallel != "tp",
+            rounds_elementwise and settings.parallel != "tp",
             "--precision-map",
-            parallel,
-            "operations around products would be rounded by a rank's own magnitudes. Leave it out",
+            parallel_option,
+            "elementwise operations would be rounded with scales of each rank's own part. Leave it out",
         ),
         (settings.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see a rank's part of a batch only"),
         (
             settings.gradients != "fp32" and settings.parallel != "zero",
             f"--gradients {settings.gradients}",
-            parallel,
+            parallel_option,
             "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do",
         ),
         (
             settings.compile == "yes",
             "--compile yes",
             "--ranks",
-            "ranks send each other largest magnitudes between casts. Choose --compile no",
+            "ranks exchange largest magnitudes between casts. Choose --compile no",
         ),
         (
             settings.arch == "moe",
@@ -216,66 +216,66 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
             "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt",
         ),
         (
-            is_cut and settings.master == "bf16-stochastic",
+            divides_blocks and settings.master == "bf16-stochastic",
             f"--master {settings.master}",
-            parallel,
+            parallel_option,
             "weights that all ranks share would be rounded differently on each. Choose another master",
         ),
         (
-            (is_cut or is_sharded) and parse_optimizer(settings.optimizer)[0] == "adafactor",
+            (divides_blocks or is_sharded) and parse_optimizer(settings.optimizer)[0] == "adafactor",
             "--optimizer adafactor",
-            parallel,
+            parallel_option,
             "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one",
         ),
         (
-            (is_cut or is_sharded) and settings.updates == "fp8",
+            (divides_blocks or is_sharded) and settings.updates == "fp8",
             "--updates fp8",
-            parallel,
+            parallel_option,
             "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
         ),
     )
     for is_refused, option, conflict, reason in refusals:
         if is_refused:
             raise UsageError(f"{option} does not go with {conflict}: {reason}.")
-    reason = explain_uncuttable(config, ranks) if is_cut else ""
+    reason = explain_uncuttable(config, ranks) if divides_blocks else ""
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if reason:
-        raise UsageError(f"{parallel} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
+        raise UsageError(f"{parallel_option} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     is_unconverted = settings.make and precision.name == UNTOUCHED
-    support = native("the unchanged model") if is_unconverted else _precision_support(settings, precision, facts)
+    support = native("the unchanged model") if is_unconverted else _find_precision_support(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
-    is_cut = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
-    if is_cut and precision.whole_layers:
+    divides_blocks = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
+    if divides_blocks and precision.whole_layers:
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
-            f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no, or a "
+            f"{precision.mode} takes scales from earlier casts, which a compiled graph does not see: choose --compile no, or a "
             "precision without memory, like fp8"
         )
     if settings.make or support.level is not Level.NATIVE:
         return support
-    is_rounded = bool(precision.carried_by) and precision.float32_products == "highest"
-    if is_cut and (misfit := _explain_misfit(config, facts.ranks, precision)):
+    multiplies_in_float32 = bool(precision.carried_by) and precision.float32_products == "highest"
+    if divides_blocks and (misfit := _explain_misfit(config, facts.ranks, precision)):
         return refused(misfit)
-    batch_shares = 1 if is_cut else facts.ranks
-    # A weight gradient sums over the tokens. The device only accepts certain multiples as the number of tokens.
+    batch_shares = 1 if divides_blocks else facts.ranks
+    # A weight gradient is a matrix product over the tokens. Their number must be a multiple that the device accepts.
     rows = config.batch // batch_shares * config.sequence
     multiple = precision.multiples[0]
     if settings.compile == "yes" and (reason := explain_uncompilable(precision, config, rows)):
         return refused(reason)
-    if settings.arch == "cnn" and is_rounded:
+    if settings.arch == "cnn" and multiplies_in_float32:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
     size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_shares > 1)
-    if settings.arch == "cnn":  # an image has one line and one column of zeros more than its text
+    if settings.arch == "cnn":  # each image is padded by one line and one column of zeros
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
-        size_words = f"with an image's line and column of zeros the batch has {rows}"
+        size_words = f"with the line and the column of zeros that pad each image, the batch has {rows} positions"
     if rows % multiple:
         return refused(
             f"native {precision.name} contracts weight gradients over the tokens, in multiples of {multiple}; "
@@ -285,7 +285,7 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
     return support
 
 
-def _precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
+def _find_precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
     """Returns how far a device supports a precision. Unit scaling is only defined for some models and options."""
     conflicts = (
         (
@@ -293,7 +293,7 @@ def _precision_support(settings: TrainerSettings, precision: Precision, facts: D
             settings.attention != "auto" and f"--attention {settings.attention}",
             settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
             not settings.make
-            and _elementwise_precisions(settings)
+            and _list_elementwise_precisions(settings)
             and "--precision-map for operations around products",
         )
         if precision.unit_scaled
@@ -301,27 +301,29 @@ def _precision_support(settings: TrainerSettings, precision: Precision, facts: D
     )
     for option in filter(None, conflicts):
         return refused(
-            f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole. It has constants for a "
-            f"GPT only, without {option}: choose fp8, whose scales come from the tensors"
+            f"{precision.mode} casts without scales, so that the whole model must be unit-scaled. That is only defined for a "
+            f"GPT without {option}: choose fp8, whose scales come from the tensors"
         )
     return precision.support(facts)
 
 
 def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
-    """Returns the reason why native products cannot compute a rank's part of a block; '' if they can. A rank computes
-    an equal share of the block's features.
+    """Returns the reason why native matrix products cannot compute a rank's part of a block; '' if they can. A rank
+    computes an equal share of the block's features.
     """
     multiple = max(precision.multiples)
     features = config.width, config.key_heads * config.head_width, config.hidden
     wrong_sizes = sorted({feature // ranks for feature in features if feature // ranks % multiple})
     if not wrong_sizes:
         return ""
-    sides = " and ".join(map(str, wrong_sizes))
-    return f"native {precision.name} takes sides in multiples of {multiple}, and a rank has {sides} features of a block"
+    sizes = " and ".join(map(str, wrong_sizes))
+    return f"native {precision.name} takes sides in multiples of {multiple}, and a rank has {sizes} features of a block"
 
 
 def build_model(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
-    """Returns the model, with float32 weights drawn by torch's default generator on its default device."""
+    """Returns the model, with float32 weights drawn by torch's default generator on its default device. `choose`
+    returns the arithmetic of a layer by its name.
+    """
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
     from fp8bench.nn.whole_layers import wrap_model_forward

@@ -1,6 +1,5 @@
-"""Finds how layers of a user's model cast their operands. A library may store the scales of a layer. Without stored
-scales, virtual casts are used: a virtual cast rounds a copy of an operand by a recipe. It measures what that recipe
-would do, and does not change the training.
+"""Finds how layers of a user's model cast their operands. A library may store the scales of a layer. Otherwise a
+virtual cast measures what a recipe would do: it rounds a copy of an operand, and does not change the training.
 """
 
 from __future__ import annotations
@@ -25,20 +24,21 @@ from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 
 Treatments = Mapping[Role, Treatment]
-_PER_TENSOR = Scaling(0, 0)
+_TENSOR_SCALING = Scaling(0, 0)
 # A virtual cast rounds a sample of about this many values.
 _SAMPLED_VALUES = 1 << 14
-_FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-# Where Transformer Engine's `fp8_meta` has an operand's scale: its key, and the index in that entry's scales.
-_TE_SCALES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
+_FORMAT_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+# Where `fp8_meta` of Transformer Engine has the scale of an operand: the key of an entry, and an index in the entry's
+# `scale`.
+_TRANSFORMER_ENGINE_SCALES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
 
 
 def find_treatments(precision: str) -> Treatments:
     """Returns how a precision's recipe treats inputs, weights and gradients; {} for a precision without a recipe."""
-    chosen = precisions.get(precision)
-    if not isinstance(chosen, RecipePrecision):
+    recipe_precision = precisions.get(precision)
+    if not isinstance(recipe_precision, RecipePrecision):
         return {}
-    recipe = chosen.recipe
+    recipe = recipe_precision.recipe
     return dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
 
 
@@ -63,8 +63,8 @@ class LayerCast:
     is_image: bool = False
 
     def cast(self, x: Tensor, full_tensor: Tensor | None = None) -> TensorCast:
-        """Rounds `x`, which is `full_tensor` or a sample of its rows. If one scale is used for all of a tensor, it is
-        computed from `full_tensor`.
+        """Rounds `x`, which is `full_tensor` or a sample of its rows. A scale for the whole tensor is computed from
+        `full_tensor`.
         """
         scale = None if self.stored_scale is None else self.stored_scale()
         if scale is None and self.scaling is not None and not self.scaling.rows:
@@ -75,13 +75,13 @@ class LayerCast:
         """Returns all figures of a tensor. The figures of its rounding come from a sample, because rounding is slow."""
         rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
         stride = max(1, rows.numel() // _SAMPLED_VALUES)
-        # A square block of values with one scale needs consecutive rows.
+        # With a scale for each square block, the sample consists of consecutive rows.
         has_square_blocks = self.scaling is not None and self.scaling.rows > 1
         sample = rows[: -(-len(rows) // stride)] if has_square_blocks else rows[::stride]
         figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
-            is_count = name in ("vanished", "saturated")
-            figures[name] = sample_figures[name] * (rows.numel() / sample.numel()) if is_count else sample_figures[name]
+            counts_values = name in ("vanished", "saturated")
+            figures[name] = sample_figures[name] * (rows.numel() / sample.numel()) if counts_values else sample_figures[name]
         return figures
 
 
@@ -94,32 +94,32 @@ def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast 
         return None
     if not is_product_layer(module):
         return None
-    key, index = _TE_SCALES[role]
+    key, index = _TRANSFORMER_ENGINE_SCALES[role]
     fp8_meta: Any = getattr(module, "fp8_meta", None)
     entry: Any = fp8_meta.get(key) if isinstance(fp8_meta, dict) else None
     if isinstance(getattr(entry, "scale", None), Tensor):
         fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(fp8_meta.get("recipe")) else E4M3
         # The next forward pass overwrites this scale, so a copy is returned.
-        return LayerCast(fmt, _PER_TENSOR, lambda: entry.scale[index].detach().clone())
-    treatment = _torchao_treatment(module, role) or declared.get(role)
+        return LayerCast(fmt, _TENSOR_SCALING, lambda: entry.scale[index].detach().clone())
+    treatment = _find_torchao_treatment(module, role) or declared.get(role)
     if treatment is None:
         return None
     is_image = isinstance(module, nn.modules.conv._ConvNd) and role is not Role.WEIGHT
     return LayerCast(treatment.fmt, treatment.scaling, None, is_image)
 
 
-def _torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
-    """Returns how torchao's Float8Linear casts an operand; None for any other layer. Float8Linear computes its scale
-    in each call, and stores none.
+def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
+    """Returns how torchao's Float8Linear casts an operand; None for any other layer. Float8Linear computes its scale in
+    each call, and does not store it.
     """
     config: Any = getattr(module, "config", None)
     names = {Role.INPUT: "input", Role.WEIGHT: "weight", Role.GRADIENT: "grad_output"}
     cast: Any = getattr(config, f"cast_config_{names[role]}", None)
-    fmt = _FORMATS.get(getattr(cast, "target_dtype", torch.float32))
+    fmt = _FORMAT_BY_DTYPE.get(getattr(cast, "target_dtype", torch.float32))
     if fmt is None or "DISABLED" in str(cast.scaling_type):
         return None
-    power = getattr(config, "round_scales_to_power_of_2", False)
-    rounding = ScaleRounding.POWER_OF_TWO if power else ScaleRounding.EXACT
+    has_power_of_two_scales = getattr(config, "round_scales_to_power_of_2", False)
+    rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
     rows = int("AXISWISE" in str(cast.scaling_granularity))
     return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
 
@@ -138,7 +138,7 @@ def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
         return x, None
     name = str(getattr(x, "_fp8_dtype", data.dtype)).lower()
     fmt = E5M2 if "e5m2" in name else E4M3
-    codes = data if data.dtype in _FORMATS else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
+    codes = data if data.dtype in _FORMAT_BY_DTYPE else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
     unscaled = codes.to(torch.float32) / scale
     return unscaled, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
 
@@ -155,8 +155,8 @@ def find_stored_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def has_compiled_code() -> bool:
     """Returns whether torch.compile has compiled anything in this process."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    return bool(utils is not None and utils.counters["stats"])
+    dynamo_utils: Any = sys.modules.get("torch._dynamo.utils")
+    return bool(dynamo_utils is not None and dynamo_utils.counters["stats"])
 
 
 @contextmanager
@@ -164,17 +164,17 @@ def observe_attention(observe: Callable[[Tensor, Tensor, bool, float | None], No
     """Calls `observe` for each F.scaled_dot_product_attention that needs gradients, with its queries, keys, causal
     flag and scale.
     """
-    attend = F.scaled_dot_product_attention
+    torch_attention = F.scaled_dot_product_attention
 
     def attend_and_observe(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad and query.ndim == key.ndim == 4:
-            # value, attn_mask, dropout_p, is_causal
+            # positional arguments after query and key: value, attn_mask, dropout_p, is_causal
             causal = arguments[3] if len(arguments) > 3 else named.get("is_causal", False)
             observe(query, key, bool(causal), named.get("scale"))
-        return attend(query, key, *arguments, **named)
+        return torch_attention(query, key, *arguments, **named)
 
     F.scaled_dot_product_attention = attend_and_observe
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = attend
+        F.scaled_dot_product_attention = torch_attention

@@ -38,10 +38,10 @@ Hook = Callable[..., Any]
 
 
 class OwnLoop:
-    """Records a row of figures for every step, watches every `stride`-th step in detail, and passes the resulting
-    lines of the training's stream to `on_lines`. Gradient norms are computed from the gradients that the optimizer
-    receives. The parameter norm is that of the last watched step. A step without a known loss has no row, and three
-    such steps in a row cause an event. A step that the GradScaler skips has a row.
+    """Records a row of figures for every step, and watches every `stride`-th step in detail. The resulting lines of the
+    training's stream go to `on_lines`. Gradient norms are computed from the gradients that the optimizer receives. The
+    parameter norm is that of the last watched step. A step without a known loss has no row, and three such steps in a
+    row cause an event. A step that the GradScaler skips has a row.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class OwnLoop:
         if stride < 1:
             raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            raise UsageError("the module has no parameter that requires a gradient: there is nothing to watch.")
+            raise UsageError("the module has no parameter that requires a gradient, so there is nothing to watch.")
         scaler = getattr(optimizer, "scaler", None) if scaler is None else scaler
         optimizer = unwrap_optimizer(optimizer)
         self._module, self._on_lines = module, on_lines
@@ -77,7 +77,7 @@ class OwnLoop:
         self._backward_losses: list[Tensor] = []
         # The scale by which the last backward's loss was multiplied.
         self._loss_scale: Tensor | float = 1.0
-        # How many of the losses already had their backward.
+        # The number of losses in `_losses` whose backward is over.
         self._losses_used = 0
         self._is_loss_divided = self._is_first_batch = self._in_update = False
         self._steps_without_row, self._steps_skipped, self._had_rows = 0, 0, False
@@ -96,7 +96,7 @@ class OwnLoop:
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model())
 
     def __enter__(self) -> Self:
-        guard = self._guard
+        guard = self._guard_hook
         handles = [
             self._habits.optimizer.register_step_pre_hook(guard(self._begin_update)),
             self._habits.optimizer.register_step_post_hook(guard(self._end_update)),
@@ -126,7 +126,7 @@ class OwnLoop:
         """Removes all hooks and passes on the remaining rows, whether the loop ended normally or by an exception."""
         self._step_hooks.close()
         if not self._has_ended:
-            self._guard(self._pass_lines)((), is_last=True)
+            self._guard_hook(self._pass_lines)((), is_last=True)
         self._has_ended = True
         self._hooks.close()
 
@@ -137,7 +137,7 @@ class OwnLoop:
         """
         return getattr(self._module, "_compiled_call_impl", None) is None
 
-    def _guard(self, hook: Hook) -> Hook:
+    def _guard_hook(self, hook: Hook) -> Hook:
         """Returns a hook whose first exception ends watching but not the training."""
 
         def run(*arguments: Any, **named: Any) -> Any:
@@ -148,13 +148,13 @@ class OwnLoop:
             except Exception as error:
                 if error is self.user_error:
                     raise
-                self._fail(error)
+                self._end_watching(error)
                 return None
 
         return run
 
-    def _fail(self, error: Exception) -> None:
-        # Hooks of the optimizer cannot be removed while they run. From here on they return at once.
+    def _end_watching(self, error: Exception) -> None:
+        # Hooks of the optimizer cannot be removed while they run. After this they return at once.
         self._has_ended = True
         with suppress(Exception):
             self._step_hooks.close()
@@ -186,13 +186,13 @@ class OwnLoop:
         """
         self._is_first_batch = True
         if not is_late and (self._step == self._first_watched or is_watched(self._step, self._stride)):
-            self._watched_step = self._step_hooks.enter_context(self._watch.watch_step(self._guard))
+            self._watched_step = self._step_hooks.enter_context(self._watch.watch_step(self._guard_hook))
         self._step_start = time.perf_counter()
 
     def _record_inputs(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        self._find_skipped_step(len(self._losses))
+        self._end_skipped_step(len(self._losses))
         # transformers divides the loss of each micro-batch by the items of all micro-batches. The step's loss is then
         # the sum of these losses.
         self._is_loss_divided = named.get("num_items_in_batch") is not None
@@ -202,15 +202,15 @@ class OwnLoop:
             self._batches.add_examples((arguments, named))
         self._is_first_batch = False
 
-    def _find_skipped_step(self, loss_count: int) -> None:
-        """Ends a step whose gradients were discarded, for example by a GradScaler after an overflow. `loss_count` is
-        the number of losses that belong to that step.
+    def _end_skipped_step(self, loss_count: int) -> None:
+        """If the gradients of a step were discarded, for example by a GradScaler after an overflow, ends that step.
+        `loss_count` is the number of losses that belong to it.
         """
-        state = "" if self._in_update else self._habits.find_discarded_gradients()
-        if not state:
+        outcome = "" if self._in_update else self._habits.find_discarded_gradients()
+        if not outcome:
             return
         later_losses = self._losses[loss_count:]
-        if state == "skipped":
+        if outcome == "skipped":
             self._losses = self._losses[:loss_count]
             self._end_step(is_skipped=True)
             self._begin(is_late=bool(later_losses))
@@ -226,7 +226,7 @@ class OwnLoop:
             self.loss(loss)
 
     def _begin_backward(self, loss: Tensor | None) -> None:
-        self._find_skipped_step(self._losses_used)
+        self._end_skipped_step(self._losses_used)
         self._habits.begin_backward()
         if self._watched_step is not None and loss is not None and not self._predictions:
             self._predictions = measure_predictions(loss)
@@ -234,10 +234,10 @@ class OwnLoop:
 
     def _end_backward(self, loss: Tensor | None) -> None:
         # Another model's backward leaves these gradients unchanged.
-        has_reached = self._habits.end_backward()
+        has_reached_parameters = self._habits.end_backward()
         self._losses_used = len(self._losses)
-        if loss is not None and has_reached and self._module.training:
-            scale = getattr(self._scaler, "_scale", None)  # its get_scale() waits for the device
+        if loss is not None and has_reached_parameters and self._module.training:
+            scale = getattr(self._scaler, "_scale", None)  # `get_scale()` would wait for the device
             if scale is not None:
                 self._loss_scale = scale.to(loss.device, copy=True)
             # A copy, because the loop may change its loss in place.
@@ -262,7 +262,7 @@ class OwnLoop:
             # LBFGS calls its closure several times in a step. Lightning accumulates micro-batches before it.
             self._backward_losses = [*earlier_losses]
             loss = closure()
-            self._guard(self._read_gradients)()
+            self._guard_hook(self._read_gradients)()
             return loss
 
         return arguments[:1], {**named, "closure": run_closure}
@@ -280,17 +280,18 @@ class OwnLoop:
             return
         norms = self._measure_norms([cast(Tensor, parameter.grad) for parameter in parameters])
         self._gradient_norm = join_norms(norms)
-        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer undoes a GradScaler's scale itself
+        # A fused optimizer divides gradients by the GradScaler's scale itself
+        scale = getattr(optimizer, "grad_scale", None)
         if scale is not None:
             self._gradient_norm = self._gradient_norm / scale
         if self._watched_step is not None:
-            trained = self._trained_parameters
-            self._weights_before = [local_shard(parameter).detach().clone() for parameter in trained.values()]
+            trained_parameters = self._trained_parameters
+            self._weights_before = [local_shard(parameter).detach().clone() for parameter in trained_parameters.values()]
             self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
             self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
             norm_by_id = dict(zip(map(id, parameters), norms, strict=True))
             self._watched_step.record_gradients(
-                {path: norm_by_id[id(weight)] for path, weight in trained.items() if id(weight) in norm_by_id}
+                {path: norm_by_id[id(weight)] for path, weight in trained_parameters.items() if id(weight) in norm_by_id}
             )
 
     def _measure_norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -343,30 +344,30 @@ class OwnLoop:
         self._step_hooks.close()
         events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
         mistakes = self._habits.pop_mistakes()
-        habits = [StepFigure(self._name, 0, self._step, word, 1.0) for word in mistakes if not self._in_step]
-        if watched_step is not None or events or habits:
-            seen_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
-            self._pass_lines((*seen_lines, *habits, *events))
+        mistake_figures = [StepFigure(self._name, 0, self._step, word, 1.0) for word in mistakes if not self._in_step]
+        if watched_step is not None or events or mistake_figures:
+            watched_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
+            self._pass_lines((*watched_lines, *mistake_figures, *events))
         self._watched_step, self._weights_before, self._gradient_norm = None, [], None
         self._losses, self._backward_losses, self._losses_used = [], [], 0
         self._predictions = {}
         self._step += 1
 
     def _record_update(self, watched_step: WatchedStep) -> Tensor:
-        """Records the update of a watched step. Returns its norm divided by that of the weights."""
-        trained = self._trained_parameters
-        weights = list(trained.values())
+        """Records the update of a watched step. Returns the norm of the update divided by the norm of the weights."""
+        trained_parameters = self._trained_parameters
+        weights = list(trained_parameters.values())
         weight_norms = torch._foreach_norm(self._weights_before)
         # Subtract in place, because allocating new tensors of this size takes as long as the subtraction.
         torch._foreach_sub_(self._weights_before, list(map(local_shard, weights)))
         change_norms = torch._foreach_norm(self._weights_before)
         watched_step.record_update(
-            dict(zip(trained, change_norms, strict=True)), dict(zip(trained, weight_norms, strict=True))
+            dict(zip(trained_parameters, change_norms, strict=True)), dict(zip(trained_parameters, weight_norms, strict=True))
         )
         self._parameter_norm = join_norms(self._ranks.share_norms(weight_norms, weights))
         watched_step.figures |= {(name, ""): value for name, value in self._predictions.items()}
         watched_step.figures |= (
-            self._batches.list_figures() | self._habits.list_figures(trained) | self._state.list_figures(trained)
+            self._batches.list_figures() | self._habits.list_figures(trained_parameters) | self._state.list_figures(trained_parameters)
         )
         return join_norms(self._ranks.share_norms(change_norms, weights)) / self._parameter_norm
 
@@ -378,8 +379,8 @@ class OwnLoop:
         return torch.stack([loss.to(torch.float32) for loss in self._backward_losses]).sum()
 
     def _find_missing_rows(self, has_row: bool) -> list[TrainingEvent]:
-        """Returns an event at the third update in a row that has no row of figures. Then returns none until there are
-        rows again.
+        """Returns an event at the third update in a row without a row of figures. Returns no other event until an
+        update has a row again.
         """
         if self._in_step:
             return []
@@ -393,7 +394,7 @@ class OwnLoop:
             if self._had_rows
             else "there are no rows"
         )
-        return [self._make_event(f"{symptom}: in {_STEPS_UNTIL_EVENT} updates {self._explain_unseen()}")]
+        return [self._make_event(f"{symptom}: in {_STEPS_UNTIL_EVENT} updates {self._explain_missing_rows()}")]
 
     def _find_skipping_scaler(self, is_skipped: bool) -> list[TrainingEvent]:
         """Returns an event at the third step in a row that the GradScaler skips."""
@@ -403,14 +404,14 @@ class OwnLoop:
         scale = float(self._scaler.get_scale())
         words = (
             f"{_STEPS_UNTIL_EVENT} steps in a row had a backward and no update: the GradScaler skips gradients that "
-            f"are not finite. Its scale is {scale:g}; if it keeps falling, the gradients overflow without it, too"
+            f"are not finite. Its scale is {scale:g}; if it keeps falling, the gradients overflow even without it"
         )
         return [self._make_event(words)]
 
     def _make_event(self, words: str) -> TrainingEvent:
         return TrainingEvent(self._name, 0, self._step, UNSEEN, words)
 
-    def _explain_unseen(self) -> str:
+    def _explain_missing_rows(self) -> str:
         parameters = {id(parameter) for parameter in self._module.parameters()}
         if not any(id(parameter) in parameters for parameter in list_parameters(self._habits.optimizer)):
             return "the optimizer changed no parameter of this module. Give fp8bench.watch the module that it trains"

@@ -1,6 +1,6 @@
-"""Builds a user's model for an arm, unchanged or converted, with its batches and, if the user gives one, its
-optimizer. Every arm of a seed reads the same batches, in any order of arms and also after a resume. This needs no
-stored position: a function is called with the number of the step, and an iterable is restarted and read up to it.
+"""Builds a user's model for an arm, unchanged or converted, with its batches and, if the user gives one, its optimizer.
+Every arm of a seed reads the same batches, whichever arm reads first, and also after a resume. No position in the
+batches is stored: a function is called with the number of the batch, and an iterable is restarted and read up to it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fp8bench.workloads.model import copy_target_model
 
 
 class OwnModel(ArmModel):
-    """A copy of the model that a user's function returns. Its batches are numbered by micro-batch. `tokens` is the
-    number of tokens in the last step. If batches have no tokens, it is the number of examples.
+    """A copy of the model that a user's function returns. Its micro-batches are numbered over all steps. `tokens` is
+    the number of tokens in the last step. If batches have no tokens, it is the number of examples.
     """
 
     def build_model(self) -> nn.Module:
@@ -44,8 +44,8 @@ class OwnModel(ArmModel):
         self.has_own_rates = self.user_parts.optimizer is not None
         model = self.user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
-        if not model.training:  # as from_pretrained returns it
+            raise UsageError(f"{self._name}: no parameter of its model requires a gradient, so there is nothing to train.")
+        if not model.training:  # from_pretrained returns models in eval mode
             model.train()
         return model
 
@@ -79,8 +79,8 @@ class OwnModel(ArmModel):
         )
 
     def _find_multiples(self) -> tuple[int, int]:
-        """Returns the numbers of which the sides of native products must be multiples. Returns (1, 1) if products are
-        emulated, or on a CPU.
+        """Returns two numbers of which the contraction and the columns of native matrix products must be multiples.
+        Returns (1, 1) if products are emulated, or on a CPU.
         """
         facts = self.task.facts
         names = (self.precision.mode, *dict(self.settings.precision_map).values())
@@ -89,16 +89,16 @@ class OwnModel(ArmModel):
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
     def make_optimizer(self) -> StepOptimizer:
-        maker = self.user_parts
+        user_parts = self.user_parts
         settings = self.settings
-        if maker.optimizer is not None:
+        if user_parts.optimizer is not None:
             defaults = type(settings)()
             for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
                 if getattr(settings, name) != getattr(defaults, name):
                     raise UsageError(
                         f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
                     )
-            optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
+            optimizer = wrap_own_optimizer(self._name, self.model, user_parts.optimizer, user_parts.schedule, settings.updates)
             self.parameters = dict(optimizer.parameters)
             return optimizer
         for path, parameter in self.parameters.items():
@@ -114,7 +114,7 @@ class OwnModel(ArmModel):
         return super().make_optimizer()
 
     def repeat_steps(self, count: int) -> None:
-        """Prepares to repeat steps, which then read the batches that follow."""
+        """Prepares the model to repeat steps, which then read batches that it has not read before."""
         self._steps_ahead += count
 
     def read_batch(self, step: int, number: int) -> Any:
@@ -147,8 +147,8 @@ class OwnModel(ArmModel):
         yield Validation(*row_key, "held-out", mean, sum(tokens))
 
     def coverage(self) -> Coverage | None:
-        """Returns the share of the model that is converted, counted in a step of an unconverted copy. Returns None if
-        the arm converts nothing.
+        """Returns which share of the model the arm converts. The operations of the model are counted in a step of a
+        copy without conversion. Returns None if the arm converts nothing.
         """
         if self.conversion is None:
             return None
@@ -162,7 +162,7 @@ class OwnModel(ArmModel):
         ).held
         multiple = max(self.precision.multiples)
 
-        # Operations are counted in a step of the unconverted copy, where no layer is replaced.
+        # No layer of the unconverted copy is replaced, so all of its operations are counted.
         batch = unconverted.read_batch(0, 0)
 
         def run_step() -> None:
@@ -182,8 +182,9 @@ _COMPARED_BATCHES = 3
 
 @dataclass(eq=False)
 class OwnBatches:
-    """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end.
-    A function is called with the number. `name` is that of the user's function, and `user_parts` are what it returned.
+    """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end. A
+    function is called with the number. `name` is the name of the user's function, and `user_parts` has what it
+    returned.
     """
 
     name: str
@@ -193,10 +194,10 @@ class OwnBatches:
 
     def __post_init__(self) -> None:
         self._source = self.user_parts.batches
-        self._next, self._reader = 0, self._iterate()
+        self._next, self._reader = 0, self._iterate_batches()
         if self._source is None or callable(self._source):
             return
-        # An iterator can be read once only, but several arms have to read it.
+        # An iterator can only be read once, but several arms have to read the batches.
         is_iterator = iter(self._source) is self._source
         if is_iterator or getattr(self._source, "persistent_workers", False):
             reason = "can be read only once" if is_iterator else "keep their workers, which arms cannot share"
@@ -214,7 +215,7 @@ class OwnBatches:
                     return self._source(number, self.seed)
             # This arm is behind the arm that read last: restart the iterable, and read up to the arm's batch.
             if number < self._next:
-                self._next, self._reader = 0, self._iterate()
+                self._next, self._reader = 0, self._iterate_batches()
             self._next, skipped = number + 1, number - self._next
             return next(islice(self._reader, skipped, None))
         except UsageError:
@@ -222,17 +223,17 @@ class OwnBatches:
         except Exception as error:
             raise UsageError(f"{self.name}: its batch {number} cannot be read: {own_words(error)}.") from error
 
-    def _iterate(self) -> Iterator[Any]:
+    def _iterate_batches(self) -> Iterator[Any]:
         number = 0
-        ended = object()
+        end_marker = object()
         for epoch in count():
             epoch_start = number
             with self._seed_source("epoch", epoch):
                 iterator = iter(self._source)
             while True:
                 with self._seed_source("batch", number):
-                    batch = next(iterator, ended)
-                if batch is ended:
+                    batch = next(iterator, end_marker)
+                if batch is end_marker:
                     break
                 number += 1
                 yield batch
@@ -243,9 +244,9 @@ class OwnBatches:
         return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
-def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
+def read_held_out(name: str, user_parts: Given, facts: DeviceFacts) -> list[Any]:
     """Returns the held-out batches, which are the same in every call. Returns [] if the user's function gives none."""
-    source = maker.held_out
+    source = user_parts.held_out
     if source is None:
         return []
     try:
@@ -258,9 +259,9 @@ def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
-def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
+def check_batches(name: str, user_parts: Given, seed: int, facts: DeviceFacts) -> None:
     """Raises UsageError if a batch is different when it is read again. Otherwise arms would train on different data."""
-    first_reader, second_reader = (OwnBatches(name, maker, seed, facts) for _ in range(2))
+    first_reader, second_reader = (OwnBatches(name, user_parts, seed, facts) for _ in range(2))
     batches = [first_reader.read(number) for number in range(_COMPARED_BATCHES)]
     for number, batch in enumerate(batches):
         if not is_same_batch(batch, second_reader.read(number)):

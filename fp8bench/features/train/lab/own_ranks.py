@@ -33,7 +33,7 @@ def make_store() -> Any:
 
 
 class Ranks:
-    """Merges the rows of all ranks of a watched loop. Without torch.distributed there is a single rank."""
+    """Merges the rows of figures of all ranks of a watched loop. Without torch.distributed there is a single rank."""
 
     def __init__(self) -> None:
         self.rank = self.get_rank()
@@ -42,8 +42,8 @@ class Ranks:
         if self.size > 1:
             self._store = make_store()
         self._sent = 0
-        # On rank 0: batches of rows that wait for the rows of other ranks. Each has its number, its rows, and the
-        # lines after these rows.
+        # On rank 0: batches of rows that wait for the rows of other ranks. Each batch has its number, its rows, and the
+        # lines that follow these rows.
         self._waiting_batches: deque[tuple[int, list[StepRow], Lines]] = deque()
         self._silent_ranks: set[int] = set()
 
@@ -52,7 +52,7 @@ class Ranks:
         return dist.get_rank() if count_ranks() > 1 else 0
 
     def share_norms(self, norms: Sequence[Tensor], tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns this rank's contributions to the norms of tensors over all ranks."""
+        """Returns this rank's contribution to the norm of each tensor over all ranks."""
         if self.size == 1:
             return norms
         return torch._foreach_mul(list(norms), [math.sqrt(self._square_share(tensor)) for tensor in tensors])
@@ -70,8 +70,9 @@ class Ranks:
         return float(math.prod(counts) / self.size / copies)
 
     def join(self, rows: list[StepRow], lines: Lines, is_last: bool = False) -> Lines:
-        """Takes this rank's next rows and lines. On rank 0, returns the lines for which all ranks have sent their
-        part, also those of earlier calls. On other ranks, returns no lines.
+        """Takes the rows and the other lines of this rank since the last call. On rank 0, returns the lines whose rows
+        are complete, which means that all ranks have sent theirs. With `is_last`, waits a while for missing rows. Other
+        ranks send their rows, and return no lines.
         """
         if self._store is None:
             return (*rows, *lines)
@@ -119,8 +120,8 @@ class Ranks:
         return merged
 
     def _join_row(self, row: StepRow, ranks: list[list[float]]) -> StepRow:
-        """Returns a row with the mean loss of all ranks, and with norms over the parts of all ranks. For a rank that
-        is missing, the mean of the other ranks is assumed.
+        """Returns a row with the mean loss of all ranks, and with norms over the parts of all ranks. A missing rank is
+        assumed to have the mean of the others.
         """
         losses, gradients, parameter_norms, ratios = zip(*ranks, strict=True)
         norm_factor = math.sqrt(self.size / len(ranks))

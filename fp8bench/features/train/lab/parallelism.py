@@ -31,8 +31,8 @@ from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
 
 # At most this many gradient values are sent in one message.
 _MAX_SENT_ELEMENTS = 1 << 24
-# At most this many values of sharded weights or gradients are sent in one message. The number is lower, because a
-# full gradient is freed once it is sent.
+# At most this many values of sharded weights or gradients are sent in one message. This limit is the lower one, because
+# a full gradient is freed once it is sent.
 _MAX_SHARDED_ELEMENTS = 1 << 22
 _DIGESTED_ELEMENTS = 1 << 20
 
@@ -48,7 +48,7 @@ class SingleRank:
     part_number = rank = 0
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Returns a layer's arithmetic, changed so that its scales depend on the largest magnitudes on all ranks."""
+        """Returns a layer's arithmetic, with scales that depend on the largest magnitudes on all ranks."""
         return arithmetic
 
     def cut_model(self, model: LanguageModel) -> None:
@@ -78,7 +78,8 @@ class SingleRank:
         return list(norms)
 
     def select_stored_values(self, values: Sequence[T]) -> list[T]:
-        """Returns the values of the parameters that this rank stores. `values` has one value per parameter."""
+        """Returns the values that belong to the parameters that this rank stores. `values` has one value per parameter.
+        """
         return list(values)
 
     def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
@@ -139,9 +140,9 @@ def digest_tensors(tensors: Iterable[Tensor]) -> int:
 
 class FullySharded(DataParallel):
     """Every rank reads an equal part of every micro-batch, and stores and updates an equal number of rows of each
-    weight. Rows are padded with zeros if they cannot be divided equally. Full weights exist only during a step.
-    Unlike torch's fully_shard, this class does not divide modules or use DTensors. So a step casts every weight only
-    once, and checkpoints and AdamW's kernels work on ordinary tensors.
+    weight. Rows of zeros are added if the rows cannot be divided equally. Full weights exist only during a step. Unlike
+    torch's fully_shard, this class does not divide modules or use DTensors. So a step casts every weight only once, and
+    checkpoints and AdamW's kernels work on ordinary tensors.
     """
 
     def divide_parameters(self, parameters: Parameters) -> Parameters:
@@ -190,7 +191,7 @@ class FullySharded(DataParallel):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
-        """Gives each rank the mean gradient of its rows, and frees the gradients of full parameters."""
+        """Gives each rank the mean gradient of the rows that it stores, and frees the gradients of full parameters."""
         with phase.communication:
             for bucket in self._buckets:
                 rows_by_rank = torch.cat(
@@ -216,7 +217,7 @@ class FullySharded(DataParallel):
 
 class TensorParallel(SeveralRanks):
     """Each rank has some heads and hidden features of every block, and reads complete batches. Between the parts of a
-    block, all ranks have the same values, bit for bit. So a wrong sum on one rank is detected.
+    block, all ranks have bit-identical values. So a wrong sum on one rank is detected.
     """
 
     def __init__(self, group: RankGroup, config: GPTConfig) -> None:
@@ -224,8 +225,8 @@ class TensorParallel(SeveralRanks):
         self._config = config
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Makes the scales of divided tensors depend on all ranks. All other tensors are the same on every rank, so
-        their scales are too.
+        """Makes the scales of divided tensors depend on all ranks. All other tensors, and therefore their scales, are
+        equal on all ranks.
         """
         dimension = find_cut(f"{layer}.weight", self._config)
         roles = cut_roles(dimension) if dimension is not None else tuple(Role) if ".core." in layer else ()
@@ -310,8 +311,8 @@ class ZeroTensors(FullySharded):
         gradients.store_gradients()
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
-        """Returns each norm from the rank that owns the weight. `norms` may have several figures per parameter: all
-        parameters' first figure, then all parameters' second one.
+        """Returns the norm of every weight, which only the owner of the weight knows. `norms` has one or several
+        figures of each stored weight: first one figure of all weights, then the next figure of all weights.
         """
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
         all_squares = squares.new_zeros(len(squares), len(self._full_weights))
@@ -320,7 +321,9 @@ class ZeroTensors(FullySharded):
 
 
 class BF16Group(RankGroup):
-    """Sends each number in at most 16 bits. Returns the received numbers in the dtype of the given ones."""
+    """Sends numbers of more than 16 bits as bfloat16. Returns the received numbers in the dtype of the numbers that
+    were sent.
+    """
 
     def all_parts(self, x: Tensor) -> Tensor:
         return super().all_parts(_to_16_bits(x)).to(x.dtype)
@@ -361,7 +364,7 @@ class SequenceParallel(TensorParallel):
         )
 
     def divide_parameters(self, parameters: Parameters) -> Parameters:
-        """Returns this rank's part of the parameters. Norms inside blocks see only this rank's tokens, so their
+        """Returns this rank's part of the parameters. Norm layers inside blocks see only this rank's tokens, so their
         gradients are summed over ranks.
         """
         block_parameters = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 def _gather_answers(answer: Any) -> list[Any]:
     """Returns the answers of all ranks, in the order of ranks."""
-    from fp8bench.nn.parallel.exchanges import gather_answers  # imports torch
+    from fp8bench.nn.parallel.exchanges import gather_answers  # importing this module imports torch
 
     return gather_answers(answer)
 
@@ -61,7 +61,7 @@ class RankLab(RankBench, Lab):
         """Returns this rank's lines, with digests of everything that must be equal on all ranks."""
         lines = super().advance(arm, steps)
         trainer = self._get_trainer(arm)
-        # Once per call is enough: a rank whose weights differ in one step keeps different weights. An error that is
+        # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. An error that is
         # equal on all ranks is not found here. Tests compare ranks with one process for that.
         equal_figures = (
             ("the number of steps", trainer.step),
@@ -100,14 +100,14 @@ class RankLab(RankBench, Lab):
         return answer
 
 
-# Figures of a tensor that is divided among ranks. The first figures are merged by the mean of the ranks' values, the
-# others by the largest value.
+# Figures of a tensor that is divided among ranks. The first list is merged by the mean of the ranks' values, the second
+# by their maximum.
 _AVERAGED = ("zeros", "underflow", "saturated", "not_finite")
 _MAXIMISED = ("amax", "largest_scale", "lag", "drift")
 
 
 def _merge_rank_lines(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
-    """Merges the lines that all ranks return for the same steps, after checks that the ranks train the same model."""
+    """Checks that the ranks train the same model, and merges the lines that they return for the same steps."""
     # Every rank is compared with rank 0, and the error names the rank that differs.
     for rank, answer in enumerate(answers):
         for (name, expected), (_, digest) in zip(answers[0].same, answer.same, strict=True):
@@ -117,8 +117,8 @@ def _merge_rank_lines(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
 
 
 def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
-    """Returns the memory of the rank that uses most, and the memory of each rank. If the memory of a rank is unknown,
-    returns the reason instead.
+    """Returns the cost of the rank that uses most memory, with the memory of every rank. If the memory of a rank is
+    unknown, returns the cost of that rank, which has the reason.
     """
     combined = merge_memory([answer.memory or answer.why for answer in answers])
     if isinstance(combined, str):
@@ -154,8 +154,8 @@ def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
 
 
 def _merge_readings(parts: Sequence[LayerReading]) -> LayerReading:
-    """Merges the readings of a tensor of which each rank holds an equal part. If the readings of all ranks are equal,
-    returns one of them unchanged.
+    """Merges the readings of a tensor whose equal parts are on different ranks. If all ranks have the same reading,
+    returns it unchanged.
     """
     first_reading = parts[0]
     if all(part == first_reading for part in parts):
@@ -200,8 +200,8 @@ def _merge_figures(parts: Sequence[StepFigure]) -> StepFigure:
 
 
 def _merge_events(parts: Sequence[TrainingEvent]) -> TrainingEvent:
-    """Returns the event that all ranks have. If their events differ, returns that of the first rank that names a
-    layer.
+    """Returns the event that all ranks have. If the ranks' events differ, returns the event of the first rank that
+    names a layer.
     """
     if all(part == parts[0] for part in parts):
         return parts[0]

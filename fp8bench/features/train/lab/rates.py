@@ -33,13 +33,13 @@ PATIENCE = 2
 
 
 class RateSchedule:
-    """Computes which share of the full learning rate each step has. For this it schedules a separate optimizer whose
-    full rate is 1.
+    """Computes which share of the full learning rate each step has. A torch scheduler changes the rate of a separate
+    optimizer, whose full rate is 1.
     """
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
-        # A torch scheduler changes the rate of an optimizer, so it gets an optimizer with one empty parameter.
         schedule_name, keys = parse_schedule(settings.schedule)
+        # torch accepts no optimizer without parameters, so this one has an empty parameter.
         self._optimizer = SGD([torch.empty(0)], lr=1.0)
         self._scheduler = _make_scheduler(self._optimizer, schedule_name, keys["warmup"], keys.get("floor", 0.0), steps)
         self._plateau: ReduceLROnPlateau | None = None
@@ -47,11 +47,11 @@ class RateSchedule:
             self._plateau = ReduceLROnPlateau(self._optimizer, factor=0.5, patience=PATIENCE, min_lr=keys["floor"])
 
     def rate_share(self, step: int) -> float:
-        """Returns the share of the full rate in a step, counted from 0. Steps have to be asked for in order. A step
-        that is repeated gets the share of the latest step.
+        """Returns the share of the full rate in a step, counted from 0. Steps have to be requested in order. A repeated
+        step gets the share of the latest step.
         """
         while self._scheduler.last_epoch < step:
-            self._optimizer.step()  # this changes no weight, but torch warns if a scheduler steps before its optimizer
+            self._optimizer.step()  # changes no weight; torch warns if a scheduler steps before its optimizer
             self._scheduler.step()
         return float(self._optimizer.param_groups[0]["lr"])
 
@@ -79,9 +79,9 @@ def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, step
     warm-up instead, which rises from 1/25 of the rate along a cosine.
     """
     if name == "one-cycle" and warmup * steps > 1:
-        final = 1 / (25 * floor) if floor else math.inf
+        final_divisor = 1 / (25 * floor) if floor else math.inf
         return OneCycleLR(
-            optimizer, 1.0, total_steps=steps, pct_start=warmup, final_div_factor=final, cycle_momentum=False
+            optimizer, 1.0, total_steps=steps, pct_start=warmup, final_div_factor=final_divisor, cycle_momentum=False
         )
     warmup_steps = 0 if name == "one-cycle" else round(warmup * steps)
     decay_steps = max(1, steps - 1 - warmup_steps)
@@ -123,7 +123,7 @@ _KINDS_BY_PART = {"attn": "attn", "first": "conv", "second": "conv"}
 
 
 def _find_layer_kind(name: str, dimensions: int) -> str:
-    """Returns the kind of a parameter. Unlike `find_parameter_kind`, it tells kinds of layers apart: 'attn', 'conv'
+    """Returns the kind of a parameter. Unlike `find_parameter_kind`, it distinguishes kinds of layers: 'attn', 'conv'
     or 'mlp' instead of 'layer'.
     """
     kind = find_parameter_kind(name, dimensions)
@@ -135,9 +135,9 @@ def _find_layer_kind(name: str, dimensions: int) -> str:
 
 
 def find_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """Returns the factor by which `rates` multiplies a parameter's learning rate. An entry for the parameter's path
-    counts first, and among these the longest prefix. Then an entry for its kind of layer counts, and then one for its
-    kind of parameter.
+    """Returns the factor by which `rates` multiplies a parameter's learning rate: that of the longest prefix of the
+    parameter's path. If no prefix has a factor, returns that of the parameter's kind of layer, or else of its kind, or
+    else 1.
     """
     factor_by_name = dict(rates)
     prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]

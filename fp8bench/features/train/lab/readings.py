@@ -1,6 +1,6 @@
-"""Computes figures of one tensor and of its rounding. They are computed on the tensor's device, and the host reads
-them once per step. Values that are not finite are counted, and left out of all other figures. docs/watching.md
-defines the figures.
+"""Computes figures of one tensor and of its rounding. They are computed on the tensor's device, and the host reads them
+once per step. Values that are not finite are counted, and left out of all other figures. docs/watching.md defines the
+figures.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from fp8bench.units import EXACT_DB
 # Figures by name. A figure is a number on the host, or a tensor without dimensions on the device.
 Number = float | Tensor
 Figures = dict[str, Number]
-Integers = npt.NDArray[np.signedinteger[Any]]
+IntegerArray = npt.NDArray[np.signedinteger[Any]]
 
-# The bits of a float32 infinity. Those of NaN are larger.
-_INFINITY = 0x7F800000
+# The bits of a float32 infinity as an integer. The bits of NaN are a larger integer.
+_INFINITY_BITS = 0x7F800000
 # A value counts as saturated if it exceeds the format's limit by more than this factor. The slack allows for the
 # rounding of a float32 scale and its inverse.
 _SATURATION_SLACK = 1 + 2.0**-21
 _FORMAT_BY_LARGEST = {fmt.largest: fmt for fmt in FORMATS.values()}
 # For values between these magnitudes, float32 can hold their squares and the sums of squares over a row.
 _SAFE_MAGNITUDES = (2.0**-45, 2.0**45)
-# On a CPU this many values are processed at a time, so that they stay in its cache.
-_CHUNK = 1 << 19
+# On a CPU this many values are processed at a time, so that they fit into its cache.
+_CPU_CHUNK_VALUES = 1 << 19
 # On a GPU this many values are processed at a time: 256 MiB of float32.
-_PIECE = 1 << 26
-_CARRIERS = {torch.bfloat16: BF16, torch.float16: FP16}
+_GPU_PIECE_VALUES = 1 << 26
+_CARRIER_FORMATS = {torch.bfloat16: BF16, torch.float16: FP16}
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ def dense_values(gradient: Tensor) -> Tensor:
 
 def describe_cast(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role) -> TensorCast:
     if operand.data.dtype == source.dtype and operand.data.data_ptr() == source.data_ptr():
-        return TensorCast(_CARRIERS.get(source.dtype))
+        return TensorCast(_CARRIER_FORMATS.get(source.dtype))
     rounded = arithmetic.restore(operand, torch.float32)
     if isinstance(arithmetic, RecipeArithmetic):
         treatment = arithmetic.treatments[role]
         return TensorCast(treatment.fmt, treatment.scaling, arithmetic.last_scale(role), rounded)
-    return TensorCast(_CARRIERS.get(operand.data.dtype), rounded=rounded)
+    return TensorCast(_CARRIER_FORMATS.get(operand.data.dtype), rounded=rounded)
 
 
 def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
@@ -98,15 +98,15 @@ def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
 
 
 def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
-    """Returns the figures of a tensor on a CPU. Returns None if some values are not finite, very large or very small,
-    because sums of their squares are not exact in float32.
+    """Returns the figures of a tensor on a CPU, and of its `rounded` values, if there are any. Returns None if some
+    values are not finite, very large or very small, because sums of their squares are not exact in float32.
     """
     is_bfloat16 = x.dtype == torch.bfloat16
-    infinity = _INFINITY >> 16 if is_bfloat16 else _INFINITY
-    smallest, largest, nonzero, vanished, squares, total, noise = infinity, 0, 0, 0, 0.0, 0.0, 0.0
-    chunks = _split_chunks(x)
-    rounded_chunks = [None] * len(chunks) if rounded is None else _split_chunks(rounded)
-    for chunk, rounded_chunk in zip(chunks, rounded_chunks, strict=True):
+    infinity_bits = _INFINITY_BITS >> 16 if is_bfloat16 else _INFINITY_BITS
+    smallest, largest, nonzero, vanished, square_sum, total, noise = infinity_bits, 0, 0, 0, 0.0, 0.0, 0.0
+    value_chunks = _split_chunks(x)
+    rounded_chunks = [None] * len(value_chunks) if rounded is None else _split_chunks(rounded)
+    for chunk, rounded_chunk in zip(value_chunks, rounded_chunks, strict=True):
         values = chunk.to(torch.float32)
         bits = _view_bits(chunk if is_bfloat16 else values)
         low, high = _find_extremes(bits)
@@ -116,23 +116,23 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
             nonzero += int(torch.count_nonzero(values))
             low = _find_smallest_nonzero(bits)
         smallest, largest = min(smallest, low), max(largest, high)
-        squares += torch.dot(values, values).item()
+        square_sum += torch.dot(values, values).item()
         total += values.sum().item()
         if rounded_chunk is not None:
             rounded_values = rounded_chunk.to(torch.float32)
             rounded_low, rounded_high = _find_extremes(_view_bits(rounded_values))
-            if rounded_high >= _INFINITY:
+            if rounded_high >= _INFINITY_BITS:
                 return None
             if not rounded_low:
                 vanished += int(torch.count_nonzero((values != 0) & (rounded_values == 0)))
             difference = rounded_values - values
             noise += torch.dot(difference, difference).item()
-    count, amax = x.numel(), _float_from_bits(largest, is_bfloat16)
-    # Where squares overflow or underflow float32, `_count_figures` is needed.
+    count, amax = x.numel(), _make_float_from_bits(largest, is_bfloat16)
+    # Only `_count_figures` can measure a tensor whose squares overflow or underflow float32.
     if amax and not _SAFE_MAGNITUDES[0] < amax < _SAFE_MAGNITUDES[1]:
         return None
     mean = total / count
-    variance = squares / count - mean**2
+    variance = square_sum / count - mean**2
     if variance < mean**2:  # the difference of two nearly equal numbers loses its digits
         return None
     figures: Figures = {
@@ -140,23 +140,23 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
         "finite": count,
         "nonzero": nonzero,
         "amax": amax,
-        "smallest": _float_from_bits(smallest, is_bfloat16) if nonzero else 0.0,
+        "smallest": _make_float_from_bits(smallest, is_bfloat16) if nonzero else 0.0,
         "mean": mean,
         "variance": variance,
         "kept": count,
     }
     if rounded is not None:
-        figures |= {"signal": math.sqrt(squares), "noise": math.sqrt(noise), "vanished": vanished}
+        figures |= {"signal": math.sqrt(square_sum), "noise": math.sqrt(noise), "vanished": vanished}
     return figures
 
 
 def _count_figures(x: Tensor, rounded: Tensor | None) -> Figures:
-    """Returns the figures of any tensor. Needs few kernels, and never waits for the device to read a number. Large
-    tensors are processed in pieces.
+    """Returns the figures of any tensor, and of its `rounded` values, if there are any. Needs few kernels, and never
+    waits for the device to read a number. Large tensors are processed in pieces.
     """
-    rows = max(1, _PIECE // x.shape[1])
-    slices = [slice(top, top + rows) for top in range(0, len(x), rows)]
-    pieces = [_measure_piece(x[place], None if rounded is None else rounded[place]) for place in slices]
+    rows = max(1, _GPU_PIECE_VALUES // x.shape[1])
+    row_slices = [slice(top, top + rows) for top in range(0, len(x), rows)]
+    pieces = [_measure_piece(x[place], None if rounded is None else rounded[place]) for place in row_slices]
     return pieces[0] if len(pieces) == 1 else _merge_pieces(pieces)
 
 
@@ -189,21 +189,21 @@ def _measure_piece(x: Tensor, rounded: Tensor | None) -> Figures:
 
 
 def _merge_pieces(parts: Sequence[Figures]) -> Figures:
-    stacked: dict[str, Tensor] = {}
+    stacked_figures: dict[str, Tensor] = {}
     for name in parts[0].keys() - {"count"}:
-        stacked[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
+        stacked_figures[name] = torch.stack([torch.as_tensor(part[name]) for part in parts])
     counts = [float(part["count"]) for part in parts]
-    shares = torch.tensor(counts, dtype=torch.float64, device=stacked["mean"].device) / sum(counts)
-    mean = (shares * stacked["mean"]).sum()
-    merged: Figures = {"count": sum(counts), "mean": mean}
-    merged["variance"] = (shares * (stacked["variance"] + (stacked["mean"] - mean).square())).sum()
-    combine = {
+    shares = torch.tensor(counts, dtype=torch.float64, device=stacked_figures["mean"].device) / sum(counts)
+    mean = (shares * stacked_figures["mean"]).sum()
+    merged_moments: Figures = {"count": sum(counts), "mean": mean}
+    merged_moments["variance"] = (shares * (stacked_figures["variance"] + (stacked_figures["mean"] - mean).square())).sum()
+    merge_by_name = {
         "amax": torch.amax,
         "smallest": torch.amin,
         "signal": torch.linalg.vector_norm,
         "noise": torch.linalg.vector_norm,
     }
-    return {name: combine.get(name, torch.sum)(value) for name, value in stacked.items()} | merged
+    return {name: merge_by_name.get(name, torch.sum)(value) for name, value in stacked_figures.items()} | merged_moments
 
 
 def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast) -> Figures:
@@ -217,39 +217,39 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     if cast.scale is not None:
         saturation_limit = saturation_limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
-    # a scale computed from the tensor: 1 if it is not finite, otherwise nothing saturates
+    # A scale that is computed from a tensor is 1 if the tensor is not finite. Otherwise no value saturates.
     elif cast.scaling is not None:
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         saturation_limit = saturation_limit if amax is None else math.inf
     return figures | {
-        "saturated": 0 if amax is not None and amax <= saturation_limit else _count_beyond(x.abs(), saturation_limit)
+        "saturated": 0 if amax is not None and amax <= saturation_limit else _count_values_beyond(x.abs(), saturation_limit)
     }
 
 
 def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -> Figures:
-    """Returns how much of a format's range the values use, for scales that each cover a block of values. Blocks of
-    zeros are left out. Scales that round all values of their block to zero are left out too.
+    """Returns how much of a format's range the values use, if each block of values has a scale. Blocks of zeros are
+    left out, and so are scales that round all values of their block to zero.
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
     is_usable = (steps > 0) & (steps < math.inf)
-    is_used = is_usable & (blocks.peaks > 0)
-    fullest = torch.where(is_usable & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
-    saturated: Number = 0
-    if not is_on_cpu or float(fullest) > _SATURATION_SLACK:
-        saturated = _count_beyond(
+    has_values = is_usable & (blocks.peaks > 0)
+    largest_share = torch.where(is_usable & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
+    saturated_count: Number = 0
+    if not is_on_cpu or float(largest_share) > _SATURATION_SLACK:
+        saturated_count = _count_values_beyond(
             blocks.magnitudes, torch.where(is_usable, steps * (fmt.largest * _SATURATION_SLACK), math.inf)
         )
     return {
-        "fullest": fullest,
-        "saturated": saturated,
-        "octaves": torch.where(is_used, -steps.log2(), 0.0).sum() / is_used.sum(),  # the mean exponent
-        "largest_step": torch.where(is_used, steps, 0.0).amax(),
-        "least_step": torch.where(is_used, steps, math.inf).amin(),
+        "fullest": largest_share,
+        "saturated": saturated_count,
+        "octaves": torch.where(has_values, -steps.log2(), 0.0).sum() / has_values.sum(),  # the mean of the scales' log2
+        "largest_step": torch.where(has_values, steps, 0.0).amax(),
+        "least_step": torch.where(has_values, steps, math.inf).amin(),
     }
 
 
-def _count_beyond(magnitudes: Tensor, limits: Number) -> Tensor:
+def _count_values_beyond(magnitudes: Tensor, limits: Number) -> Tensor:
     return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
 
 
@@ -258,55 +258,57 @@ def largest_output(x: Tensor) -> Number:
     if not is_read_at_once(x) or not x.numel():
         return largest_magnitude(x)
     values = x.detach().to(torch.float32).flatten()
-    return _float_from_bits(_find_extremes(_view_bits(values))[1])
+    return _make_float_from_bits(_find_extremes(_view_bits(values))[1])
 
 
 def _split_chunks(x: Tensor) -> Sequence[Tensor]:
     flat = x.detach().flatten()
-    # Most tensors are a single chunk, and splitting takes as long as all figures of a small tensor.
-    return torch.split(flat, _CHUNK) if len(flat) > _CHUNK else (flat,)
+    # Most tensors fit into a single chunk. Calling torch.split would take as long as all figures of a small tensor.
+    return torch.split(flat, _CPU_CHUNK_VALUES) if len(flat) > _CPU_CHUNK_VALUES else (flat,)
 
 
-def _view_bits(values: Tensor) -> Integers:
-    # Tensor.numpy() would forbid to resize the storage, as FSDP does.
+def _view_bits(values: Tensor) -> IntegerArray:
+    # After Tensor.numpy(), the storage could not be resized, as FSDP does.
     bits: Any = np.from_dlpack(values.view(torch.int16 if values.element_size() == 2 else torch.int32))
     return bits  # type: ignore[no-any-return]
 
 
-def _find_extremes(bits: Integers) -> tuple[int, int]:
+def _find_extremes(bits: IntegerArray) -> tuple[int, int]:
     """Returns the smallest and the largest magnitude of floats that are viewed as signed integers. Magnitudes are
     compared as integers, without the highest bit, which is the sign. On a CPU this is several times as fast as
     computing magnitudes, and needs no memory.
     """
     sign = 1 << (8 * bits.itemsize - 1)
     # All negative floats come after the positive ones as unsigned integers, and before them as signed ones.
-    unsigned = bits.view(f"u{bits.itemsize}")
-    smallest = min(int(np.minimum.reduce(unsigned)), int(np.minimum.reduce(bits)) + sign)
-    largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned)) - sign)
+    unsigned_bits = bits.view(f"u{bits.itemsize}")
+    smallest = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign)
+    largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign)
     return smallest, largest
 
 
-def _find_smallest_nonzero(bits: Integers) -> int:
-    """Returns the smallest magnitude that is not zero, of floats viewed as signed integers; a large one for zeros."""
+def _find_smallest_nonzero(bits: IntegerArray) -> int:
+    """Returns the smallest magnitude above 0 of floats that are viewed as signed integers. Returns a large integer if
+    all are 0.
+    """
     magnitudes = (bits & np.iinfo(bits.dtype).max).view(f"u{bits.itemsize}")
     # Subtracting 1 turns a zero into the largest integer.
     return int(np.minimum.reduce(magnitudes - 1)) + 1
 
 
-def _float_from_bits(bits: int, is_bfloat16: bool = False) -> float:
+def _make_float_from_bits(bits: int, is_bfloat16: bool = False) -> float:
     value: float = struct.unpack("=f", struct.pack("=I", bits << 16 if is_bfloat16 else bits))[0]
     return value
 
 
 def _transfer_numbers(tensors: Sequence[Tensor]) -> list[float]:
-    # Converting each number takes a kernel, so numbers are first joined by their type.
-    places_by_type: dict[torch.dtype, list[int]] = {}
+    # Converting each number would take a kernel, so numbers of the same dtype are stacked first.
+    indices_by_dtype: dict[torch.dtype, list[int]] = {}
     for place, tensor in enumerate(tensors):
-        places_by_type.setdefault(tensor.dtype, []).append(place)
-    joined = [torch.stack([tensors[place] for place in places]) for places in places_by_type.values()]
-    numbers = torch.cat([some.to(torch.float64) for some in joined]).tolist()
-    by_place = dict(zip(chain.from_iterable(places_by_type.values()), numbers, strict=True))
-    return [by_place[place] for place in range(len(tensors))]
+        indices_by_dtype.setdefault(tensor.dtype, []).append(place)
+    stacked_numbers = [torch.stack([tensors[place] for place in places]) for places in indices_by_dtype.values()]
+    numbers = torch.cat([some.to(torch.float64) for some in stacked_numbers]).tolist()
+    number_by_index = dict(zip(chain.from_iterable(indices_by_dtype.values()), numbers, strict=True))
+    return [number_by_index[place] for place in range(len(tensors))]
 
 
 def read_figures(figures: Sequence[Mapping[Any, Number]]) -> list[dict[Any, float]]:
@@ -333,14 +335,14 @@ def make_reading(
     if not count:
         return LayerReading(arm, seed, step, layer, role, 0.0, 0.0, 0.0, 0.0, 0.0)
     amax, finite = figures["amax"], figures["finite"]
-    mean, deviation = _finite_moments(figures)
+    mean, deviation = _compute_finite_moments(figures)
     scale = _find_scale(figures)
     ratio = scale / scale_before if scale_before else 0.0
     drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     has_block_scales = bool(figures.get("largest_step"))
     has_own_scale = (
         "own_scale" in figures and finite == count
-    )  # a scale that was computed from finite values lets no value saturate
+    )  # a scale that was computed from finite values makes no value saturate
     return LayerReading(
         arm,
         seed,
@@ -359,17 +361,17 @@ def make_reading(
         drift,
         figures.get("vanished", 0) / count,
         0.0 if has_own_scale else figures.get("saturated", 0) / count,
-        _signal_to_noise(figures),
+        _compute_signal_to_noise(figures),
         (count - figures["kept"]) / count,
     )
 
 
-def _finite_moments(figures: Mapping[str, float]) -> tuple[float, float]:
-    """Returns the mean and the deviation of the finite values; NaN if there are none. In the given `figures`, all
-    other values count as 0.
+def _compute_finite_moments(figures: Mapping[str, float]) -> tuple[float, float]:
+    """Returns the mean and the deviation of the finite values; NaN if there are none. The moments in `figures` count
+    all other values as 0.
     """
     count, finite = figures["count"], figures["finite"]
-    if not finite or figures["variance"] == math.inf:  # the squares overflow float32
+    if not finite or figures["variance"] == math.inf:  # the squares of the values overflow float32
         return math.nan, math.nan
     mean = figures["mean"] * count / finite
     if finite == count:
@@ -378,8 +380,8 @@ def _finite_moments(figures: Mapping[str, float]) -> tuple[float, float]:
 
 
 def _find_scale(figures: Mapping[str, float]) -> float:
-    """Returns the factor by which values were multiplied before rounding. If each block has a scale, returns their
-    geometric mean. Without a scale, returns 1.
+    """Returns the factor by which values were multiplied before rounding: the geometric mean if each block has a scale,
+    and 1 if there is no scale.
     """
     if "own_scale" in figures and figures["finite"] == figures["count"]:
         rounding = ScaleRounding.POWER_OF_TWO if figures["own_scale"] else ScaleRounding.EXACT
@@ -388,20 +390,20 @@ def _find_scale(figures: Mapping[str, float]) -> float:
     return figures.get("scale", 2.0**octaves if math.isfinite(octaves) else 1.0)
 
 
-def _find_lag(fullest: float) -> float | None:
-    """Returns by how many octaves values go beyond a format's range; negative if they leave room. `fullest` is their
-    largest share of the range. Returns None if it is 0 or not finite. A share just above 1 comes from rounding, and
-    counts as 1.
+def _find_lag(largest_share: float) -> float | None:
+    """Returns log2 of `largest_share`, which is the largest magnitude divided by the largest value of its format. It is
+    negative if values leave a part of the range unused. A share just above 1 comes from rounding, and counts as 1.
+    Returns None if the share is 0 or not finite.
     """
-    if not 0 < fullest < math.inf:
+    if not 0 < largest_share < math.inf:
         return None
-    return 0.0 if 1 < fullest <= _SATURATION_SLACK else math.log2(fullest)
+    return 0.0 if 1 < largest_share <= _SATURATION_SLACK else math.log2(largest_share)
 
 
-def _signal_to_noise(figures: Mapping[str, float]) -> float | None:
+def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:
     if not 0 < figures.get("signal", 0.0) < math.inf:
         return None
-    # doubled, because `to_decibels` expects squares, and these are norms
+    # Doubled, because `to_decibels` expects squares, but these figures are norms.
     return min(2 * to_decibels(figures["signal"], figures["noise"]), EXACT_DB)
 
 
@@ -412,8 +414,8 @@ _KIB = 1024
 
 
 def max_attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Returns the largest score, q k / sqrt(head width), that enters softmax in the first sequence. Several heads of
-    queries may share keys.
+    """Returns the largest score, q k / sqrt(head width), that enters softmax in the first sequence. If there are fewer
+    heads of keys than of queries, several heads of queries share keys.
     """
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):
@@ -421,7 +423,7 @@ def max_attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     largest = torch.zeros((), device=q.device)
     for start in range(0, q.shape[2], _QUERIES_PER_PASS):
         scores = queries[:, start : start + _QUERIES_PER_PASS] @ keys.transpose(-1, -2)
-        # Masked scores become 0.
+        # `tril_` sets masked scores to 0.
         largest = torch.maximum(largest, largest_magnitude(scores.tril_(start) if causal else scores))
     return largest / math.sqrt(q.shape[-1])
 
@@ -461,8 +463,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def measure_peak_bytes(device: torch.device) -> int:
-    """Returns a peak of memory in bytes. On a GPU, it is the peak of tensors since `reset_peak_memory`. On a CPU, it
-    is the peak of the process since its start.
+    """Returns a peak of memory in bytes. On a GPU, it is the peak since `reset_peak_memory` of the bytes that tensors
+    use. On a CPU, it is the peak of the process since its start.
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))

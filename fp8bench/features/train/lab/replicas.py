@@ -31,8 +31,9 @@ class Replicas:
         self._once_equal: set[int] = set()
 
     def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], Number]:
-        """Returns how many ranks now have other weights than this rank, under the name of the first such rank. Ranks
-        that hold different parts of a model are not counted, because their weights were never equal.
+        """Returns the number of ranks whose weights now differ from this rank's, as a figure with the name of the first
+        of these ranks. Ranks that hold different parts of a model are not counted, because their weights were never
+        equal.
         """
         if self._store is None:
             return {}
@@ -54,17 +55,18 @@ class Replicas:
         return rank in self._once_equal
 
 
-# How many steps the sums stay in the store, and the relative difference that rounding on two devices may cause.
+# The number of sums that each rank has in the store, and the relative difference that rounding on two devices may
+# cause.
 _STORED_STEPS, _ROUNDING = 4, 1e-7
 
 
-# The integers whose bits are those of a float of this many bytes.
+# Integer types by their number of bytes. A float is viewed as the integer type of its size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_weights(weights: Sequence[Tensor]) -> Tensor:
-    """Returns a number that almost surely changes if any bit of the weights does. Integers are added several times as
-    fast as float64.
+    """Returns a number that almost surely changes if any bit of the weights does. The bits are added as integers, which
+    is several times as fast as adding float64.
     """
     bits = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int32) for tensor in weights]
     return _weigh(torch.stack(bits))
@@ -75,7 +77,7 @@ def _sum_weights(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _weigh(sums: Tensor) -> Tensor:
-    """Adds sums with a factor each, so that two exchanged tensors give another number."""
+    """Returns the sum with a different factor for each element, so that exchanging two tensors changes the result."""
     sums = sums.to(torch.float64)
     return (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 

@@ -44,10 +44,10 @@ class ScriptLoops:
         for loop in self._loops:
             if not parameters <= loop.parameters:
                 continue
-            # An optimizer inside a larger one steps along with it, as in ZeroRedundancyOptimizer.
+            # An optimizer inside another one steps during its step, as in ZeroRedundancyOptimizer.
             if loop.watched.is_updating:
                 return
-            # A new optimizer of the same parameters replaces the old one, as in a second phase of training.
+            # A new optimizer of the same parameters replaces their old optimizer, as in a second phase of training.
             loop.stack.close()
         self._watch(optimizer)
 
@@ -57,12 +57,13 @@ class ScriptLoops:
             loop.stack.close()
 
     def report(self) -> None:
-        """Prints for each stream where its page is, or the command that would write the page."""
+        """Prints where the page of each stream is. If a page cannot be written, prints the command that would write it.
+        """
         for loop in self._loops[:_MAX_REPORTED]:
             path = short_path(loop.path)
             if loop.steps:
-                shown = _write_page(loop.path, self._store) or f"fp8bench report {path}"
-                self._print_line(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {shown}")
+                page_path = _write_page(loop.path, self._store) or f"fp8bench report {path}"
+                self._print_line(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {page_path}")
             else:
                 self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_ADVICE}")
         if len(self._loops) > _MAX_REPORTED:
@@ -111,8 +112,8 @@ _ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(
 
 
 class _WatchedLoop:
-    """A watched loop with its stream. `steps` counts the steps up to the last one with a row. `parameters` are the
-    ids of the parameters that the loop trains.
+    """A watched loop with its stream. `steps` is the number of steps up to the last one that has a row. `parameters`
+    are the ids of the parameters that the loop trains.
     """
 
     watched: OwnLoop
@@ -135,29 +136,29 @@ def _write_page(stream: Path, store: Path) -> str:
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Returns the outermost module that holds all parameters of an optimizer, but no parameters of other optimizers."""
-    trained = set(map(id, list_parameters(optimizer)))
+    trained_ids = set(map(id, list_parameters(optimizer)))
     modules: list[nn.Module] = _list_instances(nn.Module)
     other_parameters = set[int]()
     for other in _list_instances(torch.optim.Optimizer):
         # A wrapper around an optimizer has the same parameters.
         with suppress(AttributeError):
             parameters = set(map(id, list_parameters(other)))
-            other_parameters |= parameters - trained
+            other_parameters |= parameters - trained_ids
     # 1. Find the smallest module that holds all parameters.
     parameters_by_module = {module: set(map(id, module.parameters())) for module in modules}
-    holders = [module for module, parameters in parameters_by_module.items() if parameters >= trained]
+    holders = [module for module, parameters in parameters_by_module.items() if parameters >= trained_ids]
     if not holders:
         return None
-    module_found = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Go on to its parents, unless they hold parameters of other optimizers. Always go on from a list of layers,
-    # because a list is never called.
-    while parents := [module for module in holders if any(child is module_found for child in module.children())]:
+    trained_module = min(holders, key=lambda module: sum(1 for _ in module.modules()))
+    # 2. Go on to a parent of that module, unless it holds parameters of other optimizers. Always go on from a list of
+    # layers, because a list is never called.
+    while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
         parent = min(parents, key=lambda module: len(parameters_by_module[module]))
-        is_called = type(module_found).forward is not nn.Module.forward
+        is_called = type(trained_module).forward is not nn.Module.forward
         if is_called and (parameters_by_module[parent] & other_parameters or _is_lightning(parent)):
             break
-        module_found = parent
-    return module_found
+        trained_module = parent
+    return trained_module
 
 
 def find_scaler(optimizer: torch.optim.Optimizer) -> Any:
@@ -167,9 +168,9 @@ def find_scaler(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _list_instances(kind: type) -> list[Any]:
-    # isinstance would read `__class__` of lazy modules and weak proxies, which runs their code.
-    instances = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
-    return list({id(instance): instance for instance in instances}.values())
+    # isinstance would read `__class__` of lazy modules and weak proxies, which runs code of theirs.
+    found_instances = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
+    return list({id(instance): instance for instance in found_instances}.values())
 
 
 def _is_lightning(module: nn.Module) -> bool:

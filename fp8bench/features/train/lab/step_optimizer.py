@@ -43,20 +43,20 @@ from fp8bench.user_code.named import named
 
 
 def derive_seed(purpose: str, *numbers: int) -> int:
-    """Returns a seed that differs for every purpose and numbers. It has 32 bits, because a CPU generator takes no
-    more.
+    """Returns a seed for a purpose and numbers, which almost surely differs from that for any other purpose or numbers.
+    It has 32 bits, because a CPU generator takes no more.
     """
     text = "/".join((purpose, *map(str, numbers)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 # Fused optimizers divide gradients and skip a step on the device, and the host need not wait.
-_LISTED_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
+_OPTIMIZERS_BY_NAME: Mapping[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, fused=True),
     "sgd": partial(SGD, fused=True),
     "adafactor": Adafactor,
 }
-# A bucket has at most this many weights, because measuring an update takes a copy of them.
+# A bucket has at most this many weights, because measuring its update takes a copy of them.
 _MAX_ELEMENTS = 1 << 24
 # Gradients or states in low precision are restored for an update. To limit their memory, a model is then divided into
 # at least this many buckets.
@@ -75,11 +75,12 @@ _STATE_NAMES = {
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are updated together, and their optimizer. `holders` have the gradients: the parameters
-    themselves, or the masters of a HighAccumulation. `place` is the number of a parameter of the model: all gradients
-    of the bucket are divided by the divisor of that parameter. A user's optimizer has no `place`. Each of its
-    gradients is divided by the divisor of its own parameter, and parameters without a gradient do not change. Between
-    steps, the `storages` hold those optimizer states that have a parameter's shape.
+    """Parameters that are updated together by one torch optimizer. `holders` are the tensors that have the gradients:
+    the parameters themselves, or the masters of a HighAccumulation. `place` is an index into the divisors of the
+    model's parameters: the divisor at this index applies to all gradients of the bucket. `place` is None for a user's
+    optimizer. Each gradient then has the divisor of its own parameter, and parameters without a gradient do not change.
+    `storages` hold the optimizer states that have a parameter's shape between steps. Without `storages` these states
+    stay with the optimizer.
     """
 
     optimizer: Optimizer
@@ -97,11 +98,11 @@ class Bucket:
             parameter.grad = torch.zeros_like(parameter)
         (group,) = self.optimizer.param_groups
         rate = group["lr"]
-        decay = group["weight_decay"]
+        weight_decay = group["weight_decay"]
         group["lr"] = group["weight_decay"] = 0.0
         self.optimizer.step()
         group["lr"] = rate
-        group["weight_decay"] = decay
+        group["weight_decay"] = weight_decay
         for parameter in self.parameters:
             parameter.grad = None
             for value in self.optimizer.state[parameter].values():
@@ -131,12 +132,12 @@ class Bucket:
         """
         optimizer: Any = self.optimizer
         groups = optimizer.param_groups
-        # The share applies to this step only, because a user's schedule also changes the rates.
+        # `rate_share` applies to this step only, because a user's schedule also changes the rates.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * rate_share
         try:
-            if self.place is not None and groups[0].get("fused"):  # divides and skips on the device
+            if self.place is not None and groups[0].get("fused"):  # a fused optimizer divides and skips on the device
                 optimizer.grad_scale = divisors[self.place]
                 optimizer.found_inf = is_skipped
                 optimizer.step()
@@ -163,10 +164,10 @@ class Bucket:
 
     def get_state(self) -> State:
         numbers = {parameter: number for number, parameter in enumerate(self.holders)}
-        stored = {
+        stored_states = {
             f"{numbers[parameter]}/{name}": operand.tensors for (parameter, name), operand in self._stored.items()
         }
-        return {"torch": self.optimizer.state_dict(), "stored": stored}
+        return {"torch": self.optimizer.state_dict(), "stored": stored_states}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         self.optimizer.load_state_dict(state["torch"])
@@ -178,8 +179,8 @@ class Bucket:
 
 @dataclass(eq=False)
 class StepOptimizer:
-    """Updates an arm's weights. `updates` is the format to which updates are rounded. A user's optimizer may have a
-    `schedule`, and has no `full_rate`.
+    """Updates an arm's weights. `updates` is the format to which updates are rounded. A user's optimizer has no
+    `full_rate`, but may have a `schedule`.
     """
 
     parameters: Parameters
@@ -192,7 +193,8 @@ class StepOptimizer:
 
     def __post_init__(self) -> None:
         self._round_updates = make_update_rounding(self.updates)
-        # The norms of the last update and weight of each parameter. Their order is not that of the buckets.
+        # The norm of each parameter's last update, and the norm of its weights, by the parameter's id. They are in the
+        # order of the model's parameters, not of the buckets.
         self._norms = {id(parameter): (torch.zeros(()), torch.zeros(())) for parameter in self.parameters.values()}
 
     @property
@@ -202,52 +204,52 @@ class StepOptimizer:
 
     @torch.no_grad()
     def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
-        """Updates the weights, with the learning rate multiplied by `rate_share`. Each gradient is divided by its
-        entry in `divisors`. If `skip` is 1 nothing changes. With `is_measured`, the size of updates is computed,
-        which takes a copy of the weights. Otherwise this size is 0.
+        """Updates the weights, with the learning rate multiplied by `rate_share`. Each gradient is divided by its entry
+        in `divisors`. If `skip` is 1, nothing changes. Without `is_measured`, the norms of updates may be 0 instead of
+        being measured, which saves a copy of the weights.
         """
         self.weights.load_high_precision()
         has_stepped = True
         # Copying, restoring and rounding only one bucket at a time limits the memory.
         for bucket in self.buckets:
             measured_parameters = bucket.parameters if is_measured or self._round_updates else []
-            copies = [parameter.detach().clone() for parameter in measured_parameters]
+            old_weights = [parameter.detach().clone() for parameter in measured_parameters]
             if bucket.place is not None:
                 self.gradients.restore_gradients(bucket.holders)
             bucket.restore_states()
             has_stepped = bucket.update(rate_share, divisors, skip)
             if self._round_updates is not None:
-                self._round_updates(copies, bucket.parameters)
+                self._round_updates(old_weights, bucket.parameters)
             bucket.store_states()
             self.gradients.free_gradients(bucket.holders)
             self.weights.round_weights(bucket.parameters)
             weight_norms = torch._foreach_norm(bucket.parameters)
             change_norms = [torch.zeros_like(size) for size in weight_norms]
-            if copies:
-                torch._foreach_sub_(copies, bucket.parameters)
-                change_norms = list(torch._foreach_norm(copies))
+            if old_weights:
+                torch._foreach_sub_(old_weights, bucket.parameters)
+                change_norms = list(torch._foreach_norm(old_weights))
             for parameter, change, size in zip(bucket.parameters, change_norms, weight_norms, strict=True):
                 self._norms[id(parameter)] = change.to(torch.float32), size.to(torch.float32)
-        # A skipped step does not count for the schedule.
+        # A skipped step is no step of the schedule.
         if self.schedule is not None and has_stepped:
             self.schedule.step()
         self.gradients.finish_step()
 
     @property
     def update_norms(self) -> list[Tensor]:
-        return [moved for moved, _ in self._norms.values()]
+        return [update_norm for update_norm, _ in self._norms.values()]
 
     @property
     def weight_norms(self) -> list[Tensor]:
-        return [size for _, size in self._norms.values()]
+        return [weight_norm for _, weight_norm in self._norms.values()]
 
     def stored_tensors(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that are in memory between two steps, by purpose."""
-        by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
+        """Returns all tensors that stay in memory between two steps, by their purpose, such as 'first moment'."""
+        tensors_by_purpose: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
         for bucket in self.buckets:
             for name, tensors in bucket.list_states():
-                by_name.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
-        states = {name: tensors for name, tensors in by_name.items() if tensors}
+                tensors_by_purpose.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
+        states = {name: tensors for name, tensors in tensors_by_purpose.items() if tensors}
         return {"weights": self.weights.stored_tensors(), "gradients": self.gradients.stored_tensors(), **states}
 
     def get_state(self) -> State:
@@ -280,31 +282,31 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
     """
     trained_parameters = list(parameters.values())
     fmt = settings.gradients
-    # with ZeRO a rank receives one mean of all micro-batches
-    gradient_parts = 1 if settings.parallel == "zero" else settings.micro_batches
+    # with ZeRO, a rank receives the mean gradient of all micro-batches at once
+    gradients_per_step = 1 if settings.parallel == "zero" else settings.micro_batches
     gradients = (
         Gradients(trained_parameters)
         if fmt == "fp32"
-        else LowGradients(trained_parameters, gradient_parts, fmt == "fp8")
+        else LowGradients(trained_parameters, gradients_per_step, fmt == "fp8")
     )
     layers = [
         parameter for name, parameter in parameters.items() if find_parameter_kind(name, parameter.ndim) == "layer"
     ]
     name, keys = parse_optimizer(settings.optimizer)
-    decay = float(keys.get("weight_decay", 0.0))
+    weight_decay = float(keys.get("weight_decay", 0.0))
     _, clip_group = parse_clip(settings.clip)
-    by_group: dict[tuple[float, float, str], list[int]] = {}
+    numbers_by_group: dict[tuple[float, float, str], list[int]] = {}
     for number, (path, parameter) in enumerate(parameters.items()):
         factor = find_rate_factor(path, parameter.ndim, settings.rates)
         group = find_clip_group(path, parameter.ndim, clip_group)
-        by_group.setdefault((factor, decay if parameter.ndim > 1 else 0.0, group), []).append(number)
+        numbers_by_group.setdefault((factor, weight_decay if parameter.ndim > 1 else 0.0, group), []).append(number)
     max_elements = _MAX_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
         max_elements = min(
             max_elements, sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKETS
         )
     buckets = []
-    for (factor, bucket_decay, _), numbers in by_group.items():
+    for (factor, bucket_decay, _), numbers in numbers_by_group.items():
         if "weight_decay" in keys:  # norms and biases have no weight decay
             keys["weight_decay"] = bucket_decay
         for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_elements):
@@ -312,17 +314,17 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
             optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = make_state_storages(settings.optimizer_states)
             bucket = Bucket(optimizer, tensors, tensors, numbers[part][0], storages)
-            if name in _LISTED_OPTIMIZERS:
+            if name in _OPTIMIZERS_BY_NAME:
                 bucket.begin_states()
             buckets.append(bucket)
-    # weights come last, because they free the initial values that optimizers need
+    # The stored weights are made last, because making them frees the initial values that optimizers need.
     weights = WEIGHTS_BY_MASTER[settings.master](trained_parameters, layers)
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
 
 def _make_named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[str, Any]) -> Optimizer:
-    if name in _LISTED_OPTIMIZERS:
-        return _LISTED_OPTIMIZERS[name](parameters, lr=rate, **keys)
+    if name in _OPTIMIZERS_BY_NAME:
+        return _OPTIMIZERS_BY_NAME[name](parameters, lr=rate, **keys)
     try:
         optimizer = named(name)(parameters, lr=rate, **keys)
     except Exception as error:
@@ -333,8 +335,8 @@ def _make_named_optimizer(name: str, parameters: Tensors, rate: float, keys: Map
 def wrap_own_optimizer(
     name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None, updates: str = "fp32"
 ) -> StepOptimizer:
-    """Wraps the optimizer and the schedule that the user's function `name` returns. In every step, the host waits for
-    the device to learn whether the step is skipped. Raises UsageError for unsupported optimizers.
+    """Wraps the optimizer and the schedule of the user's function `name`. In every step, the host waits for the device
+    to learn whether the step is skipped. Raises UsageError for unsupported optimizers.
     """
     try:
         optimizer = make(model)
@@ -412,10 +414,10 @@ class HighAccumulation(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        copies = [master.detach().clone() for master in self.masters]
+        old_masters = [master.detach().clone() for master in self.masters]
         self._inner.step()
         if self._round_updates is not None:
-            self._round_updates(copies, self.masters)
+            self._round_updates(old_masters, self.masters)
         self._copy_masters()
         return loss
 

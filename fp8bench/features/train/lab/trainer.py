@@ -53,7 +53,9 @@ class Trainer:
     def __init__(
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
-        """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
+        """`watch` is called after each cast of an operand. `wrap` receives the name of a precision and its arithmetic,
+        and returns the arithmetic that layers use.
+        """
         self.arm = arm
         self.task = task
         self.step = 0
@@ -72,7 +74,7 @@ class Trainer:
             find_clip_group(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()
         ]
         self._schedule = RateSchedule(settings, task.steps)
-        self._rate_factor = 1.0  # share of all rates, which --on-nan lower-rate halves
+        self._rate_factor = 1.0  # factor of all learning rates, which --on-nan lower-rate halves
         self.loss_scale = make_loss_scale(settings, self.precision.loss_scale)
         self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
 
@@ -88,7 +90,7 @@ class Trainer:
         return ArmState(self.arm.name, parameter_count, self.tokens, tuple(sizes))
 
     def _list_stored_tensors(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that are in memory between two steps, by kind. Casts have no tensors before the first
+        """Returns all tensors that stay in memory between two steps, by kind. Casts have no tensors before the first
         cast.
         """
         other_tensors = {
@@ -110,8 +112,9 @@ class Trainer:
 
     @property
     def are_scales_due(self) -> bool:
-        """Returns whether the next step computes new scales from data. Stored scales are used until the first
-        renewal."""
+        """Returns whether the next step computes new scales from data. Scales that the settings contain are used until
+        the first renewal after step 0.
+        """
         renewal_interval = self.settings.refresh_scales
         return bool(renewal_interval and self.step % renewal_interval == 0 and (self.step or not self.settings.scales))
 
@@ -166,7 +169,9 @@ class Trainer:
         """Puts the weights into the model's parameters inside the `with` block."""
         watch = self.arm_model.watch_casts
         with self.optimizer.weights.materialise(), self.parallelism.materialise(phase):
-            if watch is not None:  # without this call, weights that exist for one step only would count under no role
+            # Report these weights to the watch: they exist for one step only, and otherwise their memory would count
+            # under no role.
+            if watch is not None:
                 for parameter in self.parameters.values():
                     watch(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
@@ -174,16 +179,17 @@ class Trainer:
     def _handle_not_finite(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Halves the loss scale if that explains the overflow. Otherwise finds the first faulty tensor and reacts as
-        set by --on-nan."""
+        """Yields an event if the loss scale, which was just halved, explains the overflow. Otherwise finds the first
+        faulty tensor and reacts as set by --on-nan.
+        """
         # The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
             self.restore_casts(CastState({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
-        faulty = find()
-        layer, tensor, values = (faulty.layer, faulty.tensor, faulty.values) if faulty is not None else ("", "", ())
-        words = describe_not_finite(faulty, row.loss, row.gradient_norm)
+        faulty_tensor = find()
+        layer, tensor, values = (faulty_tensor.layer, faulty_tensor.tensor, faulty_tensor.values) if faulty_tensor is not None else ("", "", ())
+        words = describe_not_finite(faulty_tensor, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
         if not math.isfinite(row.parameter_norm):
@@ -210,8 +216,8 @@ class Trainer:
         """Restores the state of casts. The trainer uses the given tensors from now on, so the caller must no longer
         change them.
         """
-        for name, memory in casts.arithmetics.items():
-            self.arithmetics[name].recall({key: tensor.to(self.task.facts.key) for key, tensor in memory.items()})
+        for name, tensors in casts.arithmetics.items():
+            self.arithmetics[name].recall({key: tensor.to(self.task.facts.key) for key, tensor in tensors.items()})
         for name, buffer in self.model.named_buffers():
             buffer.copy_(casts.statistics[name])
 
@@ -236,7 +242,7 @@ class Trainer:
         finally:
             for module, mode in modes:
                 module.training = mode
-            # A validation casts, which would change delayed scales.
+            # Casts of a validation would otherwise change delayed scales.
             self.restore_casts(casts)
 
     def get_state(self) -> State:
@@ -253,31 +259,31 @@ class Trainer:
             "watched": dict(self.watch.scales),
         }
 
-    def set_state(self, memory: State) -> None:
-        self.step = int(memory["step"])
-        self.stopped = bool(memory["stopped"])
-        # The state of casts and the loss scale belong to one precision.
-        if memory["precision"] == self.arm.precision:
-            self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
+    def set_state(self, state: State) -> None:
+        self.step = int(state["step"])
+        self.stopped = bool(state["stopped"])
+        # The state of casts and the loss scale are only valid in the same precision.
+        if state["precision"] == self.arm.precision:
+            self.loss_scale.scale, self.loss_scale.good_steps = state["loss_scale"]
         else:
-            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
-        self._steps_skipped = memory["skipped"]
-        self._rate_factor = memory["lowered"]
-        self._schedule.set_state(memory["schedule"])
-        self.optimizer.set_state(memory["optimizer"])
-        self.restore_casts(CastState(**memory["casts"]))
-        self.watch.scales = dict(memory["watched"])
+            state = {**state, "casts": {**state["casts"], "arithmetics": {}}, "watched": {}}
+        self._steps_skipped = state["skipped"]
+        self._rate_factor = state["lowered"]
+        self._schedule.set_state(state["schedule"])
+        self.optimizer.set_state(state["optimizer"])
+        self.restore_casts(CastState(**state["casts"]))
+        self.watch.scales = dict(state["watched"])
 
 
 def change_precision(trainer: Trainer) -> Trainer:
-    """Returns a trainer of the arm in its second precision, with the same weights, moments and step. Before the first
-    step in that precision, returns the given trainer.
+    """Returns a trainer of the arm in its second precision, with the same weights, moments and step. Returns `trainer`
+    unchanged before the first step in that precision.
     """
     if trainer.precision_change is None or trainer.step < trainer.precision_change[1]:
         return trainer
-    changed = Trainer(trainer.task, trainer.arm.with_precision(trainer.precision_change[0]))
-    changed.set_state(trainer.get_state())
-    return changed
+    changed_trainer = Trainer(trainer.task, trainer.arm.with_precision(trainer.precision_change[0]))
+    changed_trainer.set_state(trainer.get_state())
+    return changed_trainer
 
 
 def _clone_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -54,8 +54,8 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
 class ModelWatch:
-    """The watched modules and parameters of one model. Only `scales` changes between steps: it has the scales of the
-    last readings.
+    """The modules and parameters of a model that are watched. Only `scales` changes between steps: it has the scales of
+    the last readings.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """Without `inside`, only weights are watched. With a `precision`, layers that are not fp8bench's are measured
-        by its recipe, unless their own casts are known. `eager` means that watched steps run compiled modules without
-        compilation, so that hooks inside them run.
+        """Without `inside`, only weights are watched. With a `precision`, the model is a user's: its layers are
+        measured by the recipe of this precision, unless their own casts are known. `eager` means that watched steps run
+        compiled modules without compilation, so that hooks inside them run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
-        self.is_foreign = bool(precision)
+        self.is_own_model = bool(precision)
         self.treatments = find_treatments(precision) if precision else {}
         self.scales: dict[str, float] = {}
         self.model = model
         # Wrappers such as DDP add a prefix to each path.
         inner, prefix = unwrap_module(model)
-        hooked = reversed([*_list_modules(model, "", eager)]) if inside else ()
-        self.modules = {module: path.removeprefix(prefix) for path, module in hooked}
+        hooked_modules = reversed([*_list_modules(model, "", eager)]) if inside else ()
+        self.modules = {module: path.removeprefix(prefix) for path, module in hooked_modules}
         self.parameters = {path: parameter for path, parameter in inner.named_parameters() if parameter.requires_grad}
         matrices = (
             (path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX_DIMENSIONS
@@ -91,7 +91,7 @@ class ModelWatch:
         self.device = next(iter(self.parameters.values())).device
 
     def read_embedding(self, layer: str) -> Tensor:
-        """Returns an embedding's values as the model reads them: rounded to its precision."""
+        """Returns an embedding's values as the model uses them: rounded to the precision of the embedding."""
         own_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
         arithmetic = getattr(self.model, "around", {}).get(layer, own_arithmetic)
         return cast_to(local_shard(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
@@ -151,7 +151,7 @@ class FaultyTensor:
         return ("direction", self.direction), ("amax", self.amax), ("share", self.share), *scale
 
 
-class Finder:
+class FaultyTensorFinder:
     """Checks one tensor after the other until one is not finite. Each check waits for the device."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Finder:
         self.faulty_tensor = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
 
     @contextmanager
-    def attach(self, model: nn.Module) -> Iterator[None]:
+    def attach_hooks(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
                 self.check(name, "parameter", parameter)
@@ -239,9 +239,9 @@ class WatchedStep:
         if watch.is_eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, path in watch.modules.items():
-            self._attach(path, module, stack)
-        # Replacing the attention function would make compiled code compile again.
-        if watch.is_foreign and (watch.is_eager or not has_compiled_code()):
+            self._attach_hooks(path, module, stack)
+        # Compiled code would be compiled again if the attention function were replaced.
+        if watch.is_own_model and (watch.is_eager or not has_compiled_code()):
             stack.enter_context(observe_attention(guard(self._record_attention)))
 
     def record_gradients(self, norms: Mapping[str, Tensor]) -> None:
@@ -255,8 +255,8 @@ class WatchedStep:
 
     @torch.no_grad()
     def record_update(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
-        """Records the weights after an update. Both arguments hold a norm for each parameter, in the same order: of
-        its change, and of its weights before.
+        """Records the weights after an update. `change_norms` has the norm of each parameter's change, and
+        `weight_norms` the norm of its values before the update, in the same order.
         """
         self.figures["memory", ""] = measure_peak_bytes(self._watch.device)
         modules = {path: module for module, path in self._watch.modules.items()}
@@ -264,7 +264,7 @@ class WatchedStep:
             self._record_tensor(
                 layer, Role.WEIGHT, local_shard(weight), self._find_cast(modules.get(layer), Role.WEIGHT)
             )
-        if self._watch.is_foreign:
+        if self._watch.is_own_model:
             self.figures |= {("kept_scale", path): value for path, value in find_stored_scales(self._watch.model)}
         for layer in self._watch.embeddings:
             embedding_rows = self._watch.read_embedding(layer)
@@ -275,24 +275,24 @@ class WatchedStep:
             self.figures["update_ratio", path.removesuffix(".weight")] = ratio
         for path, gain in self._watch.gains.items():
             shard = local_shard(gain)
-            gain_size = math.sqrt(max(shard.numel(), 1))
-            self.figures["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / gain_size
+            gain_norm_of_ones = math.sqrt(max(shard.numel(), 1))
+            self.figures["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / gain_norm_of_ones
 
-    def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
+    def _attach_hooks(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
-        casts = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
-        if isinstance(arithmetic, Arithmetic) and casts:
+        has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
+        if isinstance(arithmetic, Arithmetic) and has_arithmetic:
             stack.callback(setattr, module, "arithmetic", arithmetic)
             watched = WatchedArithmetic(arithmetic, partial(self._record_cast, path, arithmetic), turned=False)
             setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
-        if casts or _has_weights(module):
-            hook = self._guard(partial(self._record_output, path, not casts))
+        if has_arithmetic or _has_weights(module):
+            hook = self._guard(partial(self._record_output, path, not has_arithmetic))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        if self._watch.is_foreign and not _is_torch_layer(module):
-            begin = self._guard(lambda *_: self._running_modules.append(path))
-            stack.callback(module.register_forward_pre_hook(begin).remove)
-            end = self._guard(self._end_forward)
-            stack.callback(module.register_forward_hook(end, always_call=True).remove)
+        if self._watch.is_own_model and not _is_torch_layer(module):
+            begin_forward = self._guard(lambda *_: self._running_modules.append(path))
+            stack.callback(module.register_forward_pre_hook(begin_forward).remove)
+            end_forward = self._guard(self._end_forward)
+            stack.callback(module.register_forward_hook(end_forward, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
             module.core = partial(self._record_attention_core, path, module.core)
@@ -322,8 +322,8 @@ class WatchedStep:
         if first_input is not None:
             self._record_input(path, first_input, self._find_cast(module, Role.INPUT))
         if output.requires_grad and output.numel() > 1:
-            see = partial(self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
-            output.register_hook(self._guard(see))  # type: ignore[no-untyped-call]
+            record_gradient = partial(self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
+            output.register_hook(self._guard(record_gradient))  # type: ignore[no-untyped-call]
 
     def _record_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:
         last_input, key = self._last_input, (path, str(Role.INPUT))
@@ -335,12 +335,12 @@ class WatchedStep:
             self._last_input = (x, x._version, cast, self.tensors[key])
 
     def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
-        if module is None or not self._watch.is_foreign:
+        if module is None or not self._watch.is_own_model:
             return None
         return find_cast(module, role, self._watch.treatments)
 
     def _end_forward(self, *_: object) -> None:
-        # The list is empty at the end of a forward in which the step began to be watched.
+        # `_running_modules` is empty here if the step began to be watched during this forward.
         del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
@@ -382,8 +382,8 @@ def is_watched(step: int, stride: int) -> bool:
     """Returns whether a step is watched: the first step of the training, and one random step of each further `stride`
     steps. Random steps also show periodic effects.
     """
-    window = step // stride
-    return step % stride == (random.Random(window).randrange(stride) if window else 0)
+    stride_number = step // stride
+    return step % stride == (random.Random(stride_number).randrange(stride) if stride_number else 0)
 
 
 def _is_embedding(path: str, module: nn.Module | None = None) -> bool:
@@ -397,8 +397,8 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _is_torch_layer(module: nn.Module) -> bool:
-    """Returns whether a module is a layer of torch without parts, such as nn.Linear. Such a layer computes no
-    attention.
+    """Returns whether a module is one of torch's own layers and contains no other modules, such as nn.Linear. Such a
+    layer computes no attention.
     """
     return not module._modules and type(module).__module__.startswith("torch.nn.modules.")
 

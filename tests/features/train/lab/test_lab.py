@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab, NotFinite
-from fp8bench.features.train.lab.watched_step import Finder
+from fp8bench.features.train.lab.watched_step import FaultyTensorFinder
 from fp8bench.features.train.step import find_faulty_tensor
 from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
 from fp8bench.model.raw import Settings
@@ -266,9 +266,9 @@ def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):
         layer = Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode))
         own = layer.arithmetic
-        finder = Finder()
+        finder = FaultyTensorFinder()
         layer(x, SilentPhases())
-        with finder.attach(nn.ModuleDict({"layer": layer})):
+        with finder.attach_hooks(nn.ModuleDict({"layer": layer})):
             layer(lost, SilentPhases())
         place = finder.faulty_tensor
         assert place is not None and (place.layer, place.tensor, place.direction) == ("layer", "input", "forward")

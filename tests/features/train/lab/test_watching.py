@@ -176,14 +176,14 @@ def test_squares_neither_overflow_nor_vanish_and_small_spreads_keep_their_digits
 def test_the_path_for_gpus_gives_the_same(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts everything, as it never reads a number to find out whether it has to. A CPU reads chunks, of which some
     are zeros alone."""
-    monkeypatch.setattr(readings, "_CHUNK", min(piece, 1 << 17))
+    monkeypatch.setattr(readings, "_CPU_CHUNK_VALUES", min(piece, 1 << 17))
     arithmetic = precisions.get("fp8").arithmetic(CPU)
     tensors = [gaussian(40, 96), spread_out((40, 100)), gaussian(40, 96).bfloat16(), 100 + gaussian(33, 7)]
     tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
     tensors.append(torch.cat([gaussian(30, 96).relu(), torch.zeros(30, 96), gaussian(5, 96)]))
     quick = [reading(arithmetic, x, Role.GRADIENT)[0] for x in tensors]
     monkeypatch.setattr(readings, "is_read_at_once", lambda x: False)
-    monkeypatch.setattr(readings, "_PIECE", piece)
+    monkeypatch.setattr(readings, "_GPU_PIECE_VALUES", piece)
     for x, before in zip(tensors, quick, strict=True):
         line, _ = reading(arithmetic, x, Role.GRADIENT)
         for name in ("amax", "smallest", "zeros", "underflow", "saturated", "not_finite", "scale"):
