@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from fp8bench.features.train.values import Arm, ArmRole, StepRow
 from fp8bench.features.train.verdicts.curves import (
     Curve,
-    Key,
+    CurveKey,
     Learned,
     Pair,
     judge_pairs,
@@ -122,7 +122,7 @@ false_alarms = partial(share, (Learned.WORSE, Learned.BETTER))
 found = partial(share, (Learned.WORSE,))
 
 
-def draw_curves(draw: Draw, noise: Noise) -> dict[Key, Curve]:
+def draw_curves(draw: Draw, noise: Noise) -> dict[CurveKey, Curve]:
     """Draws the curves of a study. Its spread and planted loss are random, and held-out text is evaluated after every
     step.
     """
@@ -130,7 +130,7 @@ def draw_curves(draw: Draw, noise: Noise) -> dict[Key, Curve]:
     spread, shift = draw.choice(SPREADS), draw.choice((0.0, *PLANTED))
     gaps = shift + spread * noise(draw, 1, SEEDS)[0]
     moves = spread * draw.standard_normal((2, SEEDS, _ENDING_STEPS)) * [[[_STEP_NOISE]], [[1]]]
-    curves: dict[Key, Curve] = {}
+    curves: dict[CurveKey, Curve] = {}
     for seed in range(SEEDS):
         base = reference * (1 + 0.01 * seed)
         training, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
@@ -139,8 +139,8 @@ def draw_curves(draw: Draw, noise: Noise) -> dict[Key, Curve]:
     return curves
 
 
-def _verdict_at(curves: Mapping[Key, Curve], end: int) -> Learned:
-    cut: dict[Key, Curve] = {}
+def _verdict_at(curves: Mapping[CurveKey, Curve], end: int) -> Learned:
+    cut: dict[CurveKey, Curve] = {}
     for key, curve in curves.items():
         held_out = {step: loss for step, loss in curve.held_out.items() if step <= end}
         cut[key] = replace(curve, steps=end, rows=curve.rows[:end], held_out=held_out)

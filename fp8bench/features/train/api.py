@@ -1,4 +1,4 @@
-"""Trainings from Python and notebooks, and users' training loops: watched, and compared."""
+"""Trains from Python and notebooks. Also watches users' training loops, and compares them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.own_loop import OwnLoop
 
 
-# The file of a stream, or one for each seed.
+# the file of a stream or, for several seeds, one file per seed
 Stream = str | Path | Sequence[str | Path]
 
 
@@ -115,7 +115,7 @@ def train(
     make: a function that returns your model with its batches, or 'module:function'
     """
     name = make if isinstance(make, str) else name_maker(make)
-    # A worker cannot import a function that only this process has.
+    # A worker cannot import a function that exists in this process only.
     in_process = not isinstance(make, str) and ":" not in name
     if in_process:
         options["isolation"] = False
@@ -153,8 +153,8 @@ def train(
 
 
 def name_maker(make: Callable[..., Any]) -> str:
-    """Returns the name by which a worker can import `make`. For a lambda, or a function that was defined in a
-    session, returns only the name of the function.
+    """Returns the name by which a worker can import `make`. If no worker can import it, as a lambda or a function that
+    was defined in a session, returns only the name of the function.
     """
     module = getattr(make, "__module__", "")
     function_name = getattr(make, "__qualname__", type(make).__name__)
@@ -241,7 +241,7 @@ def watch(
     from fp8bench.features.train.lab.own_loop import OwnLoop
     from fp8bench.features.train.lab.own_ranks import Ranks
 
-    # Rules that compare two arms find nothing, because there is only one arm.
+    # There is only one arm, so rules that compare two arms find nothing.
     health_rules = Health((Arm(name, precisions.canonical(precision), ArmRole.REFERENCE),)) if health else None
     if live is not None and path is None:
         raise UsageError("live shows the stream in a file. Give a path as well.")
@@ -283,9 +283,7 @@ class _NoteObserver(TrainingObserver):
 
 
 def print_events(lines: Lines) -> None:
-    """Prints the events among the lines. This is the default function for alarms of `watch`, and any function of
-    lines can replace it.
-    """
+    """Prints the events among the lines. `watch` calls this function unless it gets another function for lines."""
     for line in lines:
         if isinstance(line, TrainingEvent):
             complain(line.describe(is_watched=True))
@@ -307,7 +305,8 @@ def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
             return
         text = "".join(encoder.encode(line_to_json(line)) + "\n" for line in lines)
         try:
-            append(file, text, sync=False)  # the text survives the end of the process, without waiting for the disk
+            # Not synced: the text survives the end of this process, and the loop does not wait for the disk
+            append(file, text, sync=False)
         except OSError as error:
             warnings.warn(f"{path} ends here ({error.strerror}); the training goes on.", stacklevel=2)
             file = None
@@ -343,7 +342,7 @@ def hugging_face_callback(path: str | Path | None = None, **options: Any) -> Any
             self._loop = self._stack.enter_context(watch(known["model"], inner, path, **options))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **known: Any) -> None:
-            # Evaluation before the first step has no loop yet.
+            # An evaluation before the first step happens before the loop is watched.
             if self._loop is not None and "eval_loss" in (metrics or {}):
                 self._loop.held_out(metrics["eval_loss"])
 

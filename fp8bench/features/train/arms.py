@@ -36,8 +36,8 @@ from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE_MODELS
 
 MAX_ARMS = 64
-# Settings that a sweep must not change: those that must be equal in all arms, because arms share weights and batches,
-# and those that a sweep cannot express.
+# Settings that a sweep must not change. Some must be equal in all arms, because arms share weights and batches. A sweep
+# has no notation for the others.
 _UNSWEPT_SETTINGS = {
     "make",
     "skip",
@@ -86,9 +86,10 @@ def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
 
 
 def select_arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """Returns the arms that are trained in seed `number`, counted from 0. The one-ulp arm is trained in the first
-    seed only."""
-    # The one-ulp arm shows how chaotic the training is, and one seed is enough for that.
+    """Returns the arms that are trained in seed `number`, counted from 0. The arm with weights one ulp apart is trained
+    in the first seed only.
+    """
+    # One seed is enough to show how chaotic the training is.
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
@@ -189,7 +190,7 @@ def _check_own_model(request: TrainingRequest) -> None:
         raise UsageError(f"{message} For your own model, give FILE.py:FUNCTION.", name, f"--model {meant_model}")
     if name not in LIVE_MODELS:
         check_function_name(name)
-    # An option that is swept counts as given.
+    # An option in --sweep counts as given.
     swept_options = {axis.replace("-", "_") for axis, _ in request.sweep}
     given_options = {word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(defaults, word)}
     given_options |= {word for word in ("data", "own_batch") if getattr(request, word) is not None}
@@ -241,7 +242,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     reference = min(reference_modes, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         reference = precisions.canonical(request.reference)
-    # If only settings are swept, the reference's precision is compared with itself.
+    # If settings are swept without another precision, the reference's precision is compared with itself.
     modes_compared = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
     for mode, settings in _list_swept_arms(request, modes_compared):
@@ -253,7 +254,7 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
         candidates[name] = replace(level_arm, name=name, settings=(*level_arm.settings, *settings))
-    # An arm with all swept settings at their defaults would repeat the reference.
+    # In the reference's precision, an arm with all swept settings at their defaults would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
@@ -300,8 +301,8 @@ def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator
 
 
 def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
-    """Returns the batch of an arm with a different number of micro-batches. With this batch, the arm's steps read the
-    same sequences as the reference's.
+    """Returns the batch of an arm with another number of micro-batches. With this batch, a step of the arm reads the
+    same sequences as a step of the reference.
     """
     sequences = make_config(settings, 1).batch * settings.micro_batches
     if sequences % micro_batches:
@@ -346,12 +347,12 @@ def _list_precision_options(mode: str) -> Sequence[Option]:
 
 
 def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
-    """Returns the arm with the device's support for it. That is the support of the layer whose precision is least
-    native.
+    """Returns the arm with the device's support for it. The arm is native if the device multiplies in all of its
+    precisions. It gets a reason in `skip` if the device refuses one of them.
     """
     settings = arm.merge_settings(request.settings)
     config = make_config(settings, 1)
-    # With several precisions, the least supported one decides.
+    # The device must support all precisions of the arm.
     later_precisions = [parse_change(settings.then)[0]] if settings.then else []
     precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
     supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]

@@ -39,8 +39,8 @@ _HELD_OUT_SPLITS = ("validation", "valid", "test")
 
 @dataclass(frozen=True)
 class _SourceText:
-    """A text in two parts: one for training, one held out. `is_one_text` means that both parts are cut from the same
-    text, in this order.
+    """A text in two parts: one for training, one held out. `is_one_text` means that the held-out part follows directly
+    after the first part in the same text.
     """
 
     name: str
@@ -57,7 +57,7 @@ class _SourceText:
 def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
     """Returns the text of a training. Token files are created in `folder`, once per text. Raises UsageError if the
     text is missing or too short."""
-    # 1. Map token files. 2. Convert any other text to tokens.
+    # Token files are mapped. Any other text is converted to tokens.
     files = None if data is None else _find_token_files(Path(data))
     if data is not None and data.startswith(TASK_TEXT_PREFIX):
         text = _tokenize(_SourceText(*make_task_text(data, sequence), is_one_text=False), folder, sequence)
@@ -90,7 +90,7 @@ def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
     train_length = len(source.train)
     path = folder / f"{digest[:16]}.tokens"
     tokens = byte_tokens(text)
-    # a crash may leave a file of the right length with wrong content
+    # after a crash, a file of the right length may have wrong content
     if not path.is_file() or read_file(path) != tokens:
         replace_tokens(path, tokens)
     # A gap of one window separates the windows of the two parts.
@@ -171,8 +171,8 @@ def _read_documents(folder: Path) -> Iterator[str]:
 
 
 def _find_token_files(data: Path) -> tuple[Path, Path | None] | None:
-    """Returns the token file at a path and its held-out file, which are named as in nanoGPT. Returns None if the path
-    has no token file.
+    """Returns the token file at a path, and the file with its held-out part. Both are named as in nanoGPT. The second
+    is None if it does not exist. Returns None if the path has no token file.
     """
     train = data / "train.bin" if (data / "train.bin").is_file() else data
     if train.suffix != ".bin" or train.is_dir():
@@ -182,8 +182,8 @@ def _find_token_files(data: Path) -> tuple[Path, Path | None] | None:
 
 
 def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
-    """Maps token files in place, and returns them as the text of a training. The vocabulary ends with the highest
-    token in the files.
+    """Maps token files in place, and returns their tokens as the text of a training. The highest token in the files
+    determines the size of the vocabulary.
     """
     train, val = files
     length, highest, digest = _read_tokens(train)
@@ -222,13 +222,14 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
 
 
 def resolve_beginnings(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Returns the request with its initial weights and scales resolved. Raises UsageError."""
+    """Returns the request with the weights and scales that --start and --scales-from name. Raises UsageError."""
     return resolve_scales(resolve_start(request, store), store)
 
 
 def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
-    """Returns the request with its --start resolved. 'TRAINING' or 'TRAINING:ARM' is replaced by the path of a
-    checkpoint. A file gets its digest, so that a resumed training reads the same weights. Raises UsageError.
+    """Returns the request with its --start resolved: 'TRAINING' or 'TRAINING:ARM' is replaced by the path of a
+    checkpoint. The path of a file gets the digest of the file, so that a resumed training reads the same weights.
+    Raises UsageError.
     """
     if not request.settings.start:
         return request
@@ -239,7 +240,6 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
         except OSError as error:
             message = f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict."
             raise UsageError(message) from None
-        # A file is stored with its digest, so that a resumed training can verify it.
         return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{digest}"))
     training_name, _, arm_name = request.settings.start.partition(":")
     path = find_training(training_name, store)

@@ -83,7 +83,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_length_options(group: argparse._ArgumentGroup) -> None:
-    """Adds options whose defaults --quick changes, and the margin in percent."""
+    """Adds --steps and --seeds, whose defaults --quick changes, and --margin, which is in percent."""
     for name, help_text in (
         ("steps", "optimizer steps of an arm"),
         ("seeds", "trainings of an arm, each with other weights and batches"),
@@ -157,13 +157,13 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import log_result
 
     check_outputs(arguments)
-    # A misspelt reason to fail would never match.
+    # --fail-on with a misspelt reason would never fail.
     for name in arguments.fail_on:
         if name not in FAILURES:
             raise UnknownName("reason to fail", name, FAILURES)
     if arguments.resume is not None:
-        # A function of a model that comes from --config was not typed on the command line. It is stored with the
-        # training.
+        # A function from --config was not typed on the command line, and is stored with the training. So it does not
+        # conflict with --resume.
         is_typed = arguments.make in arguments.words
         refuse_other_options(
             arguments.words, _ALLOWED_WITH_RESUME, [arguments.make] if is_typed and arguments.make else []
@@ -244,8 +244,8 @@ def _find_exit_code(stored: KeptTraining, arguments: argparse.Namespace) -> int:
 
 
 def _check_failures(stored: KeptTraining, requested_failures: Sequence[str]) -> int:
-    """Returns the exit code for --fail-on, and prints a sentence for each reason to fail. An arm that was not trained
-    is a reason to fail.
+    """Returns the exit code for --fail-on, and prints a sentence for each reason to fail. That an arm was not trained
+    is also a reason.
     """
     from fp8bench.features.train.verdicts.summary import JudgedTraining
     from fp8bench.features.train.words import list_failures

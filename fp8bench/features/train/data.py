@@ -69,7 +69,7 @@ def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[A
     for kind, sentences in (("band", describe_chance(judged.verdicts)), ("note", list_notes(judged))):
         for sentence in sentences:
             yield {"line": "Summary", "figure": kind, "value": sentence}
-    # speeds are left out, because readers can compute them from seconds and tokens
+    # Rows with speeds are left out, because they can be computed from seconds and tokens.
     for row in list_rows((), judged.kept.lines):
         arm = arms.get(row.arm, {"arm": row.arm, "precision": "", "role": ""})
         yield (*arm.values(), *row[1:])
@@ -102,7 +102,7 @@ def list_scalars(training: Training, lines: Iterable[StreamLine]) -> Iterator[Lo
 
 
 def _find_curve_name(row: Row) -> str:
-    """Returns the name under which a board shows the curve of a figure; '' if the figure has no curve."""
+    """Returns the name under which a board shows a figure over steps; '' if the board does not show it."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
             return ""  # tokens and seconds are shown as a speed

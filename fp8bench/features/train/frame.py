@@ -27,7 +27,7 @@ from fp8bench.features.train.values import (
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
 TOKEN_SPEED = "tokens_per_second"
-# The speed of loops whose number of tokens is unknown.
+# the figure for the speed of a loop whose number of tokens is unknown
 STEP_SPEED = "steps_per_second"
 
 
@@ -49,10 +49,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is shown. For each point of its chart, `pick` selects one of the values since the previous point.
-    Without a `title` the figure has no chart. `window` describes what a point covers, and `unit` is the unit of the
-    axis. `shared` means that all arms together have one value. `show` formats a value for the terminal. Without a
-    `heading` the terminal has no column for the figure. `over_ranks` combines the values of all ranks.
+    """How a figure is shown. Without a `title` it has no chart. Each point of a chart covers the steps since the
+    previous point, and `pick` makes one value of theirs. `window` describes this value in the caption. `unit` is the
+    unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms
+    together have one value. Without a `heading` the terminal has no column for the figure. `show` formats the values in
+    this column. `over_ranks` combines the values of all ranks.
     """
 
     name: str
@@ -100,7 +101,7 @@ def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]
     arms have speeds, because the speed of emulation is meaningless.
     """
     native_arms = {arm.name for arm in arms if arm.native}
-    # Some kinds of lines lack some of these fields: a step has no layer, an event no text.
+    # Some kinds of lines lack some of these fields. For example, a row of a step has no layer.
     for line in lines:
         text, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
         row_key = (line.arm, line.seed, line.step, type(line).__name__, text, layer, str(role or tensor))

@@ -105,8 +105,10 @@ class TrainingWriter(LineWriter):
         return _checkpoints_folder(self.path) / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
-        """Stores a point where the training can be resumed. Points whose checkpoints are still needed stay stored."""
-        # The checkpoint of this point is already on disk.
+        """Stores a point where the training can be resumed, and drops earlier points whose checkpoints are not needed
+        any more. `out` has the reasons why some arms are no longer trained.
+        """
+        # The checkpoint of the new point is already on disk.
         name = folder.name if folder is not None else ""
         point = ResumePoint(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
         # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
@@ -118,10 +120,10 @@ class TrainingWriter(LineWriter):
             self._write_points((*first_point, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
-        """Cuts the stream at a point. Events that belong to no step, such as 'resumed', stay in the stream."""
+        """Cuts the stream at a point. Events about the training itself, such as 'resumed', stay in the stream."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
         with keeping(self.path.parent, _DISK_ADVICE):
-            if points != self.points:  # points after this one belong to steps that will be repeated
+            if points != self.points:  # later points belong to steps that will be repeated
                 self._write_points(points)
             lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
@@ -169,8 +171,8 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _read_points(path: Path) -> tuple[ResumePoint, ...]:
-    """Returns the points of a training up to which its stream is unchanged. If there are none, returns a point before
-    the first step of the first seed.
+    """Returns the points of a training where it can be resumed: those up to which the stream is unchanged. If there are
+    none, returns a point before the first step of the first seed.
     """
     file = path.with_name(_PLACES_FILE)
     try:
@@ -203,8 +205,8 @@ def _checkpoints_folder(path: Path) -> Path:
 
 
 def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
-    """Removes the checkpoints that none of the resume points `places` uses: old ones, and those that a killed process
-    left incomplete.
+    """Removes the checkpoints that no point in `places` uses: old ones, and those that a killed process left
+    incomplete.
     """
     used_folders = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS_FOLDER).glob("*"):
@@ -243,7 +245,7 @@ def load_training_header(path: Path) -> Training:
 
 
 def load_training(path: Path) -> KeptTraining:
-    """Reads a training. Broken lines are left out, and `troubles` names them. Raises StoreError for a file of another
+    """Reads a training. Broken lines are left out, and described in `troubles`. Raises StoreError for a file of another
     kind.
     """
     file_lines = read_file_lines(path, "the training's file")
@@ -268,7 +270,7 @@ def load_training(path: Path) -> KeptTraining:
 
 class TrainingKind(Kind[KeptTraining]):
     """Reads, shows and reports stored trainings. Tables of a report leave out the readings of tensors, because there
-    may be millions. `show --csv` has them.
+    may be millions. `fp8bench show --csv` includes them.
     """
 
     name = "training"
@@ -303,7 +305,7 @@ class TrainingKind(Kind[KeptTraining]):
                 try:
                     # Only the last line shows whether the training is finished.
                     ended = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
-                except OSError:  # an unreadable file shows nothing about its training
+                except OSError:  # an unreadable file does not show whether its training is finished
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
                 state = (
@@ -364,8 +366,8 @@ class StreamKind(TrainingKind):
         return load_loops([[path]])
 
     def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
-        """Returns recorded loops as the arms of one training. Each word names a loop by its file, or by its files of
-        several seeds, separated by commas. Returns None if a word is not such a file.
+        """Returns recorded loops as the arms of one training. Each word is the file of a loop or, for several seeds,
+        the files of a loop with commas between them. Returns None if a word is not such a file.
         """
         files = [list(map(Path, word.split(","))) for word in words]
         return load_loops(files) if all(is_stream(paths[0]) for paths in files) else None
@@ -399,7 +401,7 @@ class SizesKind(Kind[ModelSweep]):
         trainings = tuple(map(load_training, paths))
         sizes = SizeComparison(trainings, "+".join(training.training.id for training in trainings))
         models = {training.request.settings.model for training in trainings}
-        # The gaps show a trend by model size only if the trainings differ in nothing else.
+        # The gaps only show the effect of model size if the trainings differ in nothing else.
         requests = [training.request for training in trainings]
         distinct_requests = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
         comparable = len(models) == len(paths) and len(distinct_requests) == 1 and not requests[0].settings.make

@@ -21,10 +21,10 @@ _TIMED_STEPS = 8
 
 
 def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
-    """Returns the largest batch whose tensors fit into `limit` bytes, and the seconds of its steps. The worker drops
-    all arms that it has.
+    """Returns the largest batch whose tensors fit into `limit` bytes, and the seconds of steps with this batch. The
+    worker drops all arms that it has.
     """
-    # A setting `batch` of the arm would replace the batch that is tried.
+    # Otherwise the arm's own setting `batch` would replace the batch that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
     search = Search(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = call_lab(worker, FIRST_CALL_SECONDS)
@@ -55,7 +55,7 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
     try:
         search.run(try_batch)
         if training.device.accelerated:
-            worker.restart()  # Counting memory may leave a profiler attached, which would slow down launches
+            worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
         largest = search.largest_fitting
         first_failing = search.smallest_failing
         failing_batch, reason = (first_failing.number, first_failing.why) if first_failing is not None else (None, "")

@@ -1,7 +1,7 @@
-"""Renders a training as an HTML page: the table of arms, curves over steps, tensors by layer, and events. A point of
-a loss curve is the mean over the window of steps that ends at this point. All windows have the length of the window
-over which the final loss is computed, so that the last point is the final loss. Only the first windows are shorter. A
-point of the gap shows the gap if the training had ended there.
+"""Renders a training as an HTML page: the table of arms, curves over steps, tensors by layer, and events. Each point of
+a loss curve is the mean over the last steps up to this point. The number of these steps is that of the final loss, so
+that the last point equals the final loss. Only the first points are means over fewer steps. Each point of the gap shows
+the gap if the training had ended there.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, Layer
 from fp8bench.features.train.verdicts.curves import (
     HELD_OUT,
     Curve,
-    mean_gap,
+    average_gaps,
+    count_tail_steps,
     measure_gaps,
     select_curves,
-    tail_length,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import MemoryRole
@@ -70,7 +70,7 @@ def render_page(judged: JudgedTraining) -> Page:
         Part("figures", "Gradients, updates and rates", tuple(draw_figures(judged))),
     ):
         elements = tuple(filter(_is_worth_showing, part.elements))
-        # A part without any element is left out with its heading.
+        # Leave out a part without elements, together with its heading.
         if elements and part.name != "ending":
             parts.append(replace(part, elements=elements))
     page = replace(text, parts=tuple(parts))
@@ -86,9 +86,8 @@ def _is_worth_showing(element: Element) -> bool:
 
 def _render_memory(stored: KeptTraining) -> Iterator[Element]:
     uses = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
-    # The peak occurs at a different moment in each arm, but the end of the forward pass is the same moment in all
-    # arms.
-    has_forward = any(use.forward for use in uses.values())  # older trainings have no sizes at that moment
+    # The end of the first forward pass is the same moment in all arms, but the peak may occur at different moments.
+    has_forward = any(use.forward for use in uses.values())  # older trainings did not store the sizes at this moment
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
     for name, use in uses.items():
         for role, size in use.forward if has_forward else use.roles:
@@ -109,8 +108,8 @@ _MAX_POINTS_PER_LINE = 30
 _MAX_DRAWN_ARMS = 3
 # A chart of tensors has at most this many layers.
 _MAX_DRAWN_LAYERS = 4
-# Figures of a reading: the name, a function that selects the worst value, a function that returns the value, and one
-# that formats it.
+# The name of a figure of a reading, the function that selects its worst value, the function that returns it, and the
+# function that formats it.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
@@ -121,8 +120,8 @@ _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Ca
 
 
 def render_worst_readings(stored: KeptTraining) -> Iterator[Element]:
-    """Yields a table for each candidate and role of tensors. It shows the layers and steps that had the worst figures
-    in any seed.
+    """Yields a table with the worst figures of each candidate's inputs, weights and gradients in any seed, and the
+    layers and steps that had them.
     """
     arms_shown = {arm.name for arm in stored.training.arms_with_casts}
     readings = (reading for reading in stored.select_lines(LayerReading) if reading.arm in arms_shown)
@@ -166,7 +165,7 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
     for role in Role:
         layers: dict[str, dict[int, float]] = {}
         for reading in readings:
-            # The largest magnitude times its scale is the value that the format has to represent.
+            # The largest magnitude times its scale is the largest value that the format has to represent.
             magnitude = (reading.amax or 0.0) * reading.scale
             if reading.role == role and reading.step in steps and 0 < magnitude < math.inf:
                 layers.setdefault(reading.layer, {})[reading.step] = math.log2(magnitude)
@@ -199,8 +198,8 @@ _MAX_CURVE_POINTS = 60
 
 
 def choose_ends(steps: int) -> tuple[int, ...]:
-    """Returns for each window of a curve how many steps are finished at its end: 1, multiples of a round number such as
-    5, and all steps.
+    """Returns the numbers of steps at which a curve has its points: 1, the multiples of a round number such as 5, and
+    the number of all steps.
     """
     magnitude = 10 ** max(0, len(str(steps)) - 3)
     strides = (digit * magnitude for digit in (1, 2, 5, 10, 20))
@@ -217,7 +216,7 @@ def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
             seeds = [_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_band = arm.role is ArmRole.REFERENCE
             series.append((arm.name, tuple(_mark_losses(losses, has_band) for losses in zip(*seeds, strict=True))))
-    window = f"the last {many(tail_length(request.steps), 'step')}"
+    window = f"the last {many(count_tail_steps(request.steps), 'step')}"
     caption = f"Means over {window}. Alarms are at their steps."
     if request.seeds > 1:
         caption = (
@@ -260,13 +259,14 @@ def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
 
 
 def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Sequence[int]) -> tuple[ArmMarks, ...]:
-    """Marks each alarm in a chart at its step. If the chart has no finite value there, the alarm is marked at the
-    last point before.
+    """Marks each alarm in a chart at its step. If the chart has no finite value at that step, marks it at the last
+    finite point before.
     """
     flagged_series = []
     for name, marks in series:
         flagged_marks = list(marks)
-        # Indices of the points that are drawn. An alarm is shown at the last drawn point up to its step.
+        # The indices of the points that are drawn. An alarm is shown at the last of them that is not later than the
+        # alarm.
         drawn_indices = [index for index, mark in enumerate(marks) if mark is not None]
         rules = together(
             (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
@@ -313,13 +313,13 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
             continue
         # Recorded loops are different processes, which do not share memory.
         is_shared = figure.shared and not judged.training.is_watched
-        # Watched figures exist only in some steps, and a chart has points at these steps only.
+        # Watched figures exist in some steps only, and their charts have points at these steps only.
         steps = sorted({row.step for row in rows})
         ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
         series = []
         distinct_values = set[float]()
         for name in ["all arms"] if is_shared else [arm.name for arm in arms]:
-            # The rows of an arm are in the order of steps, so each point can take the rows between two ends.
+            # Group the values by the next end. They are in the order of steps.
             values = sorted((row.step, row.value) for row in rows if is_shared or row.arm == name)
             by_end = together((bisect_left(ends, step + 1), value) for step, value in values)
             points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
@@ -344,12 +344,12 @@ def _capitalize(text: str) -> str:
 
 
 def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
-    """Returns the mean loss of the window before each of the `ends`. It is NaN if the curve ends earlier, or if a
-    loss in the window is not finite.
+    """Returns the mean loss before each of the `ends`, over as many steps as the final loss. A mean is NaN if the curve
+    ends earlier, or if one of these losses is not finite.
     """
-    window = tail_length(curve.steps)
+    window = count_tail_steps(curve.steps)
     means = []
-    # A watched script has no loss of its first step, which must not make the first means unknown.
+    # The loss of a watched script's first step is unknown. Leave it out, so that the first means are known.
     first_known = len(curve.losses) - len(curve.rows)
     for end in ends:
         losses = curve.losses[max(first_known, end - window) : end] if end <= len(curve.losses) else ()
@@ -358,7 +358,7 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
 
 
 def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
-    """Returns a point of a chart of losses: the mean over seeds. With `has_band`, it has the range over seeds."""
+    """Returns a point of a chart of losses: the mean over seeds and, with `has_band`, the range over seeds."""
     finite_losses = [loss for loss in losses if math.isfinite(loss)]
     if not finite_losses:
         return None
@@ -370,9 +370,9 @@ def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
 
 def _mark_gaps(gaps: Sequence[float]) -> Mark | None:
     """Returns a point of the chart of gaps: the mean gap over seeds in percent. With several seeds, the point has an
-    interval.
+    interval around this mean.
     """
-    gap = mean_gap([100 * gap for gap in gaps if math.isfinite(gap)])
+    gap = average_gaps([100 * gap for gap in gaps if math.isfinite(gap)])
     if gap is None:
         return None
     if gap.shown is None:

@@ -81,8 +81,8 @@ class _ProgressObserver(TrainingObserver):
         self._print_line(sentence)
 
     def _align_losses(self) -> None:
-        """Takes over the newest loss of each running arm once all of them have done the same step, because arms take
-        turns.
+        """Shows the newest losses once all running arms have done the same step. Between their turns, arms are in
+        different steps.
         """
         running = [now for now in self._arms.values() if now.steps and not now.ended]
         if len({now.steps for now in running}) == 1:
@@ -92,8 +92,8 @@ class _ProgressObserver(TrainingObserver):
 
     @property
     def _arms_with_loss(self) -> list[ArmProgress]:
-        """Returns the arms that already have a loss in this seed. Arms that are only trained in the first seed have
-        no loss in later ones.
+        """Returns the arms that already have a loss in this seed. An arm that is only trained in the first seed has no
+        loss in later ones.
         """
         return [now for now in self._arms.values() if now.loss is not None]
 
@@ -113,7 +113,7 @@ class _ProgressObserver(TrainingObserver):
 
 
 class TrainingLines(_ProgressObserver):
-    """Shows progress in logs and pipes, by a line once all arms have done a step with a validation."""
+    """Shows progress in logs and pipes: prints a line once all arms have done a step with a validation."""
 
     def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(print_line, clock)
@@ -124,7 +124,7 @@ class TrainingLines(_ProgressObserver):
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         position = self._describe_position(number, step)
-        # A line is written for new held-out losses, or after a long time without one.
+        # Print a line after a validation, or if no line was printed for a long time.
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
         self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
         is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
@@ -164,7 +164,7 @@ class TrainingBoard(_ProgressObserver):
     def note(self, sentence: str) -> None:
         self._block.close()
         super().note(sentence)
-        self._shown_at = -REDRAW_SECONDS  # so that the next turn redraws the board
+        self._shown_at = -REDRAW_SECONDS  # the next turn will then redraw the board
 
     def close(self) -> None:
         self._block.close()
@@ -172,9 +172,9 @@ class TrainingBoard(_ProgressObserver):
 
 @dataclass
 class ArmProgress:
-    """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number
-    of its alarms in all seeds, and `ended` the reason why it ended early. `newest_loss` is
-    the loss after `steps`, and `loss` that of the last step that all arms have done.
+    """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number of
+    its alarms in all seeds, and `ended` the reason why it ended early. `newest_loss` is the loss of its last step.
+    `loss` is its loss in the last step that all running arms have done.
     """
 
     arm: Arm
@@ -192,7 +192,7 @@ class ArmProgress:
         self.loss = None
         self.held_out = None
         self.steps = 0
-        if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
+        if not self.ended.startswith(_EXCLUDED):  # an excluded arm stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
@@ -256,9 +256,9 @@ def with_outputs(
     log: Sequence[LogTarget] = (),
     on_alarm: str = "",
 ) -> Iterator[TrainingObserver]:
-    """Yields an observer that passes everything on to `inner`. It also writes a page to `live`, logs scalars to the
-    targets in `log`, and runs the command `on_alarm` for each alarm. `store_or_stream` is the store, or the stream of
-    a recorded loop.
+    """Yields an observer that passes all progress on to `inner`. It also writes a page to `live`, logs scalars to the
+    targets in `log`, and runs the command `on_alarm` for each alarm. `store_or_stream` is the store of the training, or
+    the stream of a recorded loop.
     """
     # A failure of one output does not affect the training or the other outputs.
     observers: list[_OutputObserver] = []
@@ -355,7 +355,7 @@ class LivePage(_OutputObserver):
             stored = self._load()
             if stored is None:
                 return
-            # Until the end, the page must not say that the training was cut off.
+            # While the training runs, the page must not say that it was cut off.
             page = render_page(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))

@@ -28,7 +28,7 @@ from fp8bench.units import number_of
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
 # Kinds of parameters that may have their own learning rates.
 PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
-# Groups of gradients, each clipped by its joint norm.
+# The kinds of groups of gradients. Each group is clipped by its joint norm.
 CLIP_GROUPS = ("kind", "block", "tensor")
 LOSS_SCALES = ("auto", "dynamic")
 MAX_LOSS_SCALE = float(1 << 32)
@@ -47,8 +47,8 @@ UNSUPPORTED_OPTIMIZERS = {
 }
 # Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR).
 SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
-# The keys of a schedule: the share of the steps in which the rate rises, and the share of the rate that remains at the
-# end. The schedule `constant` has no floor.
+# `warmup` is the share of the steps in which the rate rises. `floor` is the share of the rate that remains at the end;
+# the schedule `constant` has none.
 _SCHEDULE_KEYS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # The smallest and the largest value of each key.
 _KEY_BOUNDS = {
@@ -63,11 +63,11 @@ _KEY_BOUNDS = {
 }
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
-# The formats that ranks send.
+# the formats in which ranks can send values to each other
 WIRES = ("fp32", "bf16", "fp8")
-# The kinds of parallelism that have a choice of the format.
+# the kinds of parallelism that can send in several formats
 PARALLEL_WITH_WIRE = ("zero", "sp")
-# The kinds of parallelism that divide blocks.
+# the kinds of parallelism that divide each block of a model among ranks
 CUTTING_PARALLEL = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
@@ -83,8 +83,8 @@ def _are_rates(rates: tuple[Any, ...]) -> bool:
 
 
 def parse_change(then: str) -> tuple[str, float]:
-    """Returns the dtype in `--then`, and the share of the steps that are trained before it begins: 1 without a
-    change."""
+    """Returns the dtype in `--then`, and the share of the steps before it begins. If `then` is
+    empty, returns '' and 1."""
     word, _, percent_text = then.rpartition("@")
     return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
@@ -110,11 +110,11 @@ def _is_clip(value: object) -> bool:
 
 
 def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and all keys of 'NAME[:key=value...]'. For 'FILE.py:CLASS[:...]' it returns the class and only
-    the given keys. Raises UsageError for unknown names and keys."""
+    """Returns the name and the values of all keys of 'NAME[:key=value...]'. For 'FILE.py:CLASS[:...]' returns the class
+    and the given keys only. Raises UsageError for unknown names and keys."""
     name, _, tail = word.partition(":")
     target, _, keys = tail.partition(":")
-    # A key has an equals sign. The name of the class in a user's file has none.
+    # In 'NAME:KEY=VALUE', the text after the colon has an equals sign. In 'FILE.py:CLASS' it has none.
     if name not in OPTIMIZERS and target and "=" not in target:
         return f"{name}:{target}", {key: number_of(value) for key, value in _split_into_pairs(keys)}
     expected_text = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
@@ -125,7 +125,8 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and all keys of 'NAME[:key=value...]'. Raises UsageError for unknown names and keys."""
+    """Returns the name and the values of all keys of 'NAME[:key=value...]'. Raises UsageError for unknown names and
+    keys."""
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
@@ -139,8 +140,8 @@ def _split_into_pairs(keys: str) -> list[tuple[str, str]]:
 
 
 def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keys of an option: the given ones, and the defaults of all others. Raises UsageError for unknown
-    keys or values out of bounds."""
+    """Returns the values of an option's keys: those in `keys`, and the defaults of all others. Raises UsageError for
+    unknown keys or values out of bounds."""
     values = dict(defaults)
     for key, text in _split_into_pairs(keys):
         if key not in defaults:
@@ -183,8 +184,8 @@ def _count(default: int, maximum: int, help_text: str, group: str = LENGTH) -> A
 
 
 def _run_option(default: Any, name: str, help_text: str = "", group: str = LENGTH) -> Any:
-    """Returns an option that trainings share with runs. For trainings it has another default and, if given, another
-    help text."""
+    """Returns an option that trainings and runs have. In trainings its default differs from that in runs, and its help
+    text if `help_text` is given."""
     shared = _RUN_OPTIONS[name]
     return option(
         default, shared.rule, help_text or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse

@@ -62,9 +62,9 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text, command)
-        # A user's model is tried first, so that a model that fails leaves no stored training.
+        # A user's model is tested first, so that a model that fails leaves no stored training.
         coverage_events = _examine_own_model(training, worker)
-        # The number of parameters is only known once the reference is built.
+        # The number of parameters is only known once the reference has been built.
         training = replace(training, parameters=_build_reference(training, worker).parameters)
         writer = start_training(training, store)
         if coverage_events:
@@ -75,9 +75,9 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Continues a training from its last resume point. Also returns whether anything was trained: a finished training
-    is returned unchanged, with False. Raises UsageError if a file is missing. Also raises it if machine, software,
-    commit, text or arms have changed, because losses would differ.
+    """Continues a training from its last resume point. The first returned value is False if the training was finished
+    already; it is then returned unchanged. Raises UsageError if a file is missing. Also raises UsageError if machine,
+    software, commit, text or arms have changed, because losses would differ.
     """
     stored = load_training(path)
     if stored.finished:
@@ -121,7 +121,7 @@ def _list_differences(training: Training, today: Training) -> Iterator[str]:
 
 @contextmanager
 def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
-    """Does all checks that need no worker, then yields a worker and the text."""
+    """Does all checks that need no worker. Then yields a worker and the text of the training."""
     # Modules of the user may register precisions that the request names.
     import_user_modules(request.imports)
     check_training(request)
@@ -150,8 +150,8 @@ def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Tr
 
 
 def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
-    """Returns the training as planned for the worker's machine. Its number of parameters is not known yet, and still
-    0.
+    """Returns the training as planned for the worker's machine. `parameters` is still 0, because the number of
+    parameters is not known yet.
     """
     device = choose_device(request, worker.probe())
     # The stored environment names the modules or files that define a user's model and optimizer.
@@ -163,7 +163,7 @@ def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, com
 
 
 def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
-    """Checks that a user's model can be trained. Returns events with the share of the model that each arm converts."""
+    """Checks that a user's model can be trained. Returns events that say which share of the model each arm converts."""
     if not training.request.settings.make:
         return ()
     try:
@@ -182,9 +182,9 @@ def _build_reference(training: Training, worker: Worker) -> ArmState:
     lab = call_lab(worker, START_SECONDS)
     try:
         if not (states := lab.begin(training.make_task((reference,)))):
-            lab.validate(reference.name)  # raises the reason if the reference could not be built
+            lab.validate(reference.name)  # raises the error because of which the reference could not be built
         if training.request.settings.metric:
-            # a metric that fails should fail before any step
+            # Score the reference now, so that a metric that fails does so before any step.
             call_lab(worker, FIRST_CALL_SECONDS).validate(reference.name, True)
     except WorkerFault as fault:
         raise as_usage(fault) from None
@@ -206,8 +206,8 @@ class _CompleteRun(TrainingRun):
             self.observer.begun(self.training)
             # Memory is measured before all arms are loaded, because each arm is measured alone.
             self._measure_memory()
-            # Memory is checked as soon as sizes are known: refusing now costs seconds, an overflow later would cost
-            # hours.
+            # Check the memory as soon as sizes are known. Refusing now costs seconds, but running out of memory later
+            # would cost hours.
             check_memory(self.training, self._load_lines(ArmCost))
             self._train_seeds()
             # Energy is measured while arms take further steps like the last ones. No loss depends on these steps.
@@ -218,7 +218,7 @@ class _CompleteRun(TrainingRun):
             with (
                 ignore_interrupts(),
                 contextlib.suppress(StoreError),
-            ):  # a training without its last line also counts as unfinished
+            ):  # a training whose file has no such last line also counts as unfinished
                 self.writer.finish("interrupted")
         except StoreError as error:
             raise NotKept(str(error), load_training(self.writer.path)) from None
@@ -248,7 +248,7 @@ class _CompleteRun(TrainingRun):
         return load_training(self.writer.path).select_lines(kind)
 
     def _list_unmeasured_arms(self, has: Callable[[ArmCost], object]) -> list[Arm]:
-        """Returns the trained arms that have no line for which `has` is true. Arms that repeat the reference are left
+        """Returns the trained arms of which no stored cost satisfies `has`. Arms that repeat the reference are left
         out, because they cost as much as the reference.
         """
         measured = {cost.arm for cost in self._load_lines(ArmCost) if has(cost)}
@@ -274,10 +274,10 @@ class _CompleteRun(TrainingRun):
                 cost = ArmCost(arm.name, self.training.request.seed, why=reason)
             self._store_costs(cost)
         if unmeasured and self.training.device.accelerated:
-            self.worker.restart()  # a process that has recorded a GPU's memory is slower, and must not time steps
+            self.worker.restart()  # A process that has recorded a GPU's memory is slower. So it must not time steps.
 
     def _find_own_batches(self) -> None:
-        """Finds the largest batch of each native arm. The others are left out, because the speed of emulation is
+        """Finds the largest batch of each native arm. Other arms are left out, because the speed of emulation is
         meaningless.
         """
         memory_limit = self.training.request.own_batch

@@ -47,7 +47,7 @@ _UTILIZATION_SECONDS = 1.0
 
 @dataclass
 class SeedPace:
-    """Stores the longest time of a step until now, and derives the worker's time limit from it."""
+    """Stores the longest time of a step until now, and derives the time limit of the worker's calls from it."""
 
     slowest_step: float = 0.0
 
@@ -117,8 +117,8 @@ class SeedRun(TrainingRun):
 
     @property
     def task(self) -> SeedTask:
-        """Returns the task with all arms that began the seed, even if they were excluded later. Checkpoints have all
-        of these arms.
+        """Returns the task with all arms that began the seed, including arms that were excluded later. Checkpoints have
+        the states of all of these arms.
         """
         excluded_at_start = dict(self.writer.points[0].out)
         return self.training.make_task(
@@ -134,7 +134,7 @@ class SeedRun(TrainingRun):
         lab = call_lab(self.worker, START_SECONDS)
         with _convert_faults():
             states = lab.begin(self.task)
-        if not states:  # no arm could be built although the worker was empty, so a fresh worker would fail as well
+        if not states:  # no arm could be built although the worker was empty, and a fresh worker would fail as well
             lab.validate(self.task.arms[0].name)
         point = self._restore_checkpoint(lab)
         self.writer.go_back(point)
@@ -169,7 +169,7 @@ class SeedRun(TrainingRun):
         if step == 0:
             self._validate(step)
         while step < request.steps:
-            # A turn ends where a validation or a checkpoint is due.
+            # A turn ends at the next validation or checkpoint, if that is earlier.
             turn_end = min(
                 step + STEPS_PER_TURN,
                 request.steps,
@@ -230,12 +230,12 @@ class SeedRun(TrainingRun):
             self.writer.keep(self.number, step, folder, tuple(self.excluded.items()))
 
     def _restart_worker(self, lost: _WorkerLost) -> None:
-        """Starts a fresh worker. If the arm has failed before, excludes it. The reference cannot be excluded."""
+        """Starts a fresh worker. If the same arm has failed before, excludes it. The reference cannot be excluded."""
         name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
         # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
-        # The machine may have caused the first failure of an arm. The arm itself is blamed for the second one.
+        # The first failure of an arm may be the machine's fault. After the second failure the arm is excluded.
         kind = "restarted"
         sentence = f"{lost.error}; a fresh worker continues from the last checkpoint"
         if self._failures[name] == _MAX_FAILURES:
@@ -255,8 +255,8 @@ def _next_multiple(step: int, every: int) -> int:
 
 @contextlib.contextmanager
 def _convert_faults(arm: Arm | None = None) -> Iterator[None]:
-    """Converts errors that a worker raises inside the `with` block. A StoreError is raised again in the parent
-    process. Any other error means that the arm is lost, or all arms.
+    """Converts errors that a worker raises inside the `with` block. A StoreError is raised again in this process. Any
+    other error is raised as _WorkerLost, for `arm` or for all arms.
     """
     try:
         yield

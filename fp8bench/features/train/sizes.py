@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8bench import units
 from fp8bench.features.train import words
 from fp8bench.features.train.values import ModelSweep
-from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, find_deciding_interval, mean_gap
+from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, average_gaps, find_deciding_interval
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures, list_gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model.codec import encode
@@ -35,7 +35,8 @@ class SizedArm(NamedTuple):
 
 class SizeComparison(ModelSweep):
     """Trainings of several models, the smallest model first. `trends` has the change of each arm's gap for ten times
-    the parameters, as a share of the loss. The interval of a trend is Student's t over the slopes of single seeds.
+    the parameters, as a share of the loss. Each seed has such a change, and the interval of the trend is Student's t
+    over the seeds.
     """
 
     @cached_property
@@ -63,9 +64,9 @@ def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
     for sized_arm in sizes:
         for pair in sized_arm.verdict.pairs:
             gaps[pair.seed].append(pair.gap)
-    # A seed has a slope only if it counts in the trainings of all models.
+    # The slope of a seed is only computed if the seed counts in the trainings of all models.
     complete_gaps = [gaps[seed] for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)]
-    return mean_gap([linear_regression(log_parameters, values).slope for values in complete_gaps])
+    return average_gaps([linear_regression(log_parameters, values).slope for values in complete_gaps])
 
 
 def describe_trend(name: str, trend: Gap | None) -> str:

@@ -35,19 +35,20 @@ from fp8bench.worker.products import identify_product
 
 
 def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
-    """Takes an arm's next step and yields its lines. Yields no lines if the arm has stopped or finished."""
+    """Takes the next step of an arm and yields the lines of this step. Yields no lines if the arm has stopped or
+    finished.
+    """
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
     if trainer.step == 0 and (product := identify_product(trainer.precision, trainer.task.facts)):
-        sentence = f"the numbers of a product are those of {product}, not of {trainer.precision.mode}"
+        sentence = f"a matrix product has the numbers of {product}, not of {trainer.precision.mode}"
         yield trainer.event(FALLBACK, sentence)
     yield from take_step(trainer, phase, watched)
 
 
 def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[StreamLine]:
-    """Takes one step of an arm and yields its lines: the row of figures, and events. Every stride-th step is watched,
-    and then also yields readings of tensors. Without `watched` no step is watched, and the size of updates is not
-    measured.
+    """Takes one step of an arm. Yields its row of figures, and events. Every stride-th step is watched: it also yields
+    the readings of tensors. Without `watched` no step is watched, and the size of the update is not measured.
     """
     optimizer = trainer.optimizer
     parallelism = trainer.parallelism
@@ -61,7 +62,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     rate_share = trainer.rate_share()
     scale = trainer.loss_scale.scale
     casts = trainer.copy_casts()
-    rate = optimizer.rate * rate_share  # read before the update, with which a user's schedule changes the rate
+    rate = optimizer.rate * rate_share  # read before the update, in which a user's schedule changes the rate
     wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.watch_step() if watched else nullcontext()
     with wire or nullcontext(), trainer.materialise(phase), hooks as readings:
@@ -89,7 +90,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         change_norms = norms[: len(norms) // 2]
         weight_norms = norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
-        # must come before the readings, which also send messages
+        # List what the step sent before the readings are made, because these also send values between ranks.
         messages = () if wire is None else wire.list_sent(parallelism.rank)
         if readings is not None:
             parallelism.load_weights(phase)
@@ -121,9 +122,9 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     arm_model = trainer.arm_model
     micro_batches = trainer.settings.micro_batches
     losses = []
-    # The gradients of the previous step exist until here, because they are watched after that step.
+    # The gradients of the previous step were kept until now, because they are watched after their step.
     trainer.optimizer.gradients.begin()
-    with arm_model.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
+    with arm_model.cached_weights.cast(phase):  # a cast weight is used by all micro-batches
         for number in range(micro_batches):
             # a. The batch, which depends only on seed, step and micro-batch.
             with phase.data_load:
@@ -141,9 +142,9 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
 def clip(
     norms: list[Tensor], norm: Tensor, scale: float, max_norm: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns the divisor of each gradient, and the factor by which clipping shrinks the joint norm of all gradients.
-    `norms` are the norms of the gradients, still multiplied by the loss scale. `norm` is their joint norm without the
-    loss scale. `groups` names the group of each parameter.
+    """Returns the divisor of each gradient. Also returns the factor by which clipping shrinks the joint norm of all
+    gradients. `norms` are the norms of the gradients, still multiplied by the loss scale. `norm` is their joint norm
+    without the loss scale. `groups` has the clipping group of each parameter.
     """
     if not max_norm:
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)

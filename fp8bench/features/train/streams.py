@@ -106,8 +106,8 @@ def make_watched_training(
 
 
 def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
-    """Returns a different name for each loop. These are the loops' own names if all of them differ, and otherwise
-    their file names. File names get numbers if some of them are equal. Several seeds have what their names share.
+    """Returns a different name for each loop: the names that the streams contain or, if two of these are equal, the
+    names of the files. Equal file names get numbers. A loop with several seeds gets the common part of their names.
     """
     stems = [_join_names([path.stem for path in paths]) for paths in files]
     for candidates in ([_join_names([seed_lines[0].arm for seed_lines in seeds]) for seeds in streams], stems):

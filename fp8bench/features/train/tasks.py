@@ -42,9 +42,9 @@ _MIN_DOCUMENTS = 256
 
 @dataclass(frozen=True)
 class TaskItem:
-    """A question of a task. It may have several `texts`, of which the right one should be the most likely; `right` is
-    then the index of this text. Or it has one text, in which the bytes at `positions` are the answers, out of
-    `choices`; `right` then has the index in `choices` of each right byte.
+    """A question of a task. With several `texts`, the model should find the right one the most likely, and `right` has
+    the index of this text. With one text, the bytes at `positions` are the answers, each one out of `choices`. `right`
+    then has the index in `choices` of each right byte.
     """
 
     texts: tuple[bytes, ...]
@@ -73,7 +73,7 @@ def list_retrieval_lengths(sequence: int) -> tuple[int, ...]:
 
 
 def _make_repeated_retrieval_text(generator: random.Random, length: int) -> bytes:
-    """Returns letters with one digit among them, followed by several question marks, each with the digit after it."""
+    """Returns letters with a digit in the first half, and after it several question marks that this digit follows."""
     letters = bytearray(generator.choices(LETTERS, k=length))
     digit = generator.choice(DIGITS)
     position = generator.randrange(length // 2)
@@ -84,8 +84,8 @@ def _make_repeated_retrieval_text(generator: random.Random, length: int) -> byte
 
 
 def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """Returns `count` documents, each as long as a window, from all tasks in turn. Documents of the task retrieval
-    alternate between several questions and one question, because the test has one.
+    """Returns `count` documents, each as long as a window, from all tasks in turn. Every second document of the task
+    retrieval has only one question, as the test has. The others have several questions.
     """
     generator = random.Random(f"{seed}/{sequence}")
     documents = []
@@ -123,8 +123,8 @@ def check_sequence(option: str, sequence: int) -> None:
 
 
 def make_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str, list[TaskItem]]]:
-    """Yields the questions of a task, each with the name of the figure for which it counts. The questions are the
-    same for every arm and seed.
+    """Yields lists of questions of a task, each list with the name of its figure. The questions are the same for every
+    arm and seed.
     """
     generator = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
@@ -150,7 +150,7 @@ def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterat
     """Yields questions whose text ends in a hidden word, which has to be chosen among four words of equal length.
     Raises UsageError for a text with too few words.
     """
-    # Candidates are as long as the hidden word, so that the length does not show the answer.
+    # Choices are as long as the hidden word, so that the length does not show the answer.
     length = min(sequence, _PASSAGE_BYTES)
     matches = [match for match in _WORDS.finditer(text) if match.end() > length]
     by_length = defaultdict(list)

@@ -46,10 +46,10 @@ def make_empty_text(tokens: str, identity: str = "") -> TrainingText:
 
 
 class ArmRole(StrEnum):
-    """The purpose of an arm. A `candidate` is compared with the `reference`. A `repeat` trains the reference again
-    with the same seed, and shows nondeterminism. A `one-ulp` arm begins with weights that differ from the reference's
-    by one unit in the last place, and shows chaos. It is trained in the first seed only. `other-rate` is the
-    reference at a further learning rate, if rates are swept.
+    """The purpose of an arm. A `candidate` is compared with the `reference`. A `repeat` trains the reference again with
+    the same seed, and shows nondeterminism. A `one-ulp` arm begins with weights that differ from the reference's by one
+    unit in the last place, and shows chaos. It is trained in the first seed only. If learning rates are swept, an
+    `other-rate` arm is the reference at one of the other rates.
     """
 
     REFERENCE = "reference"
@@ -59,7 +59,7 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
-# Settings that only candidates have, with the values that all other arms get.
+# Settings that only candidates can have. Other arms get these values.
 _CANDIDATE_ONLY: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
@@ -85,17 +85,17 @@ class Arm:
 
     @property
     def is_band(self) -> bool:
-        """Returns whether the arm only shows how much chance changes the reference."""
+        """Returns whether the arm is the reference again, to show how much chance changes its loss."""
         return self.role.value in BANDS
 
-    def with_precision(self, then: str) -> Arm:
-        """Returns the arm as it is after its change of precision. All layers then have the same precision, with
-        scales computed from each tensor.
+    def with_precision(self, precision: str) -> Arm:
+        """Returns the arm as it is after its change of precision. All layers then have the given precision, with scales
+        computed from each tensor.
         """
-        return replace(self, precision=then, settings=(*self.settings, *_CANDIDATE_ONLY.items()))
+        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_ONLY.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns all settings of the arm: its own ones, and the settings of the training for everything else."""
+        """Returns the settings with which the arm is trained: those of the training, except for the arm's own ones."""
         arm_settings: dict[str, Any] = dict(self.settings)
         defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_ONLY
         return replace(settings, **defaults, **arm_settings)
@@ -116,8 +116,8 @@ class SeedTask:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm before its first step. `tokens` is the number of tokens per step. `bytes_per_parameter` is the memory
-    between two steps for each purpose, counted from the arm's tensors.
+    """An arm before its first step. `tokens` is the number of tokens per step. `bytes_per_parameter` is the memory that
+    the arm's tensors use between two steps, by purpose.
     """
 
     arm: str
@@ -181,10 +181,10 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepRow(StreamLine):
-    """The figures of a step. Norms are over all parameters. `gradient_norm` is the norm before clipping, and
-    `clipped` the share of it that clipping removed. `update_ratio` is the norm of the update divided by the norm of
-    the weights. `seconds` is 0 for a watched step, because watching takes time. `skipped` means that a value was not
-    finite, so that the weights did not change.
+    """The figures of a step. Norms are over all parameters. `gradient_norm` is the norm before clipping, and `clipped`
+    the share of this norm that clipping removed. `update_ratio` is the norm of the update divided by the norm of the
+    weights. `seconds` is 0 for a watched step, because watching takes time. `skipped` means that the weights did not
+    change, because a value was not finite.
     """
 
     loss: float
@@ -230,18 +230,18 @@ BYTES_PER_PARAMETER = "bytes_per_parameter"
 WATCHED_SECONDS = "watched_seconds"
 # Figure: bytes that a rank sends in a step. The figure's `layer` names operation and dtype ('all_to_all uint8').
 WIRE_BYTES = "wire_bytes"
-# Figures of mistakes in a user's loop, in the step where a mistake begins: gradients are not cleared, the optimizer
-# has lost its moments, or a second optimizer trains a second module.
+# Figures of mistakes in a user's loop, in the step where a mistake begins: gradients are not cleared, the optimizer has
+# lost its moments, or another optimizer trains another module.
 GRADIENTS_LEFT = "gradients_left"
 MOMENTS_GONE = "moments_gone"
 OTHERS_TRAIN = "others_train"
-# Trainings that `fp8bench.watch` has recorded have this name in place of their tokens and of the model's maker.
+# Recorded loops have this name in place of a text's kind of tokens, and in place of the function that makes a model.
 WATCHED = "watched"
 # Event: a step had NaN or infinity.
 NOT_FINITE = "not-finite"
-# Event: the products of an arm are computed in a different precision.
+# Event: the matrix products of an arm are computed in another precision than the arm's.
 FALLBACK = "fallback"
-# Event: the share of a user's model that an arm converts, or the precision to which it changes.
+# Event: says which share of a user's model an arm converts, or to which precision it changes.
 COVERAGE = "coverage"
 # Event: a user's loop could not be observed for some updates.
 UNSEEN = "unseen"
@@ -273,8 +273,8 @@ class Validation(StreamLine):
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """An event in a step. Its kind is 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or
-    one of the kinds above. `layer` and `tensor` say where it happened, `values` are the observed values, and `remedy`
-    is a change that may help.
+    one of the kinds above. `layer` and `tensor` are those where it happened, `values` are the observed values, and
+    `remedy` is a change that may help.
     """
 
     kind: str
@@ -290,8 +290,8 @@ class TrainingEvent(StreamLine):
         return f"{self.layer} {self.tensor}".strip()
 
     def describe(self, is_watched: bool = False) -> str:
-        """Returns 'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'. A
-        watched loop has no seed, and its text names none.
+        """Returns a text such as 'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning
+        rate'. The text leaves out the seed if the arm is a watched loop.
         """
         seed = "" if is_watched else f", seed {self.seed}"
         source = f"{self.arm}{seed}, step {self.step}" if self.arm else f"seed {self.seed}"
@@ -306,10 +306,10 @@ class TrainingEvent(StreamLine):
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
-    """The cost of one arm. Each figure is measured in a separate pass, which writes a separate line. `kept` is the
+    """The cost of one arm. Each figure is measured in a separate pass, and stored in a separate line. `kept` is the
     number of bytes in memory between two steps, by purpose. `memory` is the peak of a step while no other arm is
-    loaded. `energy` is the energy of steps like the last ones. `capacity` is the largest batch. `why` is the reason
-    for a missing figure.
+    loaded. `energy` is the energy of steps like the last ones. `capacity` is the largest batch. `why` is the reason for
+    a missing figure.
     """
 
     step: int = 0
@@ -323,7 +323,7 @@ class ArmCost(StreamLine):
 @dataclass(frozen=True)
 class KeptTraining:
     """A training as read from a store, with all lines that could be read. `troubles` has a sentence for each problem
-    with the lines that could not.
+    with the other lines.
     """
 
     training: Training
@@ -368,7 +368,7 @@ class RankLines:
 
 
 class TrainingObserver:
-    """Receives the progress of a training. This class ignores it, and subclasses show it."""
+    """Receives the progress of a training. The methods do nothing here, and show the progress in subclasses."""
 
     def begun(self, training: Training) -> None:
         """Called when the training starts or resumes."""

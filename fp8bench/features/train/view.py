@@ -29,7 +29,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Why
+from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, InconclusiveReason
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_tone, render_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
@@ -54,7 +54,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     training = judged.training
     stored = judged.kept
     verdicts = judged.verdicts
-    # Arms that repeat the reference have no verdict, and only the whole page shows them.
+    # Arms that repeat the reference have no verdict. They are only on the whole page.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
     store = _name_store(stored)
@@ -85,8 +85,8 @@ def _name_store(stored: KeptTraining) -> str:
 
 
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
-    """Returns an answer for each arm that is compared with the reference. Arms that were not trained have an answer
-    too.
+    """Returns the answers to the question whether each arm learns as well as the reference. Arms that were not trained
+    have an answer too.
     """
     peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
     answers = []
@@ -95,7 +95,7 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
         verdict = summary.verdict
         if arm.skip:
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
-        elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
+        elif verdict is not None and verdict.judged.why is not InconclusiveReason.OTHER_RATE:
             costs = (_describe_speed(summary), _describe_memory(summary, peaks.get(verdicts.reference)))
             verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
             reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
@@ -111,8 +111,8 @@ def _describe_speed(summary: ArmSummary) -> str:
 
 
 def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
-    """Returns an arm's memory relative to the reference's. For an emulated arm, this is the estimated memory on a
-    device with its formats.
+    """Returns an arm's memory relative to the reference's. The memory of an emulated arm is an estimate for a device
+    with its formats.
     """
     native = summary.arm.native
     peak = summary.peak_memory if native else summary.device_peak_memory
@@ -131,8 +131,8 @@ def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
 
 
 def _propose_command(judged: JudgedTraining, store: str) -> str:
-    """Returns the command that would help most; '' if none would. It finishes an unfinished training. Otherwise it
-    trains as many seeds as the open verdicts need.
+    """Returns the command that would help most; '' if none would. The command resumes an unfinished training. For a
+    finished one, it trains as many seeds as the undecided verdicts need.
     """
     request = judged.request
     command = judged.training.command
@@ -342,7 +342,7 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     seed = judged.request.seed
     values: dict[str, dict[str, float]] = defaultdict(dict)
     for row in list_rows(arms, judged.kept.lines):
-        # In recorded loops, an update ratio is NaN outside of watched steps.
+        # In recorded loops, an update ratio is NaN in steps that were not watched.
         is_unknown = judged.training.is_watched and row.value != row.value
         if row.seed == seed and not row.layer and not is_unknown:
             # Rows are in the order of steps, so that later values of a figure replace earlier ones.
@@ -371,7 +371,7 @@ def render_validations(stored: KeptTraining) -> Iterator[Part]:
     arms = [arm.name for arm in stored.training.arms if not arm.is_band and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
     for name, mean_by_arm in means.items():
-        if name not in positions[1:-1]:  # of all positions in a window, the first and the last are enough
+        if name not in positions[1:-1]:  # the first and the last range of positions are enough
             cols.append(Col(name, mean_by_arm.get, show="{:.3f}".format))
     if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
         perplexities = {arm: math.exp(min(loss, 700.0)) for arm, loss in held_out.items()}
@@ -386,7 +386,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     costs = stored.select_lines(ArmCost)
     yield from dict.fromkeys(event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE)
     is_watched = stored.training.is_watched
-    # A single loop has no verdict that a held-out text could decide.
+    # A single loop has no verdict, so held-out text would decide nothing.
     if not verdicts.has_held_out and (verdicts.arms or not is_watched):
         loop_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
         advice = loop_advice if is_watched else "return held_out from make()"

@@ -13,12 +13,12 @@ from fp8bench.analysis.energy import Range
 from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
+    InconclusiveReason,
     JudgedArm,
     Learned,
-    Void,
-    Why,
+    VoidReason,
     bound_single_gap,
-    smallest_effect,
+    compute_smallest_effect,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
@@ -35,7 +35,7 @@ _ROLE_WORDS = {
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
-# At most this many reasons, and names for each reason, are listed.
+# At most this many reasons for unconverted layers are listed, and at most this many names for each reason.
 _MAX_LISTED = 3
 VERDICT_WORDS = {
     Learned.DIVERGED: "no: diverges",
@@ -56,7 +56,7 @@ def explain_coverage(name: str, coverage: Coverage) -> Iterator[str]:
 
 
 def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
-    """Returns the verdict on an arm. If the arm has none, returns the reason, or the purpose of the arm."""
+    """Returns the verdict on an arm. Without a verdict, returns the reason why it was not trained, or its purpose."""
     arm = summary.arm
     if arm.skip:
         return arm.skip
@@ -70,11 +70,11 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
 
 
 def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
-    """Returns how large the gap may be, for an arm with too few seeds for a verdict. For a single seed, this bound
-    comes from the effect of one ulp.
+    """Returns an upper bound of the gap of an arm with too few seeds for a verdict; '' if none is known. For a single
+    seed, the bound comes from the effect of one ulp (weights one unit in the last place apart).
     """
     gap = arm.judged.gap
-    if gap is None or arm.judged.why is not Why.FEW_PAIRS:
+    if gap is None or arm.judged.why is not InconclusiveReason.FEW_PAIRS:
         return ""
     if gap.shown is not None:
         return f"{describe_bound_above(gap.shown)} (95%); "
@@ -105,10 +105,10 @@ def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
 
 
 def _count_decimals(interval: Interval) -> int:
-    """Returns the number of decimals for an interval in percent. They show two significant digits of half its width.
-    If the interval excludes 0, they are enough to show that.
+    """Returns the number of decimals with which an interval is shown in percent. They show two significant digits of
+    half its width. If the interval excludes 0, they also show that.
     """
-    # Half of the interval's width shows how many digits are meaningful.
+    # Half of the interval's width shows how many decimals are meaningful.
     half_width = 100 * (interval.high - interval.low) / 2
     digits = min(4, max(0, 1 - math.floor(math.log10(half_width)))) if 0 < half_width < math.inf else 2
     # If an end of the interval were rounded to 0, the interval would seem to include 0.
@@ -146,7 +146,7 @@ FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned
 def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
         # A difference inside the margin is tolerated. A rate that is not the best one is no failure of the precision.
-        is_failure = not arm.judged.is_tolerated and arm.judged.why is not Why.OTHER_RATE
+        is_failure = not arm.judged.is_tolerated and arm.judged.why is not InconclusiveReason.OTHER_RATE
         if is_failure and arm.judged.learned.replace(" ", "-") in requested_failures:
             yield f"{arm.arm.name}: {describe_verdict(arm, judged.verdicts)}"
     if ALARM in requested_failures:
@@ -155,28 +155,28 @@ def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -
 
 
 _VOID_ADVICE = {
-    Void.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, on more --data, or with a loss "
-    "that stays above 0",
-    Void.OTHER_TOKENS: ", and more seeds would not change that",
+    VoidReason.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, on more --data, or with a "
+    "loss that stays above 0",
+    VoidReason.OTHER_TOKENS: ", and more seeds would not change that",
 }
 
 
 def describe_inconclusive(judged: JudgedArm) -> str:
     seed_words = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
-    if judged.why in (Why.SAME_BITS, Why.FALLBACK, Why.OTHER_RATE):
+    if judged.why in (InconclusiveReason.SAME_BITS, InconclusiveReason.FALLBACK, InconclusiveReason.OTHER_RATE):
         return str(judged.why)
-    if judged.why is Why.FEW_PAIRS:
+    if judged.why is InconclusiveReason.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
         pair_words = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {MIN_PAIRS}"
         if judged.void:
             return f"{pair_words}: {judged.void}{_VOID_ADVICE.get(judged.void, '')}"
         return f"{pair_words}; {seed_words}"
-    if judged.why is Why.TOO_WIDE:
+    if judged.why is InconclusiveReason.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
         bound = describe_bound_above(judged.gap.decides)
         interval_text = _format_interval(judged.gap.decides)
         return f"{bound}, as {interval_text} is too wide to tell; {seed_words} in four of five cases"
-    if judged.why is Why.NO_HELD_OUT:
+    if judged.why is InconclusiveReason.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
     training_change = units.change(1 + judged.gap.point)
@@ -195,15 +195,15 @@ def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
 
 
 def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
-    """Yields a sentence for each reason why seeds of an arm do not count. The sentence names these seeds."""
+    """Yields a sentence for each reason for which seeds of an arm do not count. The sentence names these seeds."""
     reasons = together((void.value, seed) for seed, void in arm.voids if seed not in arm.diverged_in)
     for reason, seeds in reasons.items():
         yield f"{arm.arm.name}: {_format_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
 def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
-    """Yields sentences on the effect of chance: on the reference, on verdicts of several arms, and on the smallest
-    visible gap.
+    """Yields sentences on the effect of chance on the reference and on verdicts of several arms, and on the smallest
+    gap that would have been visible.
     """
     if verdicts.repeat_band is not None:
         yield describe_repeat(verdicts.repeat_band)
@@ -223,11 +223,11 @@ def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
 
 
 def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
-    """Returns a sentence on the smallest gap that the training could have shown. It is about the arm with the widest
+    """Returns a sentence on the smallest gap that would have been visible in all arms: that of the arm with the widest
     interval.
     """
     gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
-    sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
+    sizes = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
     most_pairs = max((gap.pairs for gap in gaps), default=0)
     if sizes:
         return f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
@@ -266,7 +266,9 @@ def format_joules(joules: Range | None) -> str | None:
 
 
 def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
-    """Yields for each recorded loop how its loss changed, with its first alarm, and what its casts lose."""
+    """Yields for each recorded loop how its loss changed, and its first alarm. Then yields how much the casts of the
+    loops lose.
+    """
     for (name, seed), curve in judged.curves.items():
         first = curve.rows[0]
         last = curve.rows[-1]

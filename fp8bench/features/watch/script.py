@@ -23,15 +23,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from fp8bench.features.train.lab.script_loops import ScriptLoops
 
-# The module with the base class of all torch optimizers, which `import torch` imports.
+# `import torch` imports this module, which has the base class of all torch optimizers.
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 
 
 @dataclass(frozen=True)
 class Script:
-    """The script to run: its absolute path, and the path as `typed` by the user. `stream` is the file for its first
-    training loop, and `options` are those of `fp8bench.watch`. With several ranks, `writes` is True for the only one
-    that writes and prints.
+    """The script to run: its absolute path, and the path as the user has typed it. `stream` is the file for its first
+    training loop, and `options` are those of `fp8bench.watch`. With several ranks, `writes` is True for one rank only,
+    which writes and prints.
     """
 
     path: str
@@ -48,7 +48,7 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
     or signal."""
     script_watch = _ScriptWatch(script, say if script.writes else lambda _: None)
     ended_by: list[signal.Signals] = []
-    # Registered first, so that it runs after all exit handlers of the script.
+    # This handler is registered first, so that it runs after all exit handlers of the script.
     atexit.register(_end_by_signal, ended_by)
     script_watch.start()
     code: Any = None
@@ -70,7 +70,7 @@ def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
 
 
 def _execute_script(script: Script) -> None:
-    # 1. Make the module that the script sees as `__main__`. Spawned workers import it by its path.
+    # 1. Make the module that is the script's `__main__`. Spawned workers import it by its path.
     main_module = ModuleType("__main__")
     vars(main_module).update(__file__=script.path, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main_module

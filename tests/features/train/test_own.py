@@ -17,7 +17,7 @@ from fp8bench.features.train.api import name_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
-from fp8bench.features.train.verdicts.curves import Learned, Why
+from fp8bench.features.train.verdicts.curves import InconclusiveReason, Learned
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
 from fp8bench.features.train.view import list_notes
@@ -91,7 +91,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
     verdicts = judge_training(kept.training, kept.lines)
     assert not verdicts.has_held_out
     assert any("nothing was held out" in note for note in list_notes(JudgedTraining(kept)))
-    assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
+    assert verdicts.arms[0].judged.why is not InconclusiveReason.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
 def test_makers_are_known_by_what_a_worker_can_import() -> None:

@@ -11,8 +11,9 @@ from fp8bench.features.train.values import StepFigure
 
 
 class SameCondition(FigureRule):
-    """Detects a condition that stays the same although the inputs change. Training times or classes are drawn for
-    every example. Lengths and settings are constant from the first step on, and do not count.
+    """Detects a condition (an input with one number per example) that stays the same although the other inputs change.
+    Times or classes are usually drawn for every example. Lengths and settings are constant from the first step on, and
+    do not count.
     """
 
     name = "same-conditioning"
@@ -50,8 +51,8 @@ class SameTargets(FigureRule):
 
 
 class LabelShift(FigureRule):
-    """Detects batches whose labels are distributed differently from earlier ones. Batches from one source differ only
-    by chance, and sampling by class makes them differ even less.
+    """Detects batches whose labels have other frequencies than those of earlier batches. Batches from one source differ
+    only by chance, and sampling by class makes them differ even less.
     """
 
     name = "label-shift"

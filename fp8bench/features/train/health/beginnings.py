@@ -14,7 +14,7 @@ from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings,
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# How a magnitude changes over a training: pairs of a step, and the logarithm to base 2 of the magnitude in that step.
+# How a magnitude changes over a training: pairs of a step and the log2 of the magnitude in this step.
 OctaveCourse = list[tuple[int, float]]
 
 
@@ -36,9 +36,9 @@ class SlowGrowth(TensorRule):
     min_earlier = 4
     alarms_at = (
         f"the largest magnitude of a weight changes by {weight_octaves:g} octaves in {weight_readings} readings, "
-        f"that of an input by {input_octaves:g} in {input_readings}, beyond each of {min_earlier} to {window} "
-        f"readings before; it is on a line up to {line_tolerance:g} of the change, and in the second half at "
-        f"{min_speed_ratio:g} or more of the first half's speed"
+        f"that of an input by {input_octaves:g} in {input_readings}, to a value beyond {min_earlier} to {window} "
+        f"earlier readings; these readings deviate from a line by at most {line_tolerance:g} of the change, and the "
+        f"change in their second half is at least {min_speed_ratio:g} times as fast as in the first half"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
@@ -65,8 +65,8 @@ class SlowGrowth(TensorRule):
         )
 
     def find_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
-        """Returns the change over the last values if they are on a line and the newest is beyond all earlier values.
-        Returns 0 for any other values.
+        """Returns the change over the last values if they are on a line and the newest is clearly beyond all earlier
+        values. Otherwise returns 0.
         """
         (start, start_value), (middle, middle_value), (end, end_value) = (
             last_values[0],

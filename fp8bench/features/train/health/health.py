@@ -19,23 +19,23 @@ QUIET_STEPS = 50
 
 
 class Health:
-    """Applies all rules to the output lines of a training. As long as the same problem continues, only one alarm is
-    raised. A resumed training gives the rules its stored lines first.
+    """Applies all rules to the output lines of a training. While a problem lasts, only one alarm is raised about it.
+    When a training is resumed, its stored lines are read first.
     """
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
-        # The rules that read a line, by its seed, its arm, and what the rules choose by.
+        # The rules that read a line, by its seed, its arm, and the facts by which a rule accepts or refuses a line.
         self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
         self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
         self._last_alarms: dict[tuple[int, str, str, str, str], int] = {}
 
     def find_alarms(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
-        """Returns the alarms that the next lines cause. If a rule alarms several times in one step, these alarms
-        become one, about the first tensor.
+        """Returns the alarms that the given lines cause. If a rule alarms several times in one step, these alarms
+        become one, which is about the first tensor and names the others.
         """
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
@@ -44,7 +44,7 @@ class Health:
                     self._forget_tensors(line.seed, line.arm)
                 continue
             for rule in self._find_readers(line):
-                # A rule has to read every line of its kinds, even if its alarms are suppressed at the moment.
+                # A rule has to read every line that it accepts, even if its alarm will be suppressed.
                 text = rule.read_line(line)
                 if text and self._is_new(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
@@ -95,7 +95,7 @@ class Health:
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, min_rate_factor=min_rate_factor)
         reference = ""
-        # a reference at the same rate is preferred, because then only the arithmetic differs
+        # Prefer a reference at the same rate, because then only the arithmetic differs.
         for candidate_reference in self._arms.values():
             if candidate_reference.role is ArmRole.OTHER_RATE and set(candidate_reference.settings) <= set(
                 arm.settings
@@ -106,8 +106,8 @@ class Health:
         return WatchedArm(arm.name, reference, min_rate_factor)
 
     def _is_new(self, rule: HealthRule[Any], line: StreamLine) -> bool:
-        """Returns whether an alarm starts a new episode. It does if, in the last 50 steps, the rule has found nothing
-        about this tensor, and the rule named by its `until` has found nothing about the step.
+        """Returns whether an alarm starts a new episode: in the last 50 steps the rule has found nothing about this
+        tensor, and the rule named by its `until` has found nothing either.
         """
         seed, arm = line.seed, rule.arm.name
         key = seed, arm, rule.name, *_find_tensor(line)
@@ -124,7 +124,7 @@ class Health:
 
 
 def _find_tensor(line: StreamLine) -> tuple[str, str]:
-    """Returns the layer and tensor of a line; '' for a line about a complete step."""
+    """Returns the layer and the tensor of a line. Both are '' for a line about a complete step."""
     return getattr(line, "layer", ""), getattr(line, "role", "")
 
 

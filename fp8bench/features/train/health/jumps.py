@@ -8,7 +8,7 @@ from statistics import median
 
 from fp8bench.features.train.values import LayerReading
 
-# A jump is only judged if there are this many earlier values, and must exceed all of them by this factor.
+# A jump is only judged if there are this many earlier values. It must be beyond all of them by this factor.
 _MIN_EARLIER, _MIN_FACTOR = 4, 4.0
 
 
@@ -23,11 +23,11 @@ def usable_scale(reading: LayerReading) -> float:
 
 
 def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
-    """Returns how many octaves a value is away from the median of earlier ones. Values that are 0 or not finite are
-    left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves beyond all
-    earlier ones.
+    """Returns how many octaves a value is away from the median of earlier values. Earlier values that are 0 or not
+    finite are left out. Returns 0 if the distance is less than `limit`, or if the value is not at least two octaves
+    beyond all earlier values.
     """
-    # A jump exceeds all earlier values and thus also the last, which is the check that takes the least time.
+    # A jump exceeds all earlier values, so it exceeds the last one. Check that first, because it takes the least time.
     if not earlier or not 0 < value < math.inf or earlier[-1] / _MIN_FACTOR < value < earlier[-1] * _MIN_FACTOR:
         return 0.0
     octaves = finite_octaves(earlier)

@@ -25,7 +25,7 @@ _RATE_WINDOW = 30
 
 
 class LossRule(HealthRule[Any]):
-    """A rule about losses. It never alarms if another optimizer trains against the module, as in a GAN."""
+    """A rule about losses. If another optimizer trains against the module, as in a GAN, it never alarms."""
 
     reads = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
@@ -79,7 +79,7 @@ class LossBackUp(LossRule):
     _lowest_mean: float = math.inf
 
     def judge(self, losses: list[float]) -> str:
-        # The first losses are the level to which a collapsed training returns.
+        # A collapsed training returns to the level of its first losses.
         if len(self._first_losses) < self.losses_at_start:
             self._first_losses.append(losses[-1])
         earlier_losses, last_losses = losses[: -self.high_losses], losses[-self.high_losses :]
@@ -94,8 +94,8 @@ class LossBackUp(LossRule):
                 f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest:.4g} or more in "
                 f"the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
-        # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
-        # function.
+        # Compare the rise with what was learned. Under any loss function, a training that lost half of that has
+        # collapsed.
         learned_loss = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._rates[-1]
@@ -117,7 +117,7 @@ class LossAboveGuessing(LossRule):
     """
 
     name = "loss-above-guessing"
-    # While the loss has risen again, the alarm about that rise is enough.
+    # While a rise of the loss causes an alarm, that alarm is enough.
     until = "loss-back-up"
     loss_count = 8
     guessing_factor = 1.25
@@ -219,9 +219,9 @@ class NoUpdate(HealthRule[Any]):
 
 
 class SameInputs(HealthRule[StepFigure]):
-    """Detects a loader that repeats the same batches. An epoch usually has more than four batches. A loop that uses
-    all data in each step usually has over a hundred examples. A loader that starts a new epoch has read all batches
-    of the last one. With shuffling, some of these batches are as old as the epoch is long.
+    """Detects a loader that repeats the same batches. An epoch usually has more than four batches. A loop that uses all
+    data in each step usually has over a hundred examples. A loader that begins a new epoch repeats batches, but only
+    after it has read all of the last one. With shuffling, some repeated batches are as old as the epoch is long.
     """
 
     name = "same-inputs"
@@ -233,16 +233,16 @@ class SameInputs(HealthRule[StepFigure]):
     cycled_steps = 8
     alarms_at = (
         f"the same inputs in 8 steps in a row, if other inputs came before or there are fewer than {few_examples} "
-        f"examples; {cycled_steps} steps in a row with batches of the last 100, none further back than a quarter of "
-        f"the number of new batches; or at most {max_cycle} batches, repeated from the start, with fewer than twice "
-        "as many examples"
+        f"examples; {cycled_steps} steps in a row that repeat batches of the last 100, none of which is older than a "
+        f"quarter of the number of new batches; or at most {max_cycle} batches that are repeated from the start, with "
+        f"fewer than {2 * few_examples} examples in all"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _last_values: dict[str, float] = field(default_factory=dict)
 
     def read_line(self, line: StepFigure) -> str:
         self._last_values[line.name] = line.value
-        # The number of examples arrives last of a step's figures.
+        # Of the figures of a step, the number of examples arrives last.
         if line.name != "examples" or "inputs_again" not in self._last_values:
             return ""
         repeated = self._last_values["inputs_again"]
@@ -327,8 +327,8 @@ class DeadUnits(TensorRule):
 
 
 class NormGain(FigureRule):
-    """Detects gains of a norm that grow or shrink by a large factor. Gains begin at 1 or 0, and change by about the
-    learning rate per step.
+    """Detects gains of a norm layer that grow or shrink by a large factor. Gains begin at 1 or 0, and change by about
+    the learning rate per step.
     """
 
     name = "norm-gain"
@@ -430,8 +430,8 @@ class DuplicateInputs(FigureRule):
 
 
 class DataDrift(HealthRule[StepFigure]):
-    """Detects inputs whose mean or deviation moves away from that of the first batches. Batches from one source
-    differ as much as the first batches differ from each other.
+    """Detects inputs whose mean or deviation moves away from that of the first batches. Batches from one source differ
+    from the first batches only as much as these differ from each other.
     """
 
     name = "data-drift"

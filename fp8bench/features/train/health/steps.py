@@ -25,7 +25,9 @@ L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, and the arm that it is compared with. Also has the smallest factor of --rates."""
+    """The arm that a rule watches, and the reference that it is compared with. `min_rate_factor` is the smallest factor
+    of --rates.
+    """
 
     name: str
     reference: str = ""
@@ -44,11 +46,10 @@ def newest_values(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented. A
-    rule reads the lines of the types in `reads`. Of figures, it reads only those named in `figures`, or all if that
-    is empty. `alarms_at` describes the limit, and the docstring gives the reasons for the limit. With `compares`, a
-    rule also reads the rows of the arm with which its arm is compared. A rule does not alarm while the rule named by
-    `until` alarms.
+    """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented. `reads`
+    has the types of lines that a rule reads. If `figures` is not empty, the rule reads only these figures. `alarms_at`
+    describes the limit, and the docstring gives the reasons for the limit. With `compares`, the rule also reads the
+    rows of the arm that its arm is compared with. The rule does not alarm while the rule named by `until` alarms.
     """
 
     name: ClassVar[str]
@@ -107,7 +108,7 @@ class GradientSpike(HealthRule[StepRow]):
     """
 
     name = "gradient-norm-spike"
-    # While the loss has risen again, the alarm about that rise is enough.
+    # While a rise of the loss causes an alarm, that alarm is enough.
     until = "loss-back-up"
     window = 50
     multiples_window = 500
@@ -117,10 +118,10 @@ class GradientSpike(HealthRule[StepRow]):
     loss_factor = 2.5
     lost_share = 0.1
     alarms_at = (
-        f"the gradient norm is {norm_factor:g} times the median of {min_steps} to {window} steps, and the square of "
-        f"the largest such multiple in {multiples_window} steps; or {norm_factor_with_loss:g} times the median, at a "
-        f"loss {loss_factor:g} times as far above its median as in any of these steps, and by {lost_share:.0%} of "
-        "what was learned"
+        f"the gradient norm is {norm_factor:g} times its median over {min_steps} to {window} steps, and this multiple "
+        f"is above the square of the largest one in {multiples_window} steps; or it is {norm_factor_with_loss:g} times "
+        f"the median, and the loss exceeds its median {loss_factor:g} times as far as in any of these steps, and by "
+        f"{lost_share:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
     _norms: deque[float] = newest_values(window)
@@ -180,7 +181,7 @@ class UpdateBurst(HealthRule[StepRow]):
         ratio, ratios = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
             return ""
-        # Add the newest ratio only afterwards, so that it is not compared with itself.
+        # The newest ratio is added after `usual_ratio` is computed, so that it is not compared with itself.
         usual_ratio = median(ratios) if len(ratios) >= self.first_steps else math.inf
         ratios.append(ratio)
         if len(ratios) == self.first_steps:
@@ -274,7 +275,7 @@ class NotFiniteStep(HealthRule[StepRow]):
         self._skipped_steps = self._skipped_steps + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
         faulty_figures = [name for name, value in figures.items() if not math.isfinite(value)]
-        # A dynamic loss scale overflows now and then, which is how it finds its level.
+        # A dynamic loss scale is found by trying: it overflows now and then.
         is_overflow = line.skipped and line.loss_scale > 1 and faulty_figures == ["gradient_norm"]
         if not faulty_figures or (is_overflow and self._skipped_steps < self.allowed_skips):
             return ""
@@ -323,7 +324,7 @@ class GradientScale(HealthRule[StepRow]):
             or gap < self.gap_octaves
         ):
             return ""
-        # If the loss changed by a different factor, the cause is the model and not the scale.
+        # If the loss changed by another factor than the gradients, the cause is the model and not the scale.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
         with_loss = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""
@@ -334,9 +335,9 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class LossGap(HealthRule[StepRow]):
-    """Detects an arm whose loss is behind the reference's. Both arms should have the same batches and dropout, and
-    chance has little effect. Other differences between the arms are ruled out before the arithmetic is blamed.
-    Batches count as the same if the losses of both arms rise and fall together.
+    """Detects an arm whose loss is behind the reference's. If both arms have the same batches and dropout, chance has
+    little effect. Other differences between the arms are ruled out before the arithmetic is blamed. Batches count as
+    the same if the losses of both arms rise and fall together.
     """
 
     name = "loss-gap"
@@ -388,8 +389,8 @@ class LossGap(HealthRule[StepRow]):
 
     @classmethod
     def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
-        """Returns in what two arms differ besides their arithmetic; '' if in nothing. `pairs` are the rows of both
-        arms in the same steps.
+        """Returns in what two arms differ besides their arithmetic; '' if they do not. `pairs` has the rows of both
+        arms in the same steps: first the reference's, then the other arm's.
         """
         for name, title in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
             ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]

@@ -24,7 +24,7 @@ _MIN_E8M0, _MAX_E8M0 = 2.0**-127, 2.0**127
 
 class TensorRule(HealthRule[LayerReading]):
     """A rule about the readings of each tensor with one of `roles`: `judge` receives a reading and the `window`
-    previous ones. A rule `about_casts` does not read tensors that are not rounded.
+    previous ones. With `about_casts`, it only reads tensors that may be rounded.
     """
 
     reads = LayerReading
@@ -52,7 +52,7 @@ class TensorRule(HealthRule[LayerReading]):
 
 
 def may_be_cast(reading: LayerReading) -> bool:
-    """Returns whether a tensor may have been rounded. Zeros look the same with and without a cast."""
+    """Returns whether a tensor may have been rounded. Tensors of zeros look the same with and without a cast."""
     is_cast = reading.lag is not None or reading.signal_to_noise is not None or reading.scale != 1
     return is_cast or not reading.amax
 
@@ -137,8 +137,8 @@ class ScaleAtEdge(TensorRule):
 
 
 class Lag(TensorRule):
-    """Detects delayed scales that are too large for their tensor. While a tensor grows, they usually are so by a few
-    hundredths of an octave. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
+    """Detects values beyond the range of their format, because their delayed scale is too large. While a tensor grows,
+    a few hundredths of an octave are usual. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
 
     name = "lag"
     about_casts = True
@@ -226,7 +226,7 @@ class WeightsBehind(TensorRule):
     window = 20
     drop_db = 2.0
     low_readings = 3
-    exact_db = 150.0  # above this, nothing was rounded: for example, weights that are all ones
+    exact_db = 150.0  # above this, nothing was rounded off: for example, if all weights are 1
     alarms_at = (
         f"the last {low_readings} of 21 readings of a weight's signal to noise are all {drop_db:g} dB below the best "
         "of them"
@@ -248,7 +248,7 @@ class WeightsBehind(TensorRule):
 
 
 class NotFiniteTensor(TensorRule):
-    """Detects the first tensor with NaN or infinity. It is the origin, because both spread to later tensors."""
+    """Detects the first tensor with NaN or infinity. The problem began there, because both spread to later tensors."""
 
     name = "tensor-not-finite"
     alarms_at = "a single element is NaN or infinite"
@@ -264,13 +264,13 @@ def name_tensor(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# A history is stale if the scale stayed the same for this many readings while magnitudes changed by this many
-# octaves.
+# The history of a scale is stale if the scale stayed the same for this many readings while magnitudes changed by this
+# many octaves.
 _MIN_STALE_READINGS, _MIN_STALE_OCTAVES = 2, 0.5
 
 
 def describe_stale_history(reading: LayerReading, previous: PreviousReadings) -> str:
-    """Returns the end of a sentence about a tensor with a stale history; '' for any other tensor."""
+    """Returns text about a tensor whose delayed scale no longer follows it; '' for any other tensor."""
     readings = [reading]
     for old in reversed(previous):
         if old.scale != reading.scale:
@@ -366,8 +366,8 @@ class EmbeddingCollapse(HealthRule[Any]):
 
 
 class LayerStill(HealthRule[Any]):
-    """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of their median,
-    and weight decay causes 1 to 6% of that. A rarely used layer may have no gradient for several steps."""
+    """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of their median.
+    Weight decay alone is 1 to 6% of the median. A rarely used layer may have no gradient for several steps."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
@@ -391,8 +391,8 @@ class LayerStill(HealthRule[Any]):
     _low_updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
     _has_moved: set[str] = field(default_factory=set)
-    # By layer: the step and norm of its last gradient. Then its number of steps in a row without a gradient, now and
-    # at most until now.
+    # By layer: the step and norm of the last gradient. Then the number of steps in a row without a gradient, now and at
+    # most until now.
     _gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
     _gaps: dict[str, tuple[float, float]] = field(default_factory=dict)
 
@@ -458,7 +458,7 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """Detects scores too large for softmax: e^-88 is fp32's smallest normal number, so other weights become zero."""
+    """Detects scores too large for softmax: e^-88 is fp32's smallest normal number, so small weights become zero."""
 
     name = "attention-score-overflow"
     figures = ("attention_score",)
@@ -467,7 +467,7 @@ class AttentionOverflow(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if not line.value >= self.max_score:  # NaN is found by the rule tensor-not-finite
+        if not line.value >= self.max_score:  # a NaN causes an alarm of the rule tensor-not-finite
             return ""
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 

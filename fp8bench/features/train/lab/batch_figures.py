@@ -66,7 +66,9 @@ class BatchMemory:
         if not tensors:
             return
         # A loop may overwrite its batch, so the samples are copies.
-        batch = _StoredBatch([sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors])
+        batch = _StoredBatch(
+            [sample_values(tensor).clone() for tensor in tensors], [tensor.shape for tensor in tensors]
+        )
         if is_watched:
             fingerprint = compute_fingerprint(batch.samples)
             self._same_inputs, self._last_inputs = fingerprint == self._last_inputs, fingerprint

@@ -206,7 +206,9 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     stored = _load_state_dict(path)
     for tensor_name, tensor in stored.items():
         if not is_finite(tensor):
-            raise UsageError(f"--start {path}: {tensor_name} has values that are not finite. Give weights without them.")
+            raise UsageError(
+                f"--start {path}: {tensor_name} has values that are not finite. Give weights without them."
+            )
     advice = f"Give weights of the model that {make} makes" if make else "Choose the --model and --arch of that model"
     try:
         missing_names, unknown_names = model.load_state_dict(stored, strict=False)
@@ -221,8 +223,8 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     for tensor_name, tensor in model.state_dict().items():
         if tensor_name in stored and not torch.equal(tensor, stored[tensor_name].to(tensor)):
             raise UsageError(
-                f"--start {path}: {tensor_name} is the same tensor as another one in this model (its weights are tied), and "
-                "not in the file. Give weights of a tied model."
+                f"--start {path}: {tensor_name} is the same tensor as another one in this model (its weights are "
+                "tied), and not in the file. Give weights of a tied model."
             )
 
 

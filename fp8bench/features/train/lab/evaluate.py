@@ -73,7 +73,9 @@ class TokenWindows:
         """
         available_windows = (self._start_count - 1) // self._length + 1
         window_count = min(max_windows, available_windows)
-        window_numbers = np.arange(window_count, dtype=np.uint64) * np.uint64(available_windows) // np.uint64(window_count)
+        window_numbers = (
+            np.arange(window_count, dtype=np.uint64) * np.uint64(available_windows) // np.uint64(window_count)
+        )
         starts = window_numbers * np.uint64(self._length)
         return [
             self._make_batch(self._read_ids(starts[first : first + batch])) for first in range(0, window_count, batch)

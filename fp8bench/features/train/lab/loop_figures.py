@@ -366,5 +366,7 @@ def _sample_indices(count: int, device: torch.device) -> Tensor:
     """
     if count <= _SAMPLED_EXAMPLES:
         return torch.arange(count, device=device)
-    golden_fractions = torch.arange(_SAMPLED_EXAMPLES, dtype=torch.float64, device=device) * ((math.sqrt(5) - 1) / 2) % 1
+    golden_fractions = (
+        torch.arange(_SAMPLED_EXAMPLES, dtype=torch.float64, device=device) * ((math.sqrt(5) - 1) / 2) % 1
+    )
     return (golden_fractions * count).to(torch.int64)

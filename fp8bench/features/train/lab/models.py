@@ -241,7 +241,9 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if reason:
-        raise UsageError(f"{parallel_option} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
+        raise UsageError(
+            f"{parallel_option} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks."
+        )
 
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
@@ -254,8 +256,8 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
-            f"{precision.mode} takes scales from earlier casts, which a compiled graph does not see: choose --compile no, or a "
-            "precision without memory, like fp8"
+            f"{precision.mode} takes scales from earlier casts, which a compiled graph does not see: choose --compile "
+            "no, or a precision without memory, like fp8"
         )
     if settings.make or support.level is not Level.NATIVE:
         return support
@@ -301,8 +303,8 @@ def _find_precision_support(settings: TrainerSettings, precision: Precision, fac
     )
     for option in filter(None, conflicts):
         return refused(
-            f"{precision.mode} casts without scales, so that the whole model must be unit-scaled. That is only defined for a "
-            f"GPT without {option}: choose fp8, whose scales come from the tensors"
+            f"{precision.mode} casts without scales, so that the whole model must be unit-scaled. That is only "
+            f"defined for a GPT without {option}: choose fp8, whose scales come from the tensors"
         )
     return precision.support(facts)
 

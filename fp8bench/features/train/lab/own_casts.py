@@ -30,7 +30,11 @@ _SAMPLED_VALUES = 1 << 14
 _FORMAT_BY_DTYPE = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 # Where `fp8_meta` of Transformer Engine has the scale of an operand: the key of an entry, and an index in the entry's
 # `scale`.
-_TRANSFORMER_ENGINE_SCALES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
+_TRANSFORMER_ENGINE_SCALES = {
+    Role.INPUT: ("scaling_fwd", 0),
+    Role.WEIGHT: ("scaling_fwd", 1),
+    Role.GRADIENT: ("scaling_bwd", 0),
+}
 
 
 def find_treatments(precision: str) -> Treatments:
@@ -81,7 +85,9 @@ class LayerCast:
         figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
             counts_values = name in ("vanished", "saturated")
-            figures[name] = sample_figures[name] * (rows.numel() / sample.numel()) if counts_values else sample_figures[name]
+            figures[name] = (
+                sample_figures[name] * (rows.numel() / sample.numel()) if counts_values else sample_figures[name]
+            )
         return figures
 
 
@@ -138,7 +144,9 @@ def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
         return x, None
     name = str(getattr(x, "_fp8_dtype", data.dtype)).lower()
     fmt = E5M2 if "e5m2" in name else E4M3
-    codes = data if data.dtype in _FORMAT_BY_DTYPE else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
+    codes = (
+        data if data.dtype in _FORMAT_BY_DTYPE else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
+    )
     unscaled = codes.to(torch.float32) / scale
     return unscaled, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
 

@@ -286,12 +286,18 @@ class OwnLoop:
             self._gradient_norm = self._gradient_norm / scale
         if self._watched_step is not None:
             trained_parameters = self._trained_parameters
-            self._weights_before = [local_shard(parameter).detach().clone() for parameter in trained_parameters.values()]
+            self._weights_before = [
+                local_shard(parameter).detach().clone() for parameter in trained_parameters.values()
+            ]
             self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
             self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
             norm_by_id = dict(zip(map(id, parameters), norms, strict=True))
             self._watched_step.record_gradients(
-                {path: norm_by_id[id(weight)] for path, weight in trained_parameters.items() if id(weight) in norm_by_id}
+                {
+                    path: norm_by_id[id(weight)]
+                    for path, weight in trained_parameters.items()
+                    if id(weight) in norm_by_id
+                }
             )
 
     def _measure_norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -362,12 +368,15 @@ class OwnLoop:
         torch._foreach_sub_(self._weights_before, list(map(local_shard, weights)))
         change_norms = torch._foreach_norm(self._weights_before)
         watched_step.record_update(
-            dict(zip(trained_parameters, change_norms, strict=True)), dict(zip(trained_parameters, weight_norms, strict=True))
+            dict(zip(trained_parameters, change_norms, strict=True)),
+            dict(zip(trained_parameters, weight_norms, strict=True)),
         )
         self._parameter_norm = join_norms(self._ranks.share_norms(weight_norms, weights))
         watched_step.figures |= {(name, ""): value for name, value in self._predictions.items()}
         watched_step.figures |= (
-            self._batches.list_figures() | self._habits.list_figures(trained_parameters) | self._state.list_figures(trained_parameters)
+            self._batches.list_figures()
+            | self._habits.list_figures(trained_parameters)
+            | self._state.list_figures(trained_parameters)
         )
         return join_norms(self._ranks.share_norms(change_norms, weights)) / self._parameter_norm
 

@@ -44,7 +44,9 @@ class OwnModel(ArmModel):
         self.has_own_rates = self.user_parts.optimizer is not None
         model = self.user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UsageError(f"{self._name}: no parameter of its model requires a gradient, so there is nothing to train.")
+            raise UsageError(
+                f"{self._name}: no parameter of its model requires a gradient, so there is nothing to train."
+            )
         if not model.training:  # from_pretrained returns models in eval mode
             model.train()
         return model
@@ -98,7 +100,9 @@ class OwnModel(ArmModel):
                     raise UsageError(
                         f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
                     )
-            optimizer = wrap_own_optimizer(self._name, self.model, user_parts.optimizer, user_parts.schedule, settings.updates)
+            optimizer = wrap_own_optimizer(
+                self._name, self.model, user_parts.optimizer, user_parts.schedule, settings.updates
+            )
             self.parameters = dict(optimizer.parameters)
             return optimizer
         for path, parameter in self.parameters.items():

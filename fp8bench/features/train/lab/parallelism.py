@@ -78,8 +78,7 @@ class SingleRank:
         return list(norms)
 
     def select_stored_values(self, values: Sequence[T]) -> list[T]:
-        """Returns the values that belong to the parameters that this rank stores. `values` has one value per parameter.
-        """
+        """Returns the values of those parameters that this rank stores. `values` has a value for every parameter."""
         return list(values)
 
     def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:

@@ -196,7 +196,9 @@ def _merge_pieces(parts: Sequence[Figures]) -> Figures:
     shares = torch.tensor(counts, dtype=torch.float64, device=stacked_figures["mean"].device) / sum(counts)
     mean = (shares * stacked_figures["mean"]).sum()
     merged_moments: Figures = {"count": sum(counts), "mean": mean}
-    merged_moments["variance"] = (shares * (stacked_figures["variance"] + (stacked_figures["mean"] - mean).square())).sum()
+    merged_moments["variance"] = (
+        shares * (stacked_figures["variance"] + (stacked_figures["mean"] - mean).square())
+    ).sum()
     merge_by_name = {
         "amax": torch.amax,
         "smallest": torch.amin,
@@ -222,7 +224,9 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
         figures["own_scale"] = float(cast.scaling.rounding is ScaleRounding.POWER_OF_TWO)
         saturation_limit = saturation_limit if amax is None else math.inf
     return figures | {
-        "saturated": 0 if amax is not None and amax <= saturation_limit else _count_values_beyond(x.abs(), saturation_limit)
+        "saturated": 0
+        if amax is not None and amax <= saturation_limit
+        else _count_values_beyond(x.abs(), saturation_limit)
     }
 
 

@@ -57,13 +57,14 @@ class ScriptLoops:
             loop.stack.close()
 
     def report(self) -> None:
-        """Prints where the page of each stream is. If a page cannot be written, prints the command that would write it.
-        """
+        """Prints where the page of each stream is, or the command that writes a page that could not be written."""
         for loop in self._loops[:_MAX_REPORTED]:
             path = short_path(loop.path)
             if loop.steps:
-                page_path = _write_page(loop.path, self._store) or f"fp8bench report {path}"
-                self._print_line(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {page_path}")
+                page_or_command = _write_page(loop.path, self._store) or f"fp8bench report {path}"
+                self._print_line(
+                    f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {page_or_command}"
+                )
             else:
                 self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_ADVICE}")
         if len(self._loops) > _MAX_REPORTED:

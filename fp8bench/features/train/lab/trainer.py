@@ -188,7 +188,11 @@ class Trainer:
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
         faulty_tensor = find()
-        layer, tensor, values = (faulty_tensor.layer, faulty_tensor.tensor, faulty_tensor.values) if faulty_tensor is not None else ("", "", ())
+        layer, tensor, values = (
+            (faulty_tensor.layer, faulty_tensor.tensor, faulty_tensor.values)
+            if faulty_tensor is not None
+            else ("", "", ())
+        )
         words = describe_not_finite(faulty_tensor, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)

@@ -322,7 +322,9 @@ class WatchedStep:
         if first_input is not None:
             self._record_input(path, first_input, self._find_cast(module, Role.INPUT))
         if output.requires_grad and output.numel() > 1:
-            record_gradient = partial(self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
+            record_gradient = partial(
+                self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT)
+            )
             output.register_hook(self._guard(record_gradient))  # type: ignore[no-untyped-call]
 
     def _record_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:

@@ -26,10 +26,11 @@ from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
 HELD_OUT = "held-out"
-_TENTHS = 10
-_THIRDS = 3
-# An interval covers the intervals of trainings that end at this many different steps: the last step, and earlier ones
-# in the last tenth.
+# A loss at the end is the mean of the last 1/10 of the steps. Arms are compared over the last 1/3.
+_TAIL_DIVISOR = 10
+_COMPARED_DIVISOR = 3
+# The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
+# ones in the last tenth.
 _MAX_ENDS = 10
 # If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
@@ -37,10 +38,10 @@ _MAX_ENDS = 10
 _NEARLY_ZERO = 0.01
 _STOPPED = "stopped"
 
-Key = tuple[str, int]
+CurveKey = tuple[str, int]
 
 
-class Void(StrEnum):
+class VoidReason(StrEnum):
     """The reason why a seed does not count for an arm."""
 
     NOT_FINISHED = "not finished"
@@ -76,16 +77,16 @@ class Curve:
         """Returns the mean loss of the last tenth of the steps. It is NaN if one of these losses is not finite, or if
         the arm did not finish.
         """
-        last_losses = self.losses[-tail_length(self.steps) :]
+        last_losses = self.losses[-count_tail_steps(self.steps) :]
         if self.is_complete and all(map(math.isfinite, last_losses)):
             return math.fsum(last_losses) / len(last_losses)
         return math.nan
 
     @property
     def fall(self) -> float:
-        """Returns the share by which the loss fell from the first step to the endpoint. Because the first batch may
-        be easy, returns the share by which the held-out loss fell if that is larger. Returns NaN if the endpoint is
-        not finite.
+        """Returns the share by which the loss fell from the first step to the endpoint. If the share by which the
+        held-out loss fell is larger, returns that share, because the first batch may be easy. Returns NaN if the
+        endpoint is not finite.
         """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
@@ -106,14 +107,14 @@ class Curve:
         return {_STOPPED, NOT_FINITE} <= self.events
 
 
-Curves = Mapping[Key, Curve]
+Curves = Mapping[CurveKey, Curve]
 
 
-def tail_length(steps: int) -> int:
-    return max(1, steps // _TENTHS)
+def count_tail_steps(steps: int) -> int:
+    return max(1, steps // _TAIL_DIVISOR)
 
 
-def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
+def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[CurveKey, Curve]:
     lines_by_arm_and_seed = together(((line.arm, line.seed), line) for line in lines)
     curves = {key: _make_curve(arm_lines, steps) for key, arm_lines in lines_by_arm_and_seed.items()}
     return {key: curve for key, curve in curves.items() if curve.rows}
@@ -134,10 +135,10 @@ def _make_curve(lines: Lines, steps: int) -> Curve:
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed of an arm and of its reference. `gap` is the share by which the arm's mean loss over the last third of
-    the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without such a text, or if
-    its last loss is not finite. `earlier` holds the gaps that would result if the training had ended some steps
-    earlier.
+    """One seed of an arm, compared with the same seed of its reference. `gap` is the share by which the arm's mean loss
+    over the last third of the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without
+    such a text, or if its last loss is not finite. `earlier` holds the gaps that would result if the training had ended
+    some steps earlier.
     """
 
     seed: int
@@ -147,65 +148,67 @@ class Pair:
     earlier: tuple[float, ...] = ()
 
 
-def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
+def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | VoidReason:
     if not (reference.is_complete and arm.is_complete):
-        return Void.NOT_FINISHED
+        return VoidReason.NOT_FINISHED
     # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
     reference_end = reference.endpoint
     arm_end = arm.endpoint
     if math.isnan(reference_end) or math.isnan(arm_end):
-        return Void.NOT_FINITE
-    # a gap relative to a negative loss would have the wrong sign
+        return VoidReason.NOT_FINITE
+    # relative to a negative loss, a gap would have the wrong sign
     if reference_end <= _NEARLY_ZERO * abs(reference.rows[0].loss):
-        return Void.NEARLY_ZERO
+        return VoidReason.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
-        return Void.OTHER_TOKENS
+        return VoidReason.OTHER_TOKENS
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
-    end_steps = range(arm.steps - min(_MAX_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
+    end_steps = range(arm.steps - min(_MAX_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
     *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
-        return Void.NEARLY_ZERO
-    held_out = _held_out_gap(reference, arm)
+        return VoidReason.NEARLY_ZERO
+    held_out = _measure_held_out_gap(reference, arm)
     same_bits = reference.losses == arm.losses
     return Pair(seed, gap, held_out, same_bits, tuple(earlier))
 
 
 def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
-    """Returns a gap of the loss for each number of steps in `ends`, as if the training had ended there. A gap
-    compares the means over the last third of the steps. Steps are left out unless the losses of both arms are finite.
-    A gap is NaN if the reference's mean is not positive.
+    """Returns a gap of the loss for each number of steps in `ends`, as if the training had ended there. A gap compares
+    the means over the last third of the steps. A step is left out unless the losses of both arms are finite. A gap is
+    NaN if the reference's mean is not positive.
     """
     pairs = list(zip(reference.losses, arm.losses, strict=False))
     gaps = []
     for end in ends:
-        gap = _gap_of_means(pairs[_last_third_start(end) : end]) if end <= len(pairs) else None
+        gap = _measure_gap_of_means(pairs[_find_last_third_start(end) : end]) if end <= len(pairs) else None
         gaps.append(math.nan if gap is None else gap)
     return gaps
 
 
-def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
+def _measure_gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
     """Returns the gap between the mean losses of the reference and the arm. Pairs of losses that are not both finite
     are left out. Returns None if the reference's mean is not positive.
     """
-    # A step that one arm skipped must not count for the other arm.
+    # A step that only one arm skipped is left out in both arms.
     finite_pairs = [pair for pair in losses if math.isfinite(sum(pair))]
     reference_sum, arm_sum = map(sum, zip(*finite_pairs, strict=True)) if finite_pairs else (0.0, 0.0)
     return arm_sum / reference_sum - 1 if reference_sum > 0 else None
 
 
-def _last_third_start(steps: int) -> int:
-    """Returns the first step of the last third, over which losses are compared."""
-    return steps - max(1, steps // _THIRDS)
+def _find_last_third_start(steps: int) -> int:
+    """Returns the first step of the last third of a training. Losses are compared over this third."""
+    return steps - max(1, steps // _COMPARED_DIVISOR)
 
 
-def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
+def _measure_held_out_gap(reference: Curve, arm: Curve) -> float | None:
     """Returns the gap of the mean held-out losses, over all validations in the last third of the steps. Returns None
     if the loss of the last validation is not finite.
     """
-    steps = sorted(step for step in reference.held_out.keys() & arm.held_out if step > _last_third_start(arm.steps))
+    steps = sorted(
+        step for step in reference.held_out.keys() & arm.held_out if step > _find_last_third_start(arm.steps)
+    )
     losses = [(reference.held_out[step], arm.held_out[step]) for step in steps]
-    return _gap_of_means(losses) if losses and math.isfinite(sum(losses[-1])) else None
+    return _measure_gap_of_means(losses) if losses and math.isfinite(sum(losses[-1])) else None
 
 
 MIN_PAIRS = 5
@@ -213,15 +216,15 @@ DECIDING_LEVEL = 0.99
 SHOWN_LEVEL = 0.95
 # No verdict proposes more seeds than this.
 MAX_SEEDS = 1000
-# The proposed number of further seeds decides with a probability of at least 80%, if gap and deviation are as
-# estimated. In 80 of 100 cases, chance moves the mean by no more than this many standard errors.
+# With the proposed number of further seeds, the probability of a decision is at least 80%, if gap and deviation are as
+# estimated: in 80 of 100 cases, chance moves the mean by no more than this many standard errors.
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
-    """The verdict on an arm, in the order in which verdicts are tried. Worse and better are certain differences,
-    however small. Within noise means that no difference is visible, and that the true difference is not beyond the
-    margin.
+    """The verdict on an arm. The order of the values is the order in which they are tried. Worse and better mean a
+    certain difference, however small. Within noise means that no difference is visible, and that the true difference is
+    not beyond the margin.
     """
 
     DIVERGED = "diverged"
@@ -232,7 +235,7 @@ class Learned(StrEnum):
     INCONCLUSIVE = "inconclusive"
 
 
-class Matters(StrEnum):
+class Importance(StrEnum):
     """Whether a difference exceeds the margin: certainly, certainly not, or possibly."""
 
     YES = "yes"
@@ -240,7 +243,7 @@ class Matters(StrEnum):
     OPEN = "open"
 
 
-class Why(StrEnum):
+class InconclusiveReason(StrEnum):
     """The reason why a comparison is inconclusive."""
 
     SAME_BITS = "in another precision every loss is the reference's, bit for bit"
@@ -255,7 +258,8 @@ class Why(StrEnum):
 @dataclass(frozen=True)
 class Gap:
     """The share by which an arm's loss exceeds its reference's: the mean over pairs of seeds. With at least two pairs
-    there are intervals. `deviation` is the deviation between pairs that would give the deciding interval its width.
+    there are intervals. `deviation` is the standard deviation between pairs. If an interval covers several ends of the
+    training, it is the deviation for which a single end would have an interval as wide.
     """
 
     point: float
@@ -268,26 +272,27 @@ class Gap:
 @dataclass(frozen=True)
 class JudgedArm:
     """The verdict on an arm's pairs of seeds. `matters` is None if there are too few pairs, or if a verdict is
-    impossible for another reason. `more_seeds` is the number of further seeds that would probably decide. It is None
-    if that number is unknown. It is also None if further seeds would not count either, for the reason `void`.
+    impossible for another reason. `more_seeds` is the number of further seeds that would probably be enough for a
+    verdict. It is None if that number is unknown, or if further seeds would not count either. The reason why they would
+    not count is in `void`.
     """
 
     learned: Learned
     gap: Gap | None = None
     held_out: Gap | None = None
-    why: Why | None = None
+    why: InconclusiveReason | None = None
     more_seeds: int | None = None
-    void: Void | None = None
-    matters: Matters | None = None
+    void: VoidReason | None = None
+    matters: Importance | None = None
 
     @property
     def is_tolerated(self) -> bool:
         """Returns whether the arm is worse by less than the margin."""
-        return self.learned is Learned.WORSE and self.matters is Matters.NO
+        return self.learned is Learned.WORSE and self.matters is Importance.NO
 
 
 # Reasons for which further seeds would not count either.
-LASTING_VOIDS = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
+LASTING_VOIDS = (VoidReason.NOT_FINISHED, VoidReason.NEARLY_ZERO, VoidReason.OTHER_TOKENS)
 
 
 def find_deciding_interval(gap: Gap | None) -> Interval | None:
@@ -295,7 +300,7 @@ def find_deciding_interval(gap: Gap | None) -> Interval | None:
     return gap.decides if gap is not None and gap.pairs >= MIN_PAIRS else None
 
 
-def mean_gap(gaps: Sequence[float]) -> Gap | None:
+def average_gaps(gaps: Sequence[float]) -> Gap | None:
     if not gaps:
         return None
     point = statistics.fmean(gaps)
@@ -304,44 +309,48 @@ def mean_gap(gaps: Sequence[float]) -> Gap | None:
         return Gap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
     deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (pair_count - 1))
-    decides, shown = (_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL))
+    decides, shown = (_make_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL))
     return Gap(point, pair_count, deviation, decides, shown)
 
 
 def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True) -> JudgedArm:
-    """Returns the verdict on the pairs of an arm. The arm must not have diverged. With `has_held_out`, held-out
-    losses must agree with the verdict.
+    """Returns the verdict on the pairs of an arm that has not diverged. With `has_held_out`, held-out losses must
+    confirm the verdict.
     """
-    gap = _gap_over_ends(pairs)
-    held_out = mean_gap([pair.held_out for pair in pairs if pair.held_out is not None])
+    gap = _measure_gap_over_ends(pairs)
+    held_out = average_gaps([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     interval = find_deciding_interval(gap)
     held_out_interval = find_deciding_interval(held_out)
     if gap is None or interval is None:
-        return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
+        return replace(open_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and held_out_interval is None:
-        return replace(open_arm, why=Why.NO_HELD_OUT)
+        return replace(open_arm, why=InconclusiveReason.NO_HELD_OUT)
     learned = classify_gap(interval, margin)
     matters = classify_importance(interval, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_further_seeds(gap, margin))
+        return replace(
+            open_arm, matters=matters, why=InconclusiveReason.TOO_WIDE, more_seeds=count_further_seeds(gap, margin)
+        )
     if has_held_out and held_out_interval and not _held_out_agrees(learned, matters, held_out_interval, margin):
-        return replace(open_arm, why=Why.DISAGREE)
+        return replace(open_arm, why=InconclusiveReason.DISAGREE)
     return replace(open_arm, learned=learned, matters=matters)
 
 
-def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
-    """Returns the mean gap of the pairs. Its intervals cover those of trainings that end some steps earlier."""
-    gap = mean_gap([pair.gap for pair in pairs])
+def _measure_gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
+    """Returns the mean gap of the pairs. Its intervals also cover the gaps that would result if the training had ended
+    some steps earlier.
+    """
+    gap = average_gaps([pair.gap for pair in pairs])
     if gap is None or gap.pairs == 1:
         return gap
     gaps = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
-        gaps += filter(None, [mean_gap(earlier_gaps)])
+        gaps += filter(None, [average_gaps(earlier_gaps)])
     decides = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
     shown = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
-    # The deviation that corresponds to the wider interval. The number of further seeds is estimated from this
-    # deviation.
+    # The deviation between pairs that would result in the wider interval. It is used to estimate the number of further
+    # seeds.
     half_width = (decides.high - decides.low) / 2
     deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=decides, shown=shown)
@@ -354,43 +363,43 @@ def _join_intervals(intervals: Sequence[Interval]) -> Interval:
 
 
 def classify_gap(interval: Interval, margin: float) -> Learned:
-    """Returns worse for an interval above 0, and better for an interval below 0. Any other interval is within noise
-    if it is inside the margin, and inconclusive if it is not.
+    """Returns WORSE for an interval above 0, and BETTER for an interval below 0. Any other interval is WITHIN_NOISE if
+    it is inside the margin, and otherwise INCONCLUSIVE.
     """
     if interval.low > 0:
         return Learned.WORSE
     if interval.high < 0:
         return Learned.BETTER
-    is_inside = classify_importance(interval, margin) is Matters.NO
+    is_inside = classify_importance(interval, margin) is Importance.NO
     return Learned.WITHIN_NOISE if is_inside else Learned.INCONCLUSIVE
 
 
-def classify_importance(interval: Interval, margin: float) -> Matters:
+def classify_importance(interval: Interval, margin: float) -> Importance:
     if -margin <= interval.low and interval.high <= margin:
-        return Matters.NO
-    return Matters.YES if interval.low > margin or interval.high < -margin else Matters.OPEN
+        return Importance.NO
+    return Importance.YES if interval.low > margin or interval.high < -margin else Importance.OPEN
 
 
-def _held_out_agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
-    """Returns whether the held-out gap agrees with a verdict. If the verdict's gap is certainly inside the margin,
-    the held-out gap must not be certainly beyond it, or certainly have the opposite sign. Otherwise the held-out gap
-    must have the same sign.
+def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, margin: float) -> bool:
+    """Returns whether the held-out gap confirms a verdict. A gap that is certainly inside the margin is confirmed,
+    unless the held-out gap is certainly beyond the margin or certainly has the opposite sign. Any other gap is
+    confirmed if the held-out gap has the same sign.
     """
     sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
-    if matters is not Matters.NO:
+    if matters is not Importance.NO:
         return sign * held_out.point > 0
     is_opposite = sign > 0 > held_out.high or sign < 0 < held_out.low
-    return not is_opposite and classify_importance(held_out, margin) is not Matters.YES
+    return not is_opposite and classify_importance(held_out, margin) is not Importance.YES
 
 
-def _interval(point: float, deviation: float, count: int, level: float) -> Interval:
+def _make_interval(point: float, deviation: float, count: int, level: float) -> Interval:
     half_width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
     return Interval(point, point - half_width, point + half_width, level)
 
 
 def count_further_seeds(gap: Gap, margin: float) -> int | None:
-    """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 seeds
-    in all would be needed.
+    """Returns the smallest number of further seeds that would probably be enough for a verdict. Returns None if more
+    than 1000 seeds in all would be needed.
     """
 
     def is_decisive(count: int) -> bool:
@@ -407,18 +416,18 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
     return counts[index] - gap.pairs if index < len(counts) else None
 
 
-def smallest_effect(gap: Gap) -> float:
-    """Returns the smallest gap that this training would probably have detected, with its number of pairs and the
-    deviation between them.
+def compute_smallest_effect(gap: Gap) -> float:
+    """Returns the smallest gap that would probably have been detected with this number of pairs and this deviation
+    between them.
     """
     return (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _POWER_QUANTILE) * gap.deviation / math.sqrt(gap.pairs)
 
 
 def bound_single_gap(gap: float, chaos: float) -> Interval | None:
-    """Returns an interval of the gap of a single seed. It is derived from the effect of one ulp in that seed
-    (`chaos`), by Student's t with one degree of freedom. Returns None if one ulp had no effect. The reference occurs
-    in both differences, so that their ratio varies slightly less than Student's t, and the interval is slightly too
-    wide.
+    """Returns a 95% interval of the gap of a single seed. Its width comes from `chaos`: the gap that a one-bit change
+    of the weights (one ulp) causes in that seed, by Student's t with one degree of freedom. Returns None if that change
+    had no effect. The interval is slightly too wide, because both gaps have the same reference, so that their ratio
+    varies slightly less than Student's t.
     """
     half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
     return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None

@@ -1,5 +1,5 @@
-"""The results of each arm of a training: the figures of its row, its energy, and the verdicts on its scores. Scores
-are the results of tasks and of users' metrics, and also losses after quantising. They are compared in pairs of seeds.
+"""The results of each arm of a training: the figures of its row, its energy, and the verdicts on its scores. Scores are
+the results of tasks and of users' metrics, and also losses after quantising. They are compared seed by seed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from fp8bench.features.train.verdicts.curves import (
     DECIDING_LEVEL,
     MIN_PAIRS,
     Curve,
+    CurveKey,
     Gap,
+    Importance,
     JudgedArm,
-    Key,
     Learned,
-    Matters,
+    average_gaps,
     classify_gap,
     classify_importance,
     count_further_seeds,
     find_deciding_interval,
     make_curves,
-    mean_gap,
     select_curves,
 )
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, judge_training
@@ -56,11 +56,11 @@ from fp8bench.report.words.naming import many
 @dataclass(frozen=True)
 class ArmSummary:
     """The results of one arm. Losses are means over seeds: `loss` over the last tenth of the steps, and `held_out`
-    after the last step. `tokens_per_second` is computed from the median step of a native arm. Memory is measured
-    while no other arm is loaded. An arm that repeats the reference has the reference's memory. `device_peak_memory`
-    is the memory on hardware that stores the arm's formats. `wire` has the bytes that a rank sends per step, by
-    operation and dtype. `events` is None for an arm without a step. `verdict` is None for the reference and the arms
-    that repeat it.
+    after the last step. `tokens_per_second` is computed from the median step; None for an emulated arm. The figures of
+    memory are measured while no other arm is loaded. For an arm that repeats the reference, they are those of the
+    reference. `device_peak_memory` is the peak on hardware that stores the arm's formats. `wire` has the bytes that a
+    rank sends per step, by operation and dtype. `events` is None for an arm that has no step yet. `verdict` is None for
+    the reference and the arms that repeat it.
     """
 
     arm: Arm
@@ -99,7 +99,7 @@ class JudgedTraining:
         return self.kept.request
 
     @cached_property
-    def curves(self) -> dict[Key, Curve]:
+    def curves(self) -> dict[CurveKey, Curve]:
         lines: Lines = self.kept.lines
         if self.training.is_watched:
             # The speeds of watched loops are not compared, because other programs may have run next to them.
@@ -128,20 +128,21 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     memories = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
     energies = {cost.arm: cost.energy for cost in costs if cost.energy is not None}
     bytes_per_parameter: dict[str, float] = {}
-    for figure in _first_figures(judged.kept, BYTES_PER_PARAMETER):
+    for figure in _list_first_figures(judged.kept, BYTES_PER_PARAMETER):
         bytes_per_parameter[figure.arm] = bytes_per_parameter.get(figure.arm, 0.0) + figure.value
     if judged.request.settings.make:
-        # A user's optimizer has no state before its first step, so the bytes are those of the memory measurement.
+        # A user's optimizer has no state before its first step. So the bytes come from the measurement of memory, which
+        # takes steps.
         for cost in costs:
             if cost.kept:
                 bytes_per_parameter[cost.arm] = sum(size for _, size in cost.kept) / training.parameters
-    wires: dict[str, dict[str, float]] = defaultdict(dict)
-    for figure in _first_figures(judged.kept, WIRE_BYTES):
-        wires[figure.arm][figure.layer] = figure.value
+    wire_bytes_by_arm: dict[str, dict[str, float]] = defaultdict(dict)
+    for figure in _list_first_figures(judged.kept, WIRE_BYTES):
+        wire_bytes_by_arm[figure.arm][figure.layer] = figure.value
     events = Counter(event.arm for event in judged.kept.select_lines(TrainingEvent))
     rows = judged.kept.select_lines(StepRow)
     # Watched steps have no time.
-    paces = together((row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens)
+    seconds_per_token = together((row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens)
     summaries = []
     for arm in training.arms:
         curves = select_curves(judged.curves, arm.name).values()
@@ -151,13 +152,17 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
         summary = ArmSummary(
             arm,
             steps=sum(len(curve.rows) for curve in curves),
-            loss=_mean_or_none([curve.endpoint for curve in curves if curve.is_complete]),
-            held_out=_mean_or_none([curve.held_out[curve.steps] for curve in curves if curve.steps in curve.held_out]),
-            tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
+            loss=_average_or_none([curve.endpoint for curve in curves if curve.is_complete]),
+            held_out=_average_or_none(
+                [curve.held_out[curve.steps] for curve in curves if curve.steps in curve.held_out]
+            ),
+            tokens_per_second=1 / statistics.median(seconds_per_token[arm.name])
+            if arm.native and arm.name in seconds_per_token
+            else None,
             bytes_per_parameter=bytes_per_parameter.get(measured_arm),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
-            wire=wires[arm.name],
+            wire=wire_bytes_by_arm[arm.name],
             joules_per_step=summarise_energy(energies.get(arm.name)),
             events=events[arm.name] if curves else None,
             verdict=judged.verdicts.find_verdict(arm.name),
@@ -166,8 +171,10 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     return tuple(summaries)
 
 
-def _first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
-    """Yields the figures with a name, from each arm's first step that has them. Later steps have equal values."""
+def _list_first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
+    """Yields the figures called `name` of the first step in which each arm has any. In later steps their values are the
+    same.
+    """
     first_steps: dict[str, tuple[int, int]] = {}
     for figure in stored.select_lines(StepFigure):
         step = figure.seed, figure.step
@@ -175,14 +182,14 @@ def _first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
             yield figure
 
 
-def _mean_or_none(values: Sequence[float]) -> float | None:
+def _average_or_none(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
 def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
     """Returns the figures of an arm by name. Gaps are over the last third of the steps, with their 95% interval;
-    'gap_deciding' has the 99% interval. For an arm that repeats the reference, there are differences from the
-    reference in place of gaps.
+    'gap_deciding' has the 99% interval. An arm that repeats the reference has no gaps. Instead it has its differences
+    from the reference.
     """
     verdict = summary.verdict
     band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
@@ -193,7 +200,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
         **list_gap_figures("gap", verdict.judged.gap if verdict else None),
         **list_gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second,
-        **_interval_figures("speed_to_same_loss", speed),
+        **_list_interval_figures("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter,
         "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
@@ -206,12 +213,16 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
 
 def list_gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
     if gap is None:
-        return {**_interval_figures(name, None), **_interval_figures(f"{name}_deciding", None), f"{name}_pairs": None}
-    intervals = {**_interval_figures(name, gap.shown), **_interval_figures(f"{name}_deciding", gap.decides)}
+        return {
+            **_list_interval_figures(name, None),
+            **_list_interval_figures(f"{name}_deciding", None),
+            f"{name}_pairs": None,
+        }
+    intervals = {**_list_interval_figures(name, gap.shown), **_list_interval_figures(f"{name}_deciding", gap.decides)}
     return {**intervals, name: gap.point, f"{name}_pairs": gap.pairs}
 
 
-def _interval_figures(name: str, interval: Interval | None) -> dict[str, float | None]:
+def _list_interval_figures(name: str, interval: Interval | None) -> dict[str, float | None]:
     point, low, high = (interval.point, interval.low, interval.high) if interval else (None, None, None)
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
@@ -224,8 +235,9 @@ def summarise_energy(use: EnergyUse | None) -> Range | None:
 
 @dataclass(frozen=True)
 class ScoreVerdict:
-    """The verdict on an arm's score. The score and the reference's score are means over seeds. `worse` is the
-    difference, paired over seeds, with its 99% interval. For a task it is in points, otherwise it is a share.
+    """The verdict on an arm's score. `own` is the score, and `reference` the score that it is compared with: both are
+    means over seeds. `worse` is the difference, paired over seeds, with its 99% interval. For a task it is in points,
+    otherwise it is a share.
     """
 
     arm: str
@@ -236,18 +248,18 @@ class ScoreVerdict:
     worse: Gap | None = None
     word: str = ""
     learned: Learned | None = None
-    matters: Matters | None = None
+    matters: Importance | None = None
 
 
-# Values by seed.
+# the scores of an arm by seed
 _SeedValues = Mapping[int, float]
-_AT_CHANCE = "at chance, like the reference: it shows nothing about precisions"
-_IN_BF16 = "quantised:bf16"
+_AT_CHANCE_WORDS = "at chance, like the reference: it shows nothing about precisions"
+_BF16_FIGURE = "quantised:bf16"
 
 
 def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Compares the scores of arms with the reference's. Also compares the losses of the reference's quantised weights
-    with its loss in bf16.
+    """Compares the scores of arms with the reference's scores. Also compares the losses of the quantised reference with
+    its loss in bf16.
     """
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in stored.select_lines(StepFigure):
@@ -257,21 +269,21 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
     for validation in stored.select_lines(Validation):
         if validation.of.startswith("quantised:") and validation.step == steps:
             scores[validation.of][validation.arm][validation.seed] = validation.loss
-    in_bf16 = dict(scores.get(_IN_BF16, {}))
+    bf16_losses = dict(scores.get(_BF16_FIGURE, {}))
     reference = verdicts.reference
     request = stored.request
     score_verdicts = []
     for name, values in scores.items():
         for arm in stored.training.compared_arms:
             if arm.name != reference:
-                against = reference
+                comparison_words = reference
                 old_values = values[reference]
-            elif name.startswith("quantised:") and name != _IN_BF16:
-                against = "itself in bf16"
-                old_values = in_bf16.get(arm.name, {})
+            elif name.startswith("quantised:") and name != _BF16_FIGURE:
+                comparison_words = "itself in bf16"
+                old_values = bf16_losses.get(arm.name, {})
             else:
                 continue
-            verdict = ScoreVerdict(arm.name, name, against)
+            verdict = ScoreVerdict(arm.name, name, comparison_words)
             score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], old_values))
     return tuple(filter(None, score_verdicts))
 
@@ -279,7 +291,9 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
 def _make_score_verdict(
     request: TrainingRequest, verdict: ScoreVerdict, values: _SeedValues, old_values: _SeedValues
 ) -> ScoreVerdict | None:
-    """Returns the verdict on a score. None if no seed has a value of the arm and a value of the reference."""
+    """Returns the verdict on a score. `values` are the scores of the arm, and `old_values` those that they are compared
+    with. Returns None if no seed has both.
+    """
     value_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
     pairs = [pair for pair in value_pairs if math.isfinite(sum(pair))]
     name = verdict.figure
@@ -288,34 +302,37 @@ def _make_score_verdict(
     new, old = zip(*pairs, strict=True)
     verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
     if name.startswith(TASK_PREFIX):
-        # If none of this many questions shows a difference, the true difference is at most 4.6 divided by their
-        # number, with 99% confidence.
+        # If n questions show no difference, the true difference is at most 4.6 / n, with 99% confidence.
         floor = -math.log(1 - DECIDING_LEVEL) / (ITEMS * len(pairs))
         chance = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
-        worse = _widen_gap(mean_gap([before - after for after, before in pairs]), floor)
-        learned = _is_above(new, chance, floor) or _is_above(old, chance, floor)
-        return _judge_score(verdict, worse, request.margin, at_chance=not learned)
+        score_gap = _widen_gap(average_gaps([before - after for after, before in pairs]), floor)
+        has_learned = _is_above_chance(new, chance, floor) or _is_above_chance(old, chance, floor)
+        return _judge_score(verdict, score_gap, request.margin, at_chance=not has_learned)
     if min(old) <= 0:
         return replace(verdict, word="open: the reference is not above 0, so that no relative difference exists")
     sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
-    return _judge_score(verdict, mean_gap([sign * (after / before - 1) for after, before in pairs]), request.margin)
+    return _judge_score(verdict, average_gaps([sign * (after / before - 1) for after, before in pairs]), request.margin)
 
 
-def _is_above(scores: Sequence[float], chance: float, floor: float) -> bool:
-    """Returns whether the scores of all seeds together are certainly above chance."""
-    gap = _widen_gap(mean_gap([score - chance for score in scores]), floor)
+def _is_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:
+    """Returns whether the scores of all seeds together are certainly above chance. `floor` is the least half-width of
+    their interval.
+    """
+    gap = _widen_gap(average_gaps([score - chance for score in scores]), floor)
     return gap is not None and gap.decides is not None and gap.decides.low > 0
 
 
 def _lower_is_better(request: TrainingRequest, name: str) -> bool:
     metric_name = name.removeprefix(METRIC_PREFIX)
-    lower_metrics = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
-    return any(metric_name == metric or metric_name.startswith(f"{metric}.") for metric in lower_metrics)
+    minimised_metrics = [
+        metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")
+    ]
+    return any(metric_name == metric or metric_name.startswith(f"{metric}.") for metric in minimised_metrics)
 
 
 def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
-    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the resolution of a
-    test with this many questions.
+    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the smallest difference
+    that a task with a limited number of questions can show.
     """
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
@@ -328,7 +345,7 @@ def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chanc
     if interval is None:
         return verdict
     if at_chance:
-        return replace(verdict, word=_AT_CHANCE)
+        return replace(verdict, word=_AT_CHANCE_WORDS)
     learned = classify_gap(interval, margin)
     matters = classify_importance(interval, margin)
     verdict = replace(verdict, learned=learned, matters=matters)
@@ -341,7 +358,7 @@ def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chanc
 
 def describe_open_gap(gap: Gap | None, bound: float) -> str:
     """Returns a text about an undecided gap, such as 'open: 3 seeds of the 5 that are needed'. If enough seeds were
-    trained, the text says how many further ones would decide about a share of `bound`.
+    trained, the text is about the number of further seeds that would decide with `bound` as the margin.
     """
     if gap is None or gap.pairs < MIN_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {MIN_PAIRS} that are needed"
@@ -350,17 +367,17 @@ def describe_open_gap(gap: Gap | None, bound: float) -> str:
     return f"open: {seeds} would settle {100 * bound:g}%"
 
 
-_IMPORTANCE_WORDS: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters.YES: "all of it beyond"}
+_IMPORTANCE_WORDS: Mapping[Importance | None, str] = {Importance.NO: "inside", Importance.YES: "all of it beyond"}
 
 
-def describe_importance(learned: Learned, matters: Matters | None, margin: float) -> str:
-    """Returns the meaning of a difference, such as 'real, inside the 1% you tolerate'."""
+def describe_importance(learned: Learned, matters: Importance | None, margin: float) -> str:
+    """Returns how a certain difference compares with the margin, such as 'real, inside the 1% you tolerate'."""
     percent = f"{100 * margin:.4g}%"
     margin_words = f"the {percent} you tolerate" if learned is Learned.WORSE else f"the margin of {percent}"
     return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} {margin_words}"
 
 
-_TONES: Mapping[Learned | None, Tone] = {
+_TONE_BY_VERDICT: Mapping[Learned | None, Tone] = {
     Learned.DIVERGED: Tone.BAD,
     Learned.WORSE: Tone.BAD,
     Learned.BETTER: Tone.GOOD,
@@ -369,11 +386,11 @@ _TONES: Mapping[Learned | None, Tone] = {
 
 
 def find_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
-    """Returns the colour of a verdict: green if nothing is lost, red if something is lost, and yellow if that is
-    undecided or tolerated.
+    """Returns the colour of a verdict: green if nothing is lost, red if something is lost, and yellow if the verdict is
+    undecided or the loss is tolerated.
     """
-    tolerated = verdict.learned is Learned.WORSE and verdict.matters is Matters.NO
-    return Tone.DOUBT if tolerated else _TONES.get(verdict.learned, Tone.DOUBT)
+    is_tolerated = verdict.learned is Learned.WORSE and verdict.matters is Importance.NO
+    return Tone.DOUBT if is_tolerated else _TONE_BY_VERDICT.get(verdict.learned, Tone.DOUBT)
 
 
 def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
@@ -393,8 +410,8 @@ def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     ]
     scored_tasks = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
     tasks = [task for task in CHANCE_SCORES if task in scored_tasks]
-    chances = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks)
-    texts = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []
+    chance_words = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks)
+    texts = [Text(f"By chance alone answers are right in: {chance_words}.")] if tasks else []
     has_scores = any(not row.figure.startswith("quantised:") for row in rows)
     title = "Scores, and losses after quantising" if has_scores else "Losses after quantising"
     if rows:

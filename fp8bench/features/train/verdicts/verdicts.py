@@ -20,40 +20,41 @@ from fp8bench.features.train.verdicts.curves import (
     SHOWN_LEVEL,
     Curve,
     Curves,
+    InconclusiveReason,
     JudgedArm,
     Learned,
     Pair,
-    Void,
-    Why,
+    VoidReason,
+    average_gaps,
+    count_tail_steps,
     judge_pairs,
     make_curves,
-    mean_gap,
     pair_curves,
     select_curves,
-    tail_length,
 )
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
-# A verdict 'within noise' is only meaningful if losing a tenth of what the reference learned would exceed the margin.
-# If the reference's loss fell by less than the second share, it has learned too little.
+# A verdict 'within noise' is only meaningful if losing this share of what the reference learned would exceed the
+# margin.
 _LOST_SHARE = 0.1
+# A reference whose loss fell by a smaller share has learned too little.
 _MIN_FALL = 0.1
-# Loss curves are fitted from a third of the steps on, which is over the last two thirds.
+# Loss curves are fitted from a third of the steps to the end.
 _MIN_LOG_STEP = -math.log(3)
 _MIN_POINTS = 10
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on one arm, with its pairs of seeds. For each seed without a pair there is a reason. `speed` is
-    None if it is unknown or meaningless.
+    """The verdict on one arm. `pairs` are the seeds that count, and `voids` the other seeds, each with a reason.
+    `speed` is None if it is unknown or meaningless.
     """
 
     arm: Arm
     judged: JudgedArm
     pairs: tuple[Pair, ...] = ()
-    voids: tuple[tuple[int, Void], ...] = ()
+    voids: tuple[tuple[int, VoidReason], ...] = ()
     diverged_in: tuple[int, ...] = ()
     speed: AdjustedSpeed | None = None
 
@@ -64,9 +65,9 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class RepeatBand:
-    """Compares the reference with a repetition of it under the same seed. Has the number of steps, the first step
-    whose loss differs (None if all losses are equal to the bit), and the largest gap of a step. That gap is infinite
-    if a loss is not finite.
+    """The differences between the reference and its repeat, a second training with the same seed. Has the number of
+    steps, the first step whose losses differ (None if all are equal to the bit), and the largest relative difference in
+    a step, which is infinite if a loss is not finite.
     """
 
     steps: int
@@ -78,8 +79,9 @@ class RepeatBand:
 class TrainingVerdicts:
     """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed. Without
     `has_held_out`, no text is held out, and only the training loss decides. `chaos` is the effect of one ulp in the
-    first seed. `rate_count` is the number of learning rates of the reference. With several rates, the reference at its
-    best rate is compared with each arm at the arm's best rate.
+    first seed: there the reference was also trained with weights one unit in the last place away. `rate_count` is the
+    number of learning rates of the reference. With several rates, the reference at its best rate is compared with each
+    arm at the arm's best rate.
     """
 
     reference: str
@@ -98,9 +100,9 @@ class TrainingVerdicts:
         return next((arm for arm in self.arms if arm.arm.name == name), None)
 
 
-def min_fall(margin: float) -> float:
-    """Returns the share by which the reference's loss must fall. An arm that misses a tenth of such a fall has a gap
-    beyond the margin.
+def compute_required_fall(margin: float) -> float:
+    """Returns the smallest share by which the reference's loss must fall: at least `_MIN_FALL`, and so much that an arm
+    that misses `_LOST_SHARE` of the fall has a gap beyond the margin.
     """
     return max(_MIN_FALL, margin / (margin + _LOST_SHARE))
 
@@ -120,26 +122,26 @@ def judge_arms(
     all_arms: Sequence[Arm], curves: Curves, seeds: tuple[int, ...], steps: int, margin: float, has_held_out: bool
 ) -> TrainingVerdicts:
     """Returns the verdicts of arms from their curves."""
-    by_role = together((arm.role, arm) for arm in all_arms if not arm.skip)
-    base_arm = by_role[ArmRole.REFERENCE][0]
-    reference_rates = [base_arm, *by_role.get(ArmRole.OTHER_RATE, ())]
+    arms_by_role = together((arm.role, arm) for arm in all_arms if not arm.skip)
+    base_arm = arms_by_role[ArmRole.REFERENCE][0]
+    reference_rates = [base_arm, *arms_by_role.get(ArmRole.OTHER_RATE, ())]
     reference = _find_best_arm(reference_rates, curves, seeds)
     # A seed that is not begun has an empty curve.
     base_curves = {seed: curves.get((base_arm.name, seed), Curve(steps)) for seed in seeds}
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
-    required_fall = min_fall(margin)
+    required_fall = compute_required_fall(margin)
     has_learned = not any(curve.blew_up or curve.fall < required_fall for curve in best_curves.values())
     # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first seed.
-    chaos: list[Pair] = []
-    for arm in by_role.get(ArmRole.CHAOS, ()):
-        chaos += _pair_seeds(base_curves, arm, curves)[0]
-    repeats: list[tuple[StepRow, StepRow]] = []
-    for arm in by_role.get(ArmRole.REPEAT, ()):
+    chaos_pairs: list[Pair] = []
+    for arm in arms_by_role.get(ArmRole.CHAOS, ()):
+        chaos_pairs += _pair_seeds(base_curves, arm, curves)[0]
+    repeated_rows: list[tuple[StepRow, StepRow]] = []
+    for arm in arms_by_role.get(ArmRole.REPEAT, ()):
         for seed, curve in select_curves(curves, arm.name).items():
-            repeats += zip(base_curves[seed].rows, curve.rows, strict=False)
+            repeated_rows += zip(base_curves[seed].rows, curve.rows, strict=False)
     # 2. Compare each candidate with the reference at the reference's best rate. If a candidate has several rates,
     # only the best one keeps its verdict.
-    candidates = by_role.get(ArmRole.CANDIDATE, [])
+    candidates = arms_by_role.get(ArmRole.CANDIDATE, [])
     verdicts = []
     for arm in candidates:
         verdict = _judge_arm(reference, arm, best_curves, curves, margin, has_learned, has_held_out)
@@ -153,16 +155,16 @@ def judge_arms(
         required_fall,
         {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
         tuple(verdicts),
-        _compare_repeats(repeats) if repeats else None,
+        _compare_repeats(repeated_rows) if repeated_rows else None,
         has_held_out,
-        chaos[0] if chaos else None,
+        chaos_pairs[0] if chaos_pairs else None,
         len(reference_rates),
     )
 
 
 def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
-    """Returns the arm with the lowest mean endpoint. Arms without an endpoint in some seed do not count. Returns the
-    first arm if none counts.
+    """Returns the arm with the lowest mean endpoint. An arm without an endpoint in one of the seeds does not count.
+    Returns the first arm if none counts.
     """
 
     def mean_endpoint(arm: Arm) -> float:
@@ -174,7 +176,9 @@ def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) ->
 
 
 def _keep_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
-    """Returns the verdict unchanged if the arm has the best of its rates. Otherwise returns an inconclusive verdict."""
+    """Returns the verdict unchanged if, of the arms that differ from this arm only in learning rate, none has a lower
+    loss. Otherwise returns it as inconclusive.
+    """
 
     def describe_without_rate(arm: Arm) -> tuple[object, ...]:
         return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
@@ -186,7 +190,9 @@ def _keep_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) ->
         return verdict
     if _find_best_arm(arms_at_rates, curves, seeds) is verdict.arm:
         return verdict
-    judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None, matters=None)
+    judged = replace(
+        verdict.judged, learned=Learned.INCONCLUSIVE, why=InconclusiveReason.OTHER_RATE, more_seeds=None, matters=None
+    )
     return replace(verdict, judged=judged, speed=None)
 
 
@@ -199,10 +205,10 @@ def _judge_arm(
     has_learned: bool,
     has_held_out: bool,
 ) -> ArmVerdict:
-    """Returns an arm's verdict. `base_curves` has the curves of the reference by seed."""
+    """Returns an arm's verdict. `base_curves` has the curve of the reference in each seed."""
     pairs, voids = _pair_seeds(base_curves, arm, curves)
-    required_fall = min_fall(margin)
-    diverged = tuple(
+    required_fall = compute_required_fall(margin)
+    diverged_seeds = tuple(
         seed
         for seed, curve in base_curves.items()
         if (arm_curve := curves.get((arm.name, seed))) is not None
@@ -212,48 +218,48 @@ def _judge_arm(
     # If an arm diverged, or the reference did not learn, the verdict on pairs does not count.
     judged = judge_pairs(pairs, margin, has_held_out)
     void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
-    if judged.why is Why.FEW_PAIRS and void in LASTING_VOIDS:
+    if judged.why is InconclusiveReason.FEW_PAIRS and void in LASTING_VOIDS:
         judged = replace(judged, more_seeds=None, void=void)
-    fell_back = any(FALLBACK in curve.events for curve in select_curves(curves, arm.name).values())
+    has_fallen_back = any(FALLBACK in curve.events for curve in select_curves(curves, arm.name).values())
     same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
-    if diverged:
+    if diverged_seeds:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
     elif not has_learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
-    elif fell_back or same_bits:
-        reason = Why.FALLBACK if fell_back else Why.SAME_BITS
+    elif has_fallen_back or same_bits:
+        reason = InconclusiveReason.FALLBACK if has_fallen_back else InconclusiveReason.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=reason, more_seeds=None, matters=None)
         has_learned = False
     speed = None
-    if has_learned and not diverged and arm.native and reference.native:
+    if has_learned and not diverged_seeds and arm.native and reference.native:
         speed = measure_speed([(base_curves[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
-    return ArmVerdict(arm, judged, pairs, voids, diverged, speed)
+    return ArmVerdict(arm, judged, pairs, voids, diverged_seeds, speed)
 
 
 def _pair_seeds(
     base_curves: Mapping[int, Curve], arm: Arm, curves: Curves
-) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
-    """Returns the arm's pairs with the reference. Also returns the seeds that have no pair. If the reference has
-    equal losses in several seeds, only one of them counts.
+) -> tuple[tuple[Pair, ...], tuple[tuple[int, VoidReason], ...]]:
+    """Returns the arm's pairs with the reference, and the other seeds with the reason why they have no pair. If the
+    reference has equal losses in several seeds, only one of these seeds counts.
     """
     pairs: list[Pair] = []
-    voids: list[tuple[int, Void]] = []
-    losses_met: set[tuple[float, ...]] = set()
+    voids: list[tuple[int, VoidReason]] = []
+    counted_losses: set[tuple[float, ...]] = set()
     for seed, reference in base_curves.items():
         pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
         # Two seeds with equal losses are one observation: counting both would narrow the interval.
-        if reference.losses in losses_met:
-            pair = Void.COPY if isinstance(pair, Pair) else pair
+        if reference.losses in counted_losses:
+            pair = VoidReason.COPY if isinstance(pair, Pair) else pair
         if isinstance(pair, Pair):
             pairs.append(pair)
-            losses_met.add(reference.losses)
+            counted_losses.add(reference.losses)
         else:
             voids.append((seed, pair))
     return tuple(pairs), tuple(voids)
 
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
-    """Compares the rows of the reference with the repeat's rows of the same steps."""
+    """Compares pairs of rows: a step of the reference, and the same step of its repeat."""
     first_difference = None
     largest = 0.0
     for reference, repeat in repeats:
@@ -267,8 +273,8 @@ def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How many times as fast an arm is as its reference. `raw` compares the time of steps. `adjusted` compares the
-    time to the same loss (docs/watching.md). It is None if the better one of the two losses may no longer fall.
+    """How many times as fast an arm is as its reference. `raw` compares the time of steps. `adjusted` compares the time
+    to the same loss (docs/watching.md). `adjusted` is None if the lower of the two losses may not fall any more.
     `bounded` means that the arm is at most this fast: the reference reached the arm's last loss within a third of the
     steps.
     """
@@ -279,8 +285,8 @@ class AdjustedSpeed:
 
 
 def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
-    """Returns the speed from pairs of curves (reference, arm), one pair per seed. Returns None if fewer than five
-    pairs were timed.
+    """Returns how fast an arm is compared with its reference. `pairs` has the curves of the reference and the arm in
+    each seed. Returns None if fewer than five pairs were timed.
     """
     timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
     if len(timed_pairs) < MIN_PAIRS:
@@ -288,35 +294,35 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     curves = [pair for pair, _ in timed_pairs]
     speeds = [log for _, log in timed_pairs]
     # Logarithms of ratios, because half and twice as fast are equally far from 1.
-    step_speed = mean_gap(speeds)
+    step_speed = average_gaps(speeds)
     assert step_speed is not None and step_speed.shown is not None
-    raw = _exponentiate(step_speed.shown)
+    raw_speed = _exponentiate(step_speed.shown)
     steps = measure_log_steps(curves)
     if steps is None:
-        return AdjustedSpeed(raw, None)
+        return AdjustedSpeed(raw_speed, None)
     point = step_speed.point + max(steps, _MIN_LOG_STEP)
     if steps < _MIN_LOG_STEP:
-        return AdjustedSpeed(raw, _exponentiate(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True)
-    log_steps_without = [
+        return AdjustedSpeed(raw_speed, _exponentiate(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True)
+    log_steps_without_seed = [
         max(log, _MIN_LOG_STEP)
         for seed in range(len(curves))
         if (log := measure_log_steps(curves[:seed] + curves[seed + 1 :])) is not None
     ]
-    if len(log_steps_without) < len(curves):
-        return AdjustedSpeed(raw, None)
+    if len(log_steps_without_seed) < len(curves):
+        return AdjustedSpeed(raw_speed, None)
     estimates = [
-        statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(log_steps_without)
+        statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(log_steps_without_seed)
     ]
     # The jackknife: the variance of estimates that leave out one seed each gives the standard error.
     error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
     half_width = student_quantile(SHOWN_LEVEL, len(estimates) - 1) * error
-    return AdjustedSpeed(raw, _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL)))
+    return AdjustedSpeed(raw_speed, _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL)))
 
 
 def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """Returns the logarithm of a ratio: the steps that the reference takes to reach the same loss as the arm, divided
-    by the arm's steps. Returns minus infinity if the ratio is less than a third. Returns None if the better loss does
-    not fall, or was not recorded that far back.
+    """Returns the logarithm of a ratio: the steps that the reference takes to reach the arm's loss, divided by the
+    steps that the arm takes. Returns minus infinity if the ratio is less than a third. Returns None if the curve with
+    the lower loss does not fall, or if the arm already had the reference's last loss in the first third of its steps.
     """
     loss_rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if loss_rise < 0 else (0, 1.0)
@@ -325,21 +331,21 @@ def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
 
 
 def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float | None:
-    """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of
-    this step divided by the step of the endpoint. Returns minus infinity if this step is before the last two thirds
-    of the training, and None if losses there do not fall throughout.
+    """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of this
+    step divided by the endpoint's step. Returns minus infinity if it is in the first third of the training. Returns
+    None if the mean does not fall in the last two thirds.
     """
     steps = len(curves[0])
-    log_steps = np.log(np.arange(1, steps + 1) / (steps - (tail_length(steps) - 1) / 2))
+    log_steps = np.log(np.arange(1, steps + 1) / (steps - (count_tail_steps(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
-    is_fitted = (log_steps >= _MIN_LOG_STEP) & np.isfinite(losses)
-    if is_fitted.sum() < _MIN_POINTS:
+    is_fitted_step = (log_steps >= _MIN_LOG_STEP) & np.isfinite(losses)
+    if is_fitted_step.sum() < _MIN_POINTS:
         return None
-    curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted], losses[is_fitted], 2))
+    curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted_step], losses[is_fitted_step], 2))
     if max(slope, slope + 2 * curvature * _MIN_LOG_STEP) >= 0:
         # A parabola that turns upwards at its end would mean that the loss rises again.
         curvature = 0.0
-        slope = float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
+        slope = float(np.polyfit(log_steps[is_fitted_step], losses[is_fitted_step], 1)[0])
     if slope >= 0:
         return None
     if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):

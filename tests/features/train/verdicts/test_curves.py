@@ -13,17 +13,17 @@ from fp8bench.features.train import words
 from fp8bench.features.train.values import Arm, ArmRole, StreamLine
 from fp8bench.features.train.verdicts.curves import (
     Curve,
+    Importance,
+    InconclusiveReason,
     Learned,
-    Matters,
     Pair,
-    Why,
+    average_gaps,
     bound_single_gap,
     classify_gap,
     classify_importance,
+    compute_smallest_effect,
     judge_pairs,
-    mean_gap,
     pair_curves,
-    smallest_effect,
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
 from fp8bench.model import Interval
@@ -45,35 +45,35 @@ def around(middle: float, scale: float = 1.0) -> list[float]:
 def test_intervals_are_those_of_a_t_test() -> None:
     """The oracle is scipy, at both levels."""
     gaps = [0.011, 0.004, -0.003, 0.02, 0.009, 0.001]
-    gap = mean_gap(gaps)
+    gap = average_gaps(gaps)
     assert gap is not None and gap.decides is not None and gap.shown is not None
     for interval, level in ((gap.decides, 0.99), (gap.shown, 0.95)):
         known = scipy.stats.ttest_1samp(gaps, 0.0).confidence_interval(level)
         assert (interval.low, interval.high) == pytest.approx((known.low, known.high), rel=1e-9)
         assert (interval.point, interval.level) == (pytest.approx(statistics.fmean(gaps)), level)
-    single = mean_gap([0.5])
+    single = average_gaps([0.5])
     assert single is not None and (single.point, single.decides, single.shown) == (0.5, None, None)
-    assert mean_gap([]) is None
+    assert average_gaps([]) is None
 
 
 @for_each(
     ("low", "high", "learned", "matters"),
     [
-        (0.001, 0.02, Learned.WORSE, Matters.OPEN),
-        (0.011, 0.02, Learned.WORSE, Matters.YES),
-        (0.001, 0.01, Learned.WORSE, Matters.NO),
-        (-0.02, -0.001, Learned.BETTER, Matters.OPEN),
-        (-0.02, -0.011, Learned.BETTER, Matters.YES),
-        (-0.01, -0.001, Learned.BETTER, Matters.NO),
-        (-0.01, 0.01, Learned.WITHIN_NOISE, Matters.NO),
-        (0.0, 0.0, Learned.WITHIN_NOISE, Matters.NO),
-        (0.0, 0.02, Learned.INCONCLUSIVE, Matters.OPEN),
-        (-0.02, 0.0, Learned.INCONCLUSIVE, Matters.OPEN),
-        (-0.001, 0.0101, Learned.INCONCLUSIVE, Matters.OPEN),
-        (-0.0101, 0.001, Learned.INCONCLUSIVE, Matters.OPEN),
+        (0.001, 0.02, Learned.WORSE, Importance.OPEN),
+        (0.011, 0.02, Learned.WORSE, Importance.YES),
+        (0.001, 0.01, Learned.WORSE, Importance.NO),
+        (-0.02, -0.001, Learned.BETTER, Importance.OPEN),
+        (-0.02, -0.011, Learned.BETTER, Importance.YES),
+        (-0.01, -0.001, Learned.BETTER, Importance.NO),
+        (-0.01, 0.01, Learned.WITHIN_NOISE, Importance.NO),
+        (0.0, 0.0, Learned.WITHIN_NOISE, Importance.NO),
+        (0.0, 0.02, Learned.INCONCLUSIVE, Importance.OPEN),
+        (-0.02, 0.0, Learned.INCONCLUSIVE, Importance.OPEN),
+        (-0.001, 0.0101, Learned.INCONCLUSIVE, Importance.OPEN),
+        (-0.0101, 0.001, Learned.INCONCLUSIVE, Importance.OPEN),
     ],
 )
-def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Matters) -> None:
+def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Importance) -> None:
     """Compared with 0 for whether there is a difference, and with the margin of 1% for whether it matters."""
     interval = Interval((low + high) / 2, low, high, 0.99)
     assert (classify_gap(interval, 0.01), classify_importance(interval, 0.01)) == (learned, matters)
@@ -82,34 +82,34 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned, matte
 @for_each(
     ("gaps", "said"),
     [
-        *((pairs([0.5 + 0.001 * seed for seed in range(count)]), Why.FEW_PAIRS) for count in range(5)),
+        *((pairs([0.5 + 0.001 * seed for seed in range(count)]), InconclusiveReason.FEW_PAIRS) for count in range(5)),
         (pairs(around(0.5)), Learned.WORSE),
         # Both measures agree: the same sign if a difference is found; otherwise the held-out text must not show one.
         (pairs(around(0.02), around(0.001)), Learned.WORSE),
-        (pairs(around(0.02), around(-0.001)), Why.DISAGREE),
-        (pairs(around(-0.02), around(0.001)), Why.DISAGREE),
+        (pairs(around(0.02), around(-0.001)), InconclusiveReason.DISAGREE),
+        (pairs(around(-0.02), around(0.001)), InconclusiveReason.DISAGREE),
         (pairs(around(0.0), around(0.008)), Learned.WITHIN_NOISE),
-        (pairs(around(0.0), around(0.05)), Why.DISAGREE),
-        (pairs(around(0.02), [None, *around(0.02)[1:]]), Why.NO_HELD_OUT),
+        (pairs(around(0.0), around(0.05)), InconclusiveReason.DISAGREE),
+        (pairs(around(0.02), [None, *around(0.02)[1:]]), InconclusiveReason.NO_HELD_OUT),
         # Inside the margin the held-out text need not show a difference, but must not show the opposite or a larger
         # one.
         *((pairs(around(0.005), around(other)), Learned.WORSE) for other in (0.0, -0.001, 0.008)),
-        *((pairs(around(0.005), around(other)), Why.DISAGREE) for other in (-0.005, 0.05)),
-        (pairs(around(-0.005), around(0.005)), Why.DISAGREE),
+        *((pairs(around(0.005), around(other)), InconclusiveReason.DISAGREE) for other in (-0.005, 0.05)),
+        (pairs(around(-0.005), around(0.005)), InconclusiveReason.DISAGREE),
         (pairs(around(-0.005), around(0.001)), Learned.BETTER),
         # A spread of zero is allowed, and a certain difference is one, however small.
         (pairs([0.0] * 5), Learned.WITHIN_NOISE),
         (pairs([0.02] * 5), Learned.WORSE),
         (pairs(around(1e-6, 1e-2)), Learned.WITHIN_NOISE),
         (pairs(around(1e-6, 1e-6)), Learned.WORSE),
-        (pairs([*SPREAD, 0.5]), Why.TOO_WIDE),
+        (pairs([*SPREAD, 0.5]), InconclusiveReason.TOO_WIDE),
     ],
 )
-def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
+def test_what_pairs_say(gaps: list[Pair], said: Learned | InconclusiveReason) -> None:
     judged = judge_pairs(gaps, 0.01)
     assert (judged.why or judged.learned) is said
     assert (judged.learned is Learned.INCONCLUSIVE) == (judged.why is not None)
-    assert said is not Why.FEW_PAIRS or judged.more_seeds == 5 - len(gaps)
+    assert said is not InconclusiveReason.FEW_PAIRS or judged.more_seeds == 5 - len(gaps)
 
 
 def test_how_many_more_seeds() -> None:
@@ -146,7 +146,7 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
     assert (tuned.reference, tuned.rate_count, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
-    others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
+    others = {said.arm.name for said in tuned.arms if said.judged.why is InconclusiveReason.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
 
 
@@ -235,11 +235,11 @@ def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
 def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     """A gap of that size, drawn with the same deviation; half that size is mostly missed."""
     numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
-    sizes = [smallest_effect(gap) for row in numbers if (gap := mean_gap(list(row))) is not None]
+    sizes = [compute_smallest_effect(gap) for row in numbers if (gap := average_gaps(list(row))) is not None]
     effect = statistics.median(sizes)
 
     def share_found(size: float) -> float:
-        gaps = [mean_gap(list(row + size)) for row in numbers]
+        gaps = [average_gaps(list(row + size)) for row in numbers]
         return sum(gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps) / len(gaps)
 
     assert 0.65 < share_found(effect) < 0.85 and share_found(effect / 2) < 0.5

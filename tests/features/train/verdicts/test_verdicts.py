@@ -16,21 +16,21 @@ from fp8bench.features.train.values import FALLBACK, Arm, StepRow, StreamLine, T
 from fp8bench.features.train.verdicts.curves import (
     LASTING_VOIDS,
     Curve,
+    InconclusiveReason,
     Learned,
-    Void,
-    Why,
+    VoidReason,
+    average_gaps,
+    count_tail_steps,
     make_curves,
-    mean_gap,
-    tail_length,
 )
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
     TrainingVerdicts,
+    compute_required_fall,
     judge_training,
     measure_log_steps,
     measure_speed,
-    min_fall,
 )
 from fp8bench.features.train.view import find_answers, render_answer
 from fp8bench.report.elements import Table, Tone
@@ -82,7 +82,7 @@ def in_every_seed(losses: Sequence[float], factor: float) -> list[StreamLine]:
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     """For a repeated step the last value counts."""
-    assert [tail_length(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
+    assert [count_tail_steps(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
     told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
     whole = make_curves(told, 20)["a", 0]
     assert (whole.endpoint, whole.rows[0].loss, whole.is_complete) == (3.0, 8.0, True)
@@ -146,7 +146,7 @@ def test_an_interval_spans_those_of_the_last_steps() -> None:
     told = changed(lines({"fp8": TOLERATED}), lambda row: replace(row, loss=row.loss * (1.1 if row.step == 94 else 1)))
     judged_arm = judged(told)[0]
     gap = judged_arm.judged.gap
-    ends = [mean_gap([pair.earlier[place] for pair in judged_arm.pairs]) for place in range(-9, 0)]
+    ends = [average_gaps([pair.earlier[place] for pair in judged_arm.pairs]) for place in range(-9, 0)]
     highest = max(end.decides.high for end in ends if end and end.decides)
     assert gap is not None and gap.decides is not None and len(judged_arm.pairs[0].earlier) == 9
     assert gap.point == pytest.approx(0.0084 + 0.1 / 33, rel=0.02) and gap.decides.high >= highest
@@ -178,34 +178,34 @@ CUT_OFF = changed(GOOD, lambda row: row if (row.seed, row.step < 40) != (3, Fals
 NO_NUMBER, STOPPED = (TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped"))
 FLAT = with_loss(BAD, 5.2, 2, arm=REFERENCE.name)
 BY_HEART = [*curve(90, 0.001), *[0.001] * 10]
-UNFINISHED = ((4, Void.NOT_FINISHED),)
+UNFINISHED = ((4, VoidReason.NOT_FINISHED),)
 
 
 @for_each(
     ("told", "own", "diverged", "voids"),
     [
         # A stopped arm has diverged; if it was interrupted or lost, the reason is unknown.
-        ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, Void.NOT_FINISHED),)),
-        (CUT_OFF, Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
-        ([*CUT_OFF, STOPPED], Why.FEW_PAIRS, (), ((3, Void.NOT_FINISHED),)),
+        ([*CUT_OFF, NO_NUMBER, STOPPED], Learned.DIVERGED, (3,), ((3, VoidReason.NOT_FINISHED),)),
+        (CUT_OFF, InconclusiveReason.FEW_PAIRS, (), ((3, VoidReason.NOT_FINISHED),)),
+        ([*CUT_OFF, STOPPED], InconclusiveReason.FEW_PAIRS, (), ((3, VoidReason.NOT_FINISHED),)),
         # So has one that ends where it began, or with NaN; not one that recovered.
         (with_loss(GOOD, 5.6, 1, *range(50, 100)), Learned.DIVERGED, (1,), ()),
         *(
-            (with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, Void.NOT_FINITE),))
+            (with_loss(GOOD, loss, 1, *range(50, 100)), Learned.DIVERGED, (1,), ((1, VoidReason.NOT_FINITE),))
             for loss in (math.nan, math.inf)
         ),
         (with_loss(GOOD, math.nan, 1, 50), Learned.WITHIN_NOISE, (), ()),
-        (with_loss(GOOD, math.nan, 1, 95), Why.FEW_PAIRS, (), ((1, Void.NOT_FINITE),)),
+        (with_loss(GOOD, math.nan, 1, 95), InconclusiveReason.FEW_PAIRS, (), ((1, VoidReason.NOT_FINITE),)),
         # If the reference did not learn in some seed there is no verdict, except that an arm diverged.
         (FLAT, Learned.DID_NOT_LEARN, (), ()),
         (with_loss(FLAT, 5.2, 2), Learned.DID_NOT_LEARN, (), ()),
-        (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, Void.NOT_FINITE),)),
-        (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, Void.NOT_FINITE),)),
-        # Void seeds: unfinished, copies, a reference near zero, other tokens.
+        (with_loss(FLAT, math.nan, 0), Learned.DIVERGED, (0,), ((0, VoidReason.NOT_FINITE),)),
+        (with_loss(BAD, math.nan, 2, arm=REFERENCE.name), Learned.DID_NOT_LEARN, (), ((2, VoidReason.NOT_FINITE),)),
+        # VoidReason seeds: unfinished, copies, a reference near zero, other tokens.
         *(
             (
                 changed(GOOD, lambda row: None if row.seed == 4 and row.step > 97 else row, arm),
-                Why.FEW_PAIRS,
+                InconclusiveReason.FEW_PAIRS,
                 (),
                 UNFINISHED,
             )
@@ -213,51 +213,59 @@ UNFINISHED = ((4, Void.NOT_FINISHED),)
         ),
         (
             [replace(line, seed=seed) for seed in range(5) for line in lines({"fp8": [0.03]})],
-            Why.FEW_PAIRS,
+            InconclusiveReason.FEW_PAIRS,
             (),
-            tuple((seed, Void.COPY) for seed in range(1, 5)),
+            tuple((seed, VoidReason.COPY) for seed in range(1, 5)),
         ),
         (
             in_every_seed(BY_HEART, 2),
-            Why.FEW_PAIRS,
+            InconclusiveReason.FEW_PAIRS,
             (),
-            tuple((seed, Void.NEARLY_ZERO) for seed in range(5)),
+            tuple((seed, VoidReason.NEARLY_ZERO) for seed in range(5)),
         ),
         # With a negative loss, even one that rises towards zero, a share would have the wrong sign.
         (
             in_every_seed([-5.0, *[-0.001] * 99], 0.9),
-            Why.FEW_PAIRS,
+            InconclusiveReason.FEW_PAIRS,
             (),
-            tuple((seed, Void.NEARLY_ZERO) for seed in range(5)),
+            tuple((seed, VoidReason.NEARLY_ZERO) for seed in range(5)),
         ),
         (
             changed(GOOD, lambda row: replace(row, tokens=7)),
-            Why.FEW_PAIRS,
+            InconclusiveReason.FEW_PAIRS,
             (),
-            tuple((seed, Void.OTHER_TOKENS) for seed in range(5)),
+            tuple((seed, VoidReason.OTHER_TOKENS) for seed in range(5)),
         ),
         # Arms that did not compute in their precision: losses equal to the bit, or another precision's products.
-        (lines({"fp8": [0.0]}), Why.SAME_BITS, (), tuple((seed, Void.NOT_FINISHED) for seed in range(1, 5))),
-        (lines({"fp8": [0.0] * 5}), Why.SAME_BITS, (), ()),
-        ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], Why.FALLBACK, (), ()),
+        (
+            lines({"fp8": [0.0]}),
+            InconclusiveReason.SAME_BITS,
+            (),
+            tuple((seed, VoidReason.NOT_FINISHED) for seed in range(1, 5)),
+        ),
+        (lines({"fp8": [0.0] * 5}), InconclusiveReason.SAME_BITS, (), ()),
+        ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], InconclusiveReason.FALLBACK, (), ()),
     ],
     ids=lambda value: str(value)[:99],
 )
 def test_what_does_not_compare(
-    told: list[StreamLine], own: Learned | Why, diverged: tuple[int, ...], voids: tuple[tuple[int, Void], ...]
+    told: list[StreamLine],
+    own: Learned | InconclusiveReason,
+    diverged: tuple[int, ...],
+    voids: tuple[tuple[int, VoidReason], ...],
 ) -> None:
     arm, among = judged(told)
     assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (own, diverged, voids)
     if own is Learned.DIVERGED:
         assert words.describe_verdict(arm, among).startswith("diverged in 1 of 5 seeds")
         assert not any("not count" in note for note in words.list_void_seeds(arm))
-    elif isinstance(own, Why):
+    elif isinstance(own, InconclusiveReason):
         assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.list_void_seeds(arm))) == bool(voids)
-    if own is Why.FEW_PAIRS:  # no more seeds are requested if they would not count either
+    if own is InconclusiveReason.FEW_PAIRS:  # no more seeds are requested if they would not count either
         told_why = words.describe_inconclusive(arm.judged)
         void = voids[0][1]
         assert ("more would do" in told_why) == (void not in LASTING_VOIDS)
-        assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
+        assert ("train fewer --steps" in told_why) == (void is VoidReason.NEARLY_ZERO)
     assert arm.speed is None
 
 
@@ -289,8 +297,8 @@ def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> Non
 
 def test_how_far_a_reference_has_to_fall() -> None:
     """A tenth of the fall must exceed the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
-    wide = min_fall(0.05)
-    assert min_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
+    wide = compute_required_fall(0.05)
+    assert compute_required_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
@@ -303,7 +311,7 @@ def test_held_out_losses_are_compared_at_the_same_step() -> None:
     broken = [replace(line, loss=math.nan) if isinstance(line, Validation) else line for line in told]
     early = [replace(line, step=67) if isinstance(line, Validation) and line.step == 90 else line for line in told]
     for other in (broken, early):
-        assert judged(other)[0].judged.why is Why.NO_HELD_OUT
+        assert judged(other)[0].judged.why is InconclusiveReason.NO_HELD_OUT
     twice = [held_out(arm, seed, 70, loss) for seed in range(5) for arm, loss in (("bf16", 5.0), ("fp8", 4.9))]
     assert [pair.held_out for pair in judged([*told, *twice])[0].pairs] == [pytest.approx(8.2 / 8 - 1)] * 5
 
