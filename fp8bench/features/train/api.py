@@ -144,12 +144,12 @@ def train(
             _choose_observer(observer, progress) as inner,
             with_outputs(inner, store_folder, page, targets, on_alarm) as outer,
         ):
-            done = train_all(request, store_folder, outer, command_line())
+            stored = train_all(request, store_folder, outer, command_line())
     finally:
         if in_process:
             LIVE_MODELS.pop(name, None)
             LOADED_MODELS.clear()
-    return _make_result(done)
+    return _make_result(stored)
 
 
 def name_maker(make: Callable[..., Any]) -> str:
@@ -162,10 +162,10 @@ def name_maker(make: Callable[..., Any]) -> str:
     if module in ("", "__main__", None) or "<" in function_name:
         return "".join(letter for letter in function_name if letter.isalnum() or letter in "._") or "make"
     try:
-        importable = named(name)
+        imported_function = named(name)
     except Exception:  # noqa: BLE001 - it cannot be imported, for whatever reason
-        importable = None
-    return name if importable is make else function_name
+        imported_function = None
+    return name if imported_function is make else function_name
 
 
 def _choose_observer(observer: TrainingObserver | None, progress: bool) -> AbstractContextManager[TrainingObserver]:
@@ -249,7 +249,7 @@ def watch(
     page = None if live is None else Path(live)
     with ExitStack() as stack:
         is_first = Ranks.get_rank() == 0
-        keep = _append_to_file(Path(path), stack) if path is not None and is_first else None
+        write_lines = _append_to_file(Path(path), stack) if path is not None and is_first else None
         targets = log_targets(log)
         command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
         outputs = (page, targets, command) if is_first else (None, (), "")
@@ -258,8 +258,8 @@ def watch(
 
         def pass_lines(lines: Lines) -> None:
             lines = (*lines, *health_rules.find_alarms(lines)) if health_rules is not None else lines
-            if keep is not None:
-                keep(lines)
+            if write_lines is not None:
+                write_lines(lines)
             outer_observer.trained(0, max((line.step for line in lines), default=0), lines)
             try:
                 (print_events if told is None else told)(lines)
@@ -297,13 +297,13 @@ def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
     except OSError as error:
         raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
-    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+    line_encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
-    def keep(lines: Lines) -> None:
+    def write_lines(lines: Lines) -> None:
         nonlocal file
         if file is None:
             return
-        text = "".join(encoder.encode(line_to_json(line)) + "\n" for line in lines)
+        text = "".join(line_encoder.encode(line_to_json(line)) + "\n" for line in lines)
         try:
             # Not synced: the text survives the end of this process, and the loop does not wait for the disk
             append(file, text, sync=False)
@@ -311,7 +311,7 @@ def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
             warnings.warn(f"{path} ends here ({error.strerror}); the training goes on.", stacklevel=2)
             file = None
 
-    return keep
+    return write_lines
 
 
 class _LoopCallback:

@@ -53,7 +53,7 @@ _UNSWEPT_SETTINGS = {
     "tasks",
     "metric",
 }
-_PARSE_SWEPT: dict[str, Callable[[str], Scalar]] = {
+_PARSER_BY_SETTING: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _UNSWEPT_SETTINGS
 } | {"clip": number_or_text_of, "refresh_scales": int, "saturation_bound": float}
 
@@ -247,13 +247,13 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     candidates = {}
     for mode, settings in _list_swept_arms(request, modes_compared):
         # A sweep must not change a setting that an MS-AMP level sets.
-        level_arm = MSAMP_LEVELS.get(mode, Arm(mode, mode))
+        unswept_arm = MSAMP_LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
-        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level_arm.settings).keys():
+        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(unswept_arm.settings).keys():
             raise UsageError(
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
-        candidates[name] = replace(level_arm, name=name, settings=(*level_arm.settings, *settings))
+        candidates[name] = replace(unswept_arm, name=name, settings=(*unswept_arm.settings, *settings))
     # In the reference's precision, an arm with all swept settings at their defaults would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
@@ -261,8 +261,8 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
             f"{reference} has nothing to compare with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
     # Candidates are compared with the reference at its best rate, so the reference is trained at every swept rate.
-    rates = () if reference in modes_compared else dict(request.sweep).get("rate", ())
-    arms = [*_list_reference_arms(reference, request, rates), *candidates.values()]
+    reference_rates = () if reference in modes_compared else dict(request.sweep).get("rate", ())
+    arms = [*_list_reference_arms(reference, request, reference_rates), *candidates.values()]
     if len(arms) > MAX_ARMS:
         raise UsageError(f"{len(arms)} arms are more than the {MAX_ARMS} that one training takes. Sweep less.")
     return tuple(arms)
@@ -284,20 +284,20 @@ def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator
     precision has."""
     axes = dict(_parse_axis(name, values, modes) for name, values in request.sweep)
     for mode in modes:
-        names = [name for name in axes if name in _PARSE_SWEPT or _has_precision_option(mode, name)]
+        names = [name for name in axes if name in _PARSER_BY_SETTING or _has_precision_option(mode, name)]
         for values in itertools.product(*(axes[name] for name in names)):
             precision = mode
-            changed: dict[str, Scalar] = {}
+            changed_settings: dict[str, Scalar] = {}
             for name, value in zip(names, values, strict=True):
-                if name not in _PARSE_SWEPT:
+                if name not in _PARSER_BY_SETTING:
                     precision += f":{name}={value}"
                 # Values that the whole training has are left out of an arm's settings and name.
                 elif value != getattr(request.settings, name):
-                    changed[name] = value
-            if "micro_batches" in changed:
-                changed["batch"] = _divide_sequences(request.settings, int(changed["micro_batches"]))
+                    changed_settings[name] = value
+            if "micro_batches" in changed_settings:
+                changed_settings["batch"] = _divide_sequences(request.settings, int(changed_settings["micro_batches"]))
             arm_precision = precision if precision in MSAMP_LEVELS else precisions.canonical(precision)
-            yield arm_precision, tuple(changed.items())
+            yield arm_precision, tuple(changed_settings.items())
 
 
 def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
@@ -317,19 +317,19 @@ def _parse_axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple
     setting = name.replace("-", "_")
     if setting == "model":
         raise UsageError("--sweep model trains one model after the other, which the command does. Give each --model.")
-    if setting in _PARSE_SWEPT:
+    if setting in _PARSER_BY_SETTING:
         return setting, [_parse_value(setting, value) for value in values]
     if not any(_has_precision_option(mode, name) for mode in modes):
-        sweepable = {key.replace("_", "-") for key in _PARSE_SWEPT}
+        sweepable_names = {key.replace("_", "-") for key in _PARSER_BY_SETTING}
         for mode in modes:
-            sweepable.update(option.name for option in _list_precision_options(mode))
-        raise UnknownName("setting or option to sweep", name, sweepable)
+            sweepable_names.update(option.name for option in _list_precision_options(mode))
+        raise UnknownName("setting or option to sweep", name, sweepable_names)
     return name, values
 
 
 def _parse_value(setting: str, text: str) -> Scalar:
     try:
-        value = _PARSE_SWEPT[setting](text)
+        value = _PARSER_BY_SETTING[setting](text)
         # Settings validate themselves on construction.
         Arm("", "", settings=((setting, value),)).merge_settings(TrainerSettings())
     except (ValueError, UsageError) as error:
@@ -375,12 +375,12 @@ def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     # All arms need memory between steps, and one arm at a time needs the additional memory of its step.
     required_bytes = largest_step_bytes = 0
     for arm in arms:
-        cost = costs_by_arm.get(reference.name if arm.is_band else arm.name)
+        cost = costs_by_arm.get(reference.name if arm.is_chance_arm else arm.name)
         if cost is None or cost.memory is None:
             return
-        between_steps = sum(bytes_kept for _, bytes_kept in cost.kept)
-        required_bytes += between_steps
-        largest_step_bytes = max(largest_step_bytes, cost.memory.peak - between_steps)
+        kept_bytes = sum(bytes_kept for _, bytes_kept in cost.kept)
+        required_bytes += kept_bytes
+        largest_step_bytes = max(largest_step_bytes, cost.memory.peak - kept_bytes)
     required_bytes += largest_step_bytes
     if available_bytes and required_bytes > available_bytes:
         raise UsageError(

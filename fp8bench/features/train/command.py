@@ -18,8 +18,8 @@ from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESS
 from fp8bench.features.train.arms import check_training, split_by_model
 from fp8bench.features.train.kind import KIND, SIZES_KIND, find_training
 from fp8bench.features.train.request import (
-    LEARNING,
-    LENGTH,
+    LEARNING_TITLE,
+    LENGTH_TITLE,
     MODEL,
     QUICK_STEPS,
     TRAINING_RULES,
@@ -72,8 +72,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     group = parser.add_argument_group(MODEL)
     add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULTS.dtypes)}")
-    length = parser.add_argument_group(LENGTH)
-    learning = parser.add_argument_group(LEARNING)
+    length = parser.add_argument_group(LENGTH_TITLE)
+    learning = parser.add_argument_group(LEARNING_TITLE)
     _add_length_options(length)
     for argument_group in (group, length, learning):
         add_request_options(argument_group, TrainerSettings)
@@ -153,25 +153,25 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.train.run import plan_training, resume, train
-    from fp8bench.features.train.words import FAILURES
+    from fp8bench.features.train.words import FAILURE_WORDS
     from fp8bench.jobs.after_run import log_result
 
     check_outputs(arguments)
     # --fail-on with a misspelt reason would never fail.
     for name in arguments.fail_on:
-        if name not in FAILURES:
-            raise UnknownName("reason to fail", name, FAILURES)
+        if name not in FAILURE_WORDS:
+            raise UnknownName("reason to fail", name, FAILURE_WORDS)
     if arguments.resume is not None:
         # A function from --config was not typed on the command line, and is stored with the training. So it does not
         # conflict with --resume.
-        is_typed = arguments.make in arguments.words
+        is_make_typed = arguments.make in arguments.words
         refuse_other_options(
-            arguments.words, _ALLOWED_WITH_RESUME, [arguments.make] if is_typed and arguments.make else []
+            arguments.words, _ALLOWED_WITH_RESUME, [arguments.make] if is_make_typed and arguments.make else []
         )
         path = find_training(arguments.resume, arguments.store)
         with _observe_training(arguments) as observer:
-            resumed, stored = resume(path, arguments.store, observer)
-        if not resumed:
+            has_trained, stored = resume(path, arguments.store, observer)
+        if not has_trained:
             complain(f"training {stored.training.id} is finished; nothing was missing")
             log_result(KIND, stored, arguments.log, complain)
         return _finish_training(stored, arguments)

@@ -58,7 +58,7 @@ from fp8bench.store.kept_lines import (
     read_header,
 )
 
-STREAM = "steps.jsonl"
+STREAM_FILE = "steps.jsonl"
 _PLACES_FILE = "places.json"
 _CHECKPOINTS_FOLDER = "checkpoints"
 _CHECKPOINT_COUNT = 2
@@ -104,7 +104,7 @@ class TrainingWriter(LineWriter):
     def checkpoint_folder(self, place: ResumePoint) -> Path:
         return _checkpoints_folder(self.path) / place.folder
 
-    def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
+    def store_point(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """Stores a point where the training can be resumed, and drops earlier points whose checkpoints are not needed
         any more. `out` has the reasons why some arms are no longer trained.
         """
@@ -146,7 +146,7 @@ _STAYING_EVENTS = ("resumed", "restarted", "out")
 def start_training(training: Training, store: Path) -> TrainingWriter:
     commit = str(training.environment.get("commit") or "nocommit")[:8]
     folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
-    return TrainingWriter.start(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
+    return TrainingWriter.start(folder / STREAM_FILE, {"schema": SCHEMA, "training": encode(training)})
 
 
 def reopen_training(path: Path) -> TrainingWriter:
@@ -187,11 +187,11 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
     stream = read_file(path)
     first_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
 
-    def is_reached(point: ResumePoint) -> bool:
+    def is_usable_point(point: ResumePoint) -> bool:
         start = parse_file_lines(stream[: point.length])
         return point.length <= len(stream) and not start.lost and digest_of(start.sums) == point.digest
 
-    return tuple(filter(is_reached, points)) or (first_point,)
+    return tuple(filter(is_usable_point, points)) or (first_point,)
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
@@ -275,7 +275,7 @@ class TrainingKind(Kind[KeptTraining]):
 
     name = "training"
     holds = KeptTraining
-    pattern = f"trainings/*/{STREAM}"
+    pattern = f"trainings/*/{STREAM_FILE}"
 
     load = staticmethod(load_training)
 
@@ -304,10 +304,10 @@ class TrainingKind(Kind[KeptTraining]):
             if (path.parent / _CHECKPOINTS_FOLDER).is_dir():
                 try:
                     # Only the last line shows whether the training is finished.
-                    ended = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
+                    last_lines = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
                 except OSError:  # an unreadable file does not show whether its training is finished
                     continue
-                finished = bool(ended) and ended[0][1].get("end") == "finished"
+                finished = bool(last_lines) and last_lines[0][1].get("end") == "finished"
                 state = (
                     "which is finished"
                     if finished
@@ -322,8 +322,13 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
         # A page with the readings of all tensors would have many megabytes.
-        few = replace(stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading)))
-        return View(partial(render_page, JudgedTraining(stored)), rows=partial(list_csv_rows, JudgedTraining(few)))
+        without_readings = replace(
+            stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading))
+        )
+        return View(
+            partial(render_page, JudgedTraining(stored)),
+            rows=partial(list_csv_rows, JudgedTraining(without_readings)),
+        )
 
     def log_source(self, stored: KeptTraining) -> LogSource:
         from fp8bench.features.train.data import make_log_source
@@ -341,7 +346,7 @@ class TrainingKind(Kind[KeptTraining]):
 def _describe_training(path: Path) -> str:
     """Returns a line of `history list`, such as '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     training = load_training_header(path)
-    arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
+    arms = ", ".join(arm.name for arm in training.arms if not arm.is_chance_arm)
     ranks = training.request.ranks
     settings = training.request.settings
     rank_words = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
@@ -403,8 +408,10 @@ class SizesKind(Kind[ModelSweep]):
         models = {training.request.settings.model for training in trainings}
         # The gaps only show the effect of model size if the trainings differ in nothing else.
         requests = [training.request for training in trainings]
-        distinct_requests = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
-        comparable = len(models) == len(paths) and len(distinct_requests) == 1 and not requests[0].settings.make
+        same_model_requests = {
+            replace(request, settings=replace(request.settings, model="nano")) for request in requests
+        }
+        comparable = len(models) == len(paths) and len(same_model_requests) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:

@@ -16,7 +16,7 @@ from fp8bench.model import Capacity
 from fp8bench.units import size
 
 # This many untimed steps warm up the device.
-_WARM_STEPS = 2
+_WARM_UP_STEPS = 2
 _TIMED_STEPS = 8
 
 
@@ -49,25 +49,27 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
 
     def time_steps(batch: int, times: int) -> tuple[int, list[float]]:
         (state,) = lab.begin(make_task(batch, times))
-        lab.loop(arm.name, _WARM_STEPS)
+        lab.loop(arm.name, _WARM_UP_STEPS)
         return state.tokens, [lab.loop(arm.name, 1) for _ in range(_TIMED_STEPS)]
 
     try:
         search.run(try_batch)
         if training.device.accelerated:
             worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
-        largest = search.largest_fitting
-        first_failing = search.smallest_failing
-        failing_batch, reason = (first_failing.number, first_failing.why) if first_failing is not None else (None, "")
-        capacity = Capacity("batch", limit, largest.number if largest else 0, 1, beyond=failing_batch, why=reason)
-        if largest is None:
+        largest_fitting = search.largest_fitting
+        too_large = search.smallest_failing
+        failing_batch, reason = (too_large.number, too_large.why) if too_large is not None else (None, "")
+        capacity = Capacity(
+            "batch", limit, largest_fitting.number if largest_fitting else 0, 1, beyond=failing_batch, why=reason
+        )
+        if largest_fitting is None:
             return capacity
         # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
         # remaining time is the update.
-        tokens, seconds = time_steps(largest.number, 1)
-        _, twice_seconds = time_steps(largest.number, 2)
+        tokens, seconds = time_steps(largest_fitting.number, 1)
+        _, twice_seconds = time_steps(largest_fitting.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))
     update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(twice_seconds)[:2]))
-    return replace(capacity, tokens=tokens, peak=largest.taken, seconds=tuple(seconds), update=update_seconds)
+    return replace(capacity, tokens=tokens, peak=largest_fitting.taken, seconds=tuple(seconds), update=update_seconds)

@@ -85,21 +85,21 @@ def _is_worth_showing(element: Element) -> bool:
 
 
 def _render_memory(stored: KeptTraining) -> Iterator[Element]:
-    uses = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
+    memory_by_arm = {cost.arm: cost.memory for cost in stored.select_lines(ArmCost) if cost.memory is not None}
     # The end of the first forward pass is the same moment in all arms, but the peak may occur at different moments.
-    has_forward = any(use.forward for use in uses.values())  # older trainings did not store the sizes at this moment
+    has_forward = any(use.forward for use in memory_by_arm.values())  # older trainings did not store these sizes
     sizes: dict[str, dict[str, int]] = defaultdict(dict)
-    for name, use in uses.items():
+    for name, use in memory_by_arm.items():
         for role, size in use.forward if has_forward else use.roles:
             sizes[role][name] = size
     columns: list[Col[str]] = [
         Col("arm", str),
-        Col("highest point", lambda name: uses[name].peak, show=units.size),
+        Col("highest point", lambda name: memory_by_arm[name].peak, show=units.size),
         *(Col(MEMORY_WORDS[role], sizes[role].get, show=units.size) for role in MemoryRole if role in sizes),
     ]
-    if uses:
+    if memory_by_arm:
         moment = "when the first forward pass has ended" if has_forward else "at the highest point of a step"
-        yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(uses))
+        yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(memory_by_arm))
 
 
 # A chart of tensors has at most this many points on a line.
@@ -125,14 +125,14 @@ def render_worst_readings(stored: KeptTraining) -> Iterator[Element]:
     """
     arms_shown = {arm.name for arm in stored.training.arms_with_casts}
     readings = (reading for reading in stored.select_lines(LayerReading) if reading.arm in arms_shown)
-    by_role = together(((reading.arm, reading.role), reading) for reading in readings)
+    readings_by_role = together(((reading.arm, reading.role), reading) for reading in readings)
     rows = []
-    for (arm, role), readings_of_role in by_role.items():
+    for (arm, role), readings_of_role in readings_by_role.items():
         for name, pick, value_of, show in _WORST_FIGURES:
             pairs = ((value_of(reading), reading) for reading in readings_of_role)
-            finite = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
-            if finite:
-                value, worst_reading = pick(finite, key=itemgetter(0))
+            finite_pairs = [(value, reading) for value, reading in pairs if value is not None and math.isfinite(value)]
+            if finite_pairs:
+                value, worst_reading = pick(finite_pairs, key=itemgetter(0))
                 if stored.training.is_watched and not value:  # most loops have no casts that watching can read
                     continue
                 location = f"{worst_reading.layer}, step {worst_reading.step}" if value else ""
@@ -172,12 +172,14 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         if not layers:
             continue
         series = []
-        by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
-        for layer in by_change[:_MAX_DRAWN_LAYERS]:
+        layers_by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
+        for layer in layers_by_change[:_MAX_DRAWN_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
-            octaves = layers[layer]
+            line_octaves = layers[layer]
             line_median = median(layers[layer].values())
-            line_marks = [Mark("", octaves[step] - line_median) if step in octaves else None for step in steps]
+            line_marks = [
+                Mark("", line_octaves[step] - line_median) if step in line_octaves else None for step in steps
+            ]
             series.append((layer, tuple(line_marks)))
         yield Lines(
             f"{name}-{role}s",
@@ -211,7 +213,7 @@ def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
     request = judged.request
     series = []
     for arm in judged.training.arms:
-        if not arm.is_band:
+        if not arm.is_chance_arm:
             # Compute the mean of each seed's window, and then the mean over seeds.
             seeds = [_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_band = arm.role is ArmRole.REFERENCE
@@ -268,18 +270,18 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
         # The indices of the points that are drawn. An alarm is shown at the last of them that is not later than the
         # alarm.
         drawn_indices = [index for index, mark in enumerate(marks) if mark is not None]
-        rules = together(
+        rules_by_point = together(
             (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
             for event in training.alarms
             if event.arm == name
         )
-        for count, rules_at_point in rules.items():
+        for count, rules_at_point in rules_by_point.items():
             mark = marks[drawn_indices[count - 1]] if count else None
             if mark is not None:
-                flag = ", ".join(dict.fromkeys(rules_at_point))
-                flagged_marks[drawn_indices[count - 1]] = replace(mark, tone=Tone.BAD, flag=flag)
+                alarm_names = ", ".join(dict.fromkeys(rules_at_point))
+                flagged_marks[drawn_indices[count - 1]] = replace(mark, tone=Tone.BAD, flag=alarm_names)
         flagged_series.append((name, tuple(flagged_marks)))
-    return _drop_empty(flagged_series)
+    return _drop_empty_series(flagged_series)
 
 
 def _draw_held_out(training: KeptTraining) -> Lines:
@@ -291,17 +293,17 @@ def _draw_held_out(training: KeptTraining) -> Lines:
     steps = sorted({step for _, step in losses})
     series = []
     for arm in training.training.arms:
-        if not arm.is_band:
+        if not arm.is_chance_arm:
             marks = tuple(_mark_losses(losses.get((arm.name, step), ()), has_band=False) for step in steps)
             series.append((arm.name, marks))
     caption = "Text that was never trained on; means over seeds."
     axis = _loss_axis(training.request)
-    return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty(series))
+    return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty_series(series))
 
 
 def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
     """Yields a chart of the first seed for each figure that has a title, unless the figure never changes."""
-    arms = [arm for arm in judged.training.arms if not arm.is_band]
+    arms = [arm for arm in judged.training.arms if not arm.is_chance_arm]
     rows_by_figure = together(
         (row.figure, row)
         for row in list_rows(arms, judged.kept.lines)
@@ -312,17 +314,17 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
         if not figure.title or not rows:
             continue
         # Recorded loops are different processes, which do not share memory.
-        is_shared = figure.shared and not judged.training.is_watched
+        is_value_shared = figure.shared and not judged.training.is_watched
         # Watched figures exist in some steps only, and their charts have points at these steps only.
         steps = sorted({row.step for row in rows})
         ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
         series = []
         distinct_values = set[float]()
-        for name in ["all arms"] if is_shared else [arm.name for arm in arms]:
+        for name in ["all arms"] if is_value_shared else [arm.name for arm in arms]:
             # Group the values by the next end. They are in the order of steps.
-            values = sorted((row.step, row.value) for row in rows if is_shared or row.arm == name)
-            by_end = together((bisect_left(ends, step + 1), value) for step, value in values)
-            points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
+            values = sorted((row.step, row.value) for row in rows if is_value_shared or row.arm == name)
+            end_values = together((bisect_left(ends, step + 1), value) for step, value in values)
+            points = [figure.pick(end_values[place]) if place in end_values else math.nan for place in range(len(ends))]
             series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
             distinct_values.update(filter(math.isfinite, points))
         if len(distinct_values) > 1:
@@ -333,7 +335,7 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
                 f"{window}. The axis fits the last two thirds.",
                 _format_steps(ends),
                 ChartAxis(f"{figure.title}, by steps done", figure.unit),
-                _drop_empty(series),
+                _drop_empty_series(series),
                 folded=figure.folded,
                 settled=len(ends) // 3,
             )
@@ -348,13 +350,13 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     ends earlier, or if one of these losses is not finite.
     """
     window = count_tail_steps(curve.steps)
-    means = []
+    window_means = []
     # The loss of a watched script's first step is unknown. Leave it out, so that the first means are known.
-    first_known = len(curve.losses) - len(curve.rows)
+    first_known_step = len(curve.losses) - len(curve.rows)
     for end in ends:
-        losses = curve.losses[max(first_known, end - window) : end] if end <= len(curve.losses) else ()
-        means.append(fmean(losses) if losses and all(map(math.isfinite, losses)) else math.nan)
-    return means
+        losses = curve.losses[max(first_known_step, end - window) : end] if end <= len(curve.losses) else ()
+        window_means.append(fmean(losses) if losses and all(map(math.isfinite, losses)) else math.nan)
+    return window_means
 
 
 def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
@@ -384,7 +386,7 @@ def _format_steps(steps: Iterable[int]) -> tuple[str, ...]:
     return tuple(map(units.whole, steps))
 
 
-def _drop_empty(series: Iterable[ArmMarks]) -> tuple[ArmMarks, ...]:
+def _drop_empty_series(series: Iterable[ArmMarks]) -> tuple[ArmMarks, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
 
 

@@ -45,8 +45,8 @@ from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
 # Events with which an arm ends early: it was excluded, or it stopped at NaN or infinity.
-_EXCLUDED = "out"
-_STOPPED = "stopped"
+_EXCLUDED_EVENT = "out"
+_STOPPED_EVENT = "stopped"
 # A log gets a line at least this often.
 _MAX_SILENT_SECONDS = 25.0
 
@@ -68,8 +68,8 @@ class _ProgressObserver(TrainingObserver):
         if number != self._number:
             self._number = number
             self._common_steps = 0
-            for now in self._arms.values():
-                now.begin_seed()
+            for arm_progress in self._arms.values():
+                arm_progress.begin_seed()
         for line in lines:
             if line.arm in self._arms:
                 self._arms[line.arm].read_line(line)
@@ -84,18 +84,20 @@ class _ProgressObserver(TrainingObserver):
         """Shows the newest losses once all running arms have done the same step. Between their turns, arms are in
         different steps.
         """
-        running = [now for now in self._arms.values() if now.steps and not now.ended]
-        if len({now.steps for now in running}) == 1:
-            self._common_steps = running[0].steps
-            for now in running:
-                now.loss = now.newest_loss
+        running_arms = [
+            arm_progress for arm_progress in self._arms.values() if arm_progress.steps and not arm_progress.ended
+        ]
+        if len({arm_progress.steps for arm_progress in running_arms}) == 1:
+            self._common_steps = running_arms[0].steps
+            for arm_progress in running_arms:
+                arm_progress.loss = arm_progress.newest_loss
 
     @property
     def _arms_with_loss(self) -> list[ArmProgress]:
         """Returns the arms that already have a loss in this seed. An arm that is only trained in the first seed has no
         loss in later ones.
         """
-        return [now for now in self._arms.values() if now.loss is not None]
+        return [arm_progress for arm_progress in self._arms.values() if arm_progress.loss is not None]
 
     def _describe_position(self, number: int, step: int) -> str:
         """Returns a text such as 'seed 2/5, step 120/300, about 40 s left'."""
@@ -105,11 +107,11 @@ class _ProgressObserver(TrainingObserver):
             # Count the time from a resume, or from the end of the first turn. Later turns do not include starting a
             # worker.
             self._done_at_start, self._start = done_share, self._clock()
-        remaining = ""
+        time_left_words = ""
         if done_share < 1:
             time_share = (done_share - self._done_at_start) / (1 - self._done_at_start)
-            remaining = show_time_left(self._clock() - self._start, time_share)
-        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{remaining}"
+            time_left_words = show_time_left(self._clock() - self._start, time_share)
+        return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{time_left_words}"
 
 
 class TrainingLines(_ProgressObserver):
@@ -125,7 +127,11 @@ class TrainingLines(_ProgressObserver):
         super().trained(number, step, lines)
         position = self._describe_position(number, step)
         # Print a line after a validation, or if no line was printed for a long time.
-        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
+        losses = ", ".join(
+            f"{arm_progress.arm.name} {arm_progress.loss:.3f}"
+            for arm_progress in self._arms_with_loss
+            if not arm_progress.ended
+        )
         self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
         is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
         is_new = step == self._common_steps and self._last_printed != (number, step)
@@ -192,7 +198,7 @@ class ArmProgress:
         self.loss = None
         self.held_out = None
         self.steps = 0
-        if not self.ended.startswith(_EXCLUDED):  # an excluded arm stays excluded in later seeds
+        if not self.ended.startswith(_EXCLUDED_EVENT):  # an excluded arm stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
@@ -207,7 +213,7 @@ class ArmProgress:
             case TrainingEvent(kind="alarm"):
                 self.alarms += 1
                 self.last_alarm = f"seed {line.seed}, step {line.step}"
-            case TrainingEvent() if line.kind in (_EXCLUDED, _STOPPED):
+            case TrainingEvent() if line.kind in (_EXCLUDED_EVENT, _STOPPED_EVENT):
                 self.ended = f"{line.kind} in step {line.step}"
 
     @property
@@ -286,7 +292,7 @@ class _OutputObserver(TrainingObserver):
     def begun(self, training: Training) -> None:
         self._training = training
 
-    def _load(self) -> KeptTraining | None:
+    def _load_training(self) -> KeptTraining | None:
         """Returns the training with all lines that are stored by now; None if the training has not begun."""
         if self._training is None:
             return None
@@ -341,18 +347,18 @@ class LivePage(_OutputObserver):
         if self._training.is_watched:  # the number of steps of a loop is unknown
             position = f"step {step}"
         write_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._write(
+        self._write_page(
             f"Written during the training, in {position}, at {write_time}: figures cover what was stored until then."
         )
         # A page of a long training takes seconds to write, so it is written less often.
         self._next_write = self._clock() + max(PAGE_INTERVAL_SECONDS, (self._clock() - start) / _PAGE_TIME_SHARE)
 
     def close(self) -> None:
-        self._write("")
+        self._write_page("")
 
-    def _write(self, state: str) -> None:
+    def _write_page(self, state: str) -> None:
         try:
-            stored = self._load()
+            stored = self._load_training()
             if stored is None:
                 return
             # While the training runs, the page must not say that it was cut off.
@@ -382,19 +388,19 @@ class LiveLog(_OutputObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is not None:
-            self._log(list_scalars(self._training, lines))
+            self._log_scalars(list_scalars(self._training, lines))
 
     def close(self) -> None:
         if self._training is None or self._logger is None:
             return
         with contextlib.suppress(StoreError):
-            stored = None if self._training.is_watched else self._load()
+            stored = None if self._training.is_watched else self._load_training()
             if stored is not None and stored.finished:
-                self._log(list_summary_scalars(JudgedTraining(stored)))
+                self._log_scalars(list_summary_scalars(JudgedTraining(stored)))
         self._logger.close()
         self._logger = None
 
-    def _log(self, scalars: Iterable[LoggedScalar]) -> None:
+    def _log_scalars(self, scalars: Iterable[LoggedScalar]) -> None:
         if self._logger is not None:
             for scalar in scalars:
                 self._logger.log(*scalar)

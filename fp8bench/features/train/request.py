@@ -64,7 +64,7 @@ _KEY_BOUNDS = {
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # the formats in which ranks can send values to each other
-WIRES = ("fp32", "bf16", "fp8")
+WIRE_FORMATS = ("fp32", "bf16", "fp8")
 # the kinds of parallelism that can send in several formats
 PARALLEL_WITH_WIRE = ("zero", "sp")
 # the kinds of parallelism that divide each block of a model among ranks
@@ -89,7 +89,7 @@ def parse_change(then: str) -> tuple[str, float]:
     return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
 
-def _is_change(then: str) -> bool:
+def _is_then(then: str) -> bool:
     if not then.endswith("%"):
         return then == ""
     precision, share = parse_change(then)
@@ -160,30 +160,30 @@ def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) 
     return values
 
 
-def _text_rule(words: str, holds: Callable[[str], object] = lambda text: True) -> Rule:
+def _make_text_rule(words: str, holds: Callable[[str], object] = lambda text: True) -> Rule:
     return Rule(words, lambda value: isinstance(value, str) and bool(holds(value)))
 
 
-def _tuple_rule(words: str, holds: Callable[[tuple[Any, ...]], object]) -> Rule:
+def _make_tuple_rule(words: str, holds: Callable[[tuple[Any, ...]], object]) -> Rule:
     return Rule(words, lambda value: isinstance(value, tuple) and bool(holds(value)))
 
 
 MODEL = "what to train"
-LENGTH = "how long, and how sure"
-LEARNING = "how it learns"
+LENGTH_TITLE = "how long, and how sure"
+LEARNING_TITLE = "how it learns"
 _RUN_OPTIONS = options_of(Request)
 
 
-def _choice(default: str, names: tuple[str, ...], help_text: str = "", group: str = LEARNING) -> Any:
+def _make_choice(default: str, names: tuple[str, ...], help_text: str = "", group: str = LEARNING_TITLE) -> Any:
     rule = Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
     return option(default, rule, help_text, group=group, choices=names)
 
 
-def _count(default: int, maximum: int, help_text: str, group: str = LENGTH) -> Any:
+def _make_count(default: int, maximum: int, help_text: str, group: str = LENGTH_TITLE) -> Any:
     return option(default, whole_number(1, maximum), help_text, "N", group)
 
 
-def _run_option(default: Any, name: str, help_text: str = "", group: str = LENGTH) -> Any:
+def _share_option(default: Any, name: str, help_text: str = "", group: str = LENGTH_TITLE) -> Any:
     """Returns an option that trainings and runs have. In trainings its default differs from that in runs, and its help
     text if `help_text` is given."""
     shared = _RUN_OPTIONS[name]
@@ -221,20 +221,20 @@ class TrainerSettings:
 
     model: str = option(
         "nano",
-        _text_rule("a model's name", bool),
+        _make_text_rule("a model's name", bool),
         f"size of the built-in model: {', '.join(SIZES)}; default {{default}}",
         "NAME",
         MODEL,
     )
-    make: str = option("", _text_rule("module:function, or file.py:function"), group="")
+    make: str = option("", _make_text_rule("module:function, or file.py:function"), group="")
     skip: tuple[str, ...] = option(
         (),
-        _tuple_rule("a list of layers", all),
+        _make_tuple_rule("a list of layers", all),
         "layers of your model that are not converted: kinds (head, linear), or paths with * and ?",
         "A,B",
         MODEL,
     )
-    arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", MODEL)
+    arch: str = _make_choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", MODEL)
     batch: int = option(
         0,
         whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
@@ -249,45 +249,45 @@ class TrainerSettings:
         "N",
         MODEL,
     )
-    micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", MODEL)
+    micro_batches: int = _make_count(1, 1024, "micro-batches that a step accumulates; default {default}", MODEL)
     rate: float = option(
         1e-3,
         number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
         "the largest learning rate; default {default}",
         "NUMBER",
-        LEARNING,
+        LEARNING_TITLE,
     )
     rates: tuple[tuple[str, float], ...] = option(
         (),
-        _tuple_rule(
+        _make_tuple_rule(
             f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
             "embedding=0.5,attn=2,blocks.0=0.1",
             _are_rates,
         ),
         "factors of the rate: by kind of parameters or layers (attn, mlp), or the beginning of their path (blocks.0)",
         "NAME=FACTOR,...",
-        LEARNING,
+        LEARNING_TITLE,
         parse="factors",
     )
     optimizer: str = option(
         "adamw",
-        _text_rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", parse_optimizer),
+        _make_text_rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", parse_optimizer),
         "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, your torch optimizer; keys as in "
         "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
         "NAME[:KEY=VALUE...]",
-        LEARNING,
+        LEARNING_TITLE,
     )
-    updates: str = _choice(
+    updates: str = _make_choice(
         "fp32", ("fp32", "bf16", "fp8"), "format of each update, also of your optimizer; default {default}"
     )
     schedule: str = option(
         "cosine",
-        _text_rule(f"one of {', '.join(SCHEDULES)}", parse_schedule),
+        _make_text_rule(f"one of {', '.join(SCHEDULES)}", parse_schedule),
         f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
         "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
         "3 validations without a better held-out loss; default {default}",
         "NAME[:KEY=VALUE...]",
-        LEARNING,
+        LEARNING_TITLE,
     )
     clip: float | str = option(
         1.0,
@@ -295,11 +295,11 @@ class TrainerSettings:
         "norm of all gradients above which they are clipped; 0: never; 1.0/kind, 1.0/block or 1.0/tensor: norm of each "
         "kind (attn, mlp, embedding, norm, head), block or tensor; default {default}",
         "NUMBER[/GROUP]",
-        LEARNING,
+        LEARNING_TITLE,
     )
     start: str = option(
         "",
-        _text_rule("a training, TRAINING:ARM, or a file with a state dict"),
+        _make_text_rule("a training, TRAINING:ARM, or a file with a state dict"),
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
         "file with a state dict (.pt, .safetensors), also of your model",
         "TRAINING:ARM|FILE",
@@ -307,7 +307,7 @@ class TrainerSettings:
     )
     tasks: tuple[str, ...] = option(
         (),
-        _tuple_rule(f"some of {', '.join(TASKS)}", set(TASKS).issuperset),
+        _make_tuple_rule(f"some of {', '.join(TASKS)}", set(TASKS).issuperset),
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
         "last two",
         "NAME,...",
@@ -315,7 +315,7 @@ class TrainerSettings:
     )
     metric: tuple[str, ...] = option(
         (),
-        _tuple_rule("your functions, like my_pkg:f", all),
+        _make_tuple_rule("your functions, like my_pkg:f", all),
         "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
         "better, unless =lower is added",
         "MODULE:FUNCTION[=lower],...",
@@ -330,72 +330,72 @@ class TrainerSettings:
     )
     loss_scale: str = option(
         "auto",
-        _text_rule(
+        _make_text_rule(
             "auto, dynamic, or a number from 1 to 2^32",
             lambda text: text in LOSS_SCALES or 1.0 <= number_of(text) <= MAX_LOSS_SCALE,
         ),
         "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
         "number from 1 to 2^32; default {default}",
         "SCALE",
-        LEARNING,
+        LEARNING_TITLE,
     )
-    optimizer_states: str = _choice(
+    optimizer_states: str = _make_choice(
         "fp32", ("fp32", "bf16", "fp8lm"), "format of the optimizer's moments; default {default}"
     )
-    master: str = _choice(
+    master: str = _make_choice(
         "fp32",
         ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
         "format of the stored weights; fp16-fp8: fp16-scaled, with fp8 copies for the passes; bf16-stochastic: rounded "
         "stochastically; default {default}",
     )
-    gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
-    checkpointing: str = _choice(
+    gradients: str = _make_choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
+    checkpointing: str = _make_choice(
         "no", ("no", "blocks"), "blocks: store each block's input only, recompute the rest; default {default}", MODEL
     )
-    compile: str = _choice(
+    compile: str = _make_choice(
         "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", MODEL
     )
-    attention: str = _choice(
+    attention: str = _make_choice(
         "auto",
         ("auto", "rounded", "prescaled"),
         "rounded: also attention in the arm's precision; prescaled: same, with queries scaled first; default {default}",
         MODEL,
     )
-    on_nan: str = _choice(
+    on_nan: str = _make_choice(
         "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step with NaN or infinity; default {default}"
     )
-    precision_map: tuple[tuple[str, str], ...] = _run_option(
+    precision_map: tuple[tuple[str, str], ...] = _share_option(
         (), "precision_map", "layers with a different precision, as in suite; not for the reference", group=MODEL
     )
     # Largest magnitudes from --scales-from, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
-    refresh_scales: int | None = _run_option(
+    refresh_scales: int | None = _share_option(
         None,
         "refresh_scales",
         "scales from the first step's data, or --scales-from, renewed in every M-th step; not for the reference",
-        LEARNING,
+        LEARNING_TITLE,
     )
-    saturation_bound: float | None = _run_option(None, "saturation_bound", group=LEARNING)
+    saturation_bound: float | None = _share_option(None, "saturation_bound", group=LEARNING_TITLE)
     then: str = option(
         "",
-        _text_rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
+        _make_text_rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_then),
         "finish in a different dtype, like bf16@80%%: the last fifth of the steps in bf16; not for the reference",
         "DTYPE@PERCENT",
         MODEL,
     )
-    parallel: str = _choice(
+    parallel: str = _make_choice(
         "",
         ("", *PARALLEL),
         "how ranks divide the work: ddp (the batch), zero (also whole weights), fsdp (also rows of weights), tp (parts "
         "of each block), sp (tp, and tokens between blocks)",
-        LENGTH,
+        LENGTH_TITLE,
     )
-    wire: str = _choice(
+    wire: str = _make_choice(
         "fp32",
-        WIRES,
+        WIRE_FORMATS,
         "widest format that is sent: zero's gradients and weights, sp's activations, unless the arm's dtype is "
         "narrower; fp8: codes, with a scale for each tensor; default {default}",
-        LENGTH,
+        LENGTH_TITLE,
     )
 
     def __post_init__(self) -> None:
@@ -413,21 +413,21 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 class TrainingRequest:
     """The options of `fp8bench train`. `margin` is a share of the reference's loss."""
 
-    dtypes: tuple[str, ...] = _run_option(("bf16", "fp8"), "dtypes", group="")
-    reference: str | None = _run_option(None, "reference", group=MODEL)
+    dtypes: tuple[str, ...] = _share_option(("bf16", "fp8"), "dtypes", group="")
+    reference: str | None = _share_option(None, "reference", group=MODEL)
     settings: TrainerSettings = TrainerSettings()
     steps: int = option(300, whole_number(1, MAX_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _run_option(0, "seed", "the first seed; default 0")
+    seed: int = _share_option(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
         BANDS,
-        _tuple_rule(
+        _make_tuple_rule(
             f"none, or some of {', '.join(BANDS)}", lambda names: names == ("none",) or set(names) <= set(BANDS)
         ),
         "arms that show the effect of chance on the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
         "seed), or none; default both",
         "NAME,...",
-        LENGTH,
+        LENGTH_TITLE,
     )
     margin: float = option(0.01, number("a share above 0 and below 1", lambda value: 0 < value < 1), group="")
     sweep: tuple[tuple[str, tuple[str, ...]], ...] = option(
@@ -444,39 +444,39 @@ class TrainingRequest:
     )
     device: str | None = option(
         None,
-        _text_rule("a device's name", bool),
+        _make_text_rule("a device's name", bool),
         "cpu, cuda, cuda:1; default the first GPU, else cpu",
         "NAME",
-        LENGTH,
+        LENGTH_TITLE,
     )
-    threads: int = _run_option(1, "threads")
-    data: str | None = _run_option(
+    threads: int = _share_option(1, "threads")
+    data: str | None = _share_option(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=MODEL
     )
-    stride: int = _count(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
-    evaluate: int = _count(50, MAX_STEPS, "steps between validations; default {default}")
-    keep: int = _count(50, MAX_STEPS, "steps between checkpoints; default {default}")
-    energy: bool = _run_option(
+    stride: int = _make_count(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
+    evaluate: int = _make_count(50, MAX_STEPS, "steps between validations; default {default}")
+    keep: int = _make_count(50, MAX_STEPS, "steps between checkpoints; default {default}")
+    energy: bool = _share_option(
         True, "energy", "measure no energy; by default it is measured after the last step if the device has a counter"
     )
-    scales_from: str | None = _run_option(
+    scales_from: str | None = _share_option(
         None,
         "scales_from",
         "fixed scales from a stored training or run (its id, or last) instead of scales of each tensor; not for the "
         "reference",
-        group=LEARNING,
+        group=LEARNING_TITLE,
     )
     own_batch: int | None = option(
         None,
         MEMORY_SIZE,
         "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
-        LENGTH,
+        LENGTH_TITLE,
         parse="memory",
     )
-    imports: tuple[str, ...] = _run_option((), "imports", group=MODEL)
-    isolation: bool = _run_option(True, "isolation", "train in this process, without a worker")
-    ranks: int | None = _run_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
+    imports: tuple[str, ...] = _share_option((), "imports", group=MODEL)
+    isolation: bool = _share_option(True, "isolation", "train in this process, without a worker")
+    ranks: int | None = _share_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:
         check_fields(self, TRAINING_RULES)

@@ -25,7 +25,7 @@ from fp8bench.features.train.own_batch import find_own_batch
 from fp8bench.features.train.request import TrainingRequest, parse_optimizer
 from fp8bench.features.train.seed import FIRST_CALL_SECONDS, SeedPace, SeedRun, TrainingRun, call_lab
 from fp8bench.features.train.values import (
-    COVERAGE,
+    COVERAGE_EVENT,
     Arm,
     ArmCost,
     ArmState,
@@ -170,11 +170,11 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
         coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(training.make_task(tuple(training.compared_arms)))
     except WorkerFault as fault:
         raise as_usage(fault) from None
-    by_coverage = together((coverage, name) for name, coverage in coverages)
+    names_by_coverage = together((coverage, name) for name, coverage in coverages)
     sentences: list[str] = []
-    for coverage, names in by_coverage.items():
+    for coverage, names in names_by_coverage.items():
         sentences += explain_coverage(", ".join(names), coverage)
-    return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in sentences)
+    return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE_EVENT, sentence) for sentence in sentences)
 
 
 def _build_reference(training: Training, worker: Worker) -> ArmState:
@@ -234,25 +234,25 @@ class _CompleteRun(TrainingRun):
 
     def _train_seeds(self) -> None:
         point = self.writer.points[-1] if self.writer.points else ResumePoint(0, 0, 0)
-        out = dict(point.out)
+        excluded_arms = dict(point.out)
         pace = SeedPace()
         from_start = not self.resumed or point.number == point.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None
             for number in range(point.number, self.training.request.seeds):
-                SeedRun(*run, number, pace, out, device).run(from_start)
+                SeedRun(*run, number, pace, excluded_arms, device).run(from_start)
                 from_start = True
 
     def _load_lines(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).select_lines(kind)
 
-    def _list_unmeasured_arms(self, has: Callable[[ArmCost], object]) -> list[Arm]:
-        """Returns the trained arms of which no stored cost satisfies `has`. Arms that repeat the reference are left
-        out, because they cost as much as the reference.
+    def _list_unmeasured_arms(self, is_measured: Callable[[ArmCost], object]) -> list[Arm]:
+        """Returns the trained arms for none of whose stored costs `is_measured` is true. Arms that repeat the reference
+        are left out, because they cost as much as the reference.
         """
-        measured = {cost.arm for cost in self._load_lines(ArmCost) if has(cost)}
-        return [arm for arm in self.training.compared_arms if arm.name not in measured]
+        measured_names = {cost.arm for cost in self._load_lines(ArmCost) if is_measured(cost)}
+        return [arm for arm in self.training.compared_arms if arm.name not in measured_names]
 
     def _store_costs(self, *costs: ArmCost) -> None:
         with hold_back_interrupts():
@@ -262,8 +262,8 @@ class _CompleteRun(TrainingRun):
         """Measures the memory of each arm alone on the device. This happens before all steps, and only for arms whose
         memory is not stored yet.
         """
-        unmeasured = self._list_unmeasured_arms(lambda cost: not cost.energy and not cost.capacity)
-        for arm in unmeasured:
+        unmeasured_arms = self._list_unmeasured_arms(lambda cost: not cost.energy and not cost.capacity)
+        for arm in unmeasured_arms:
             self.observer.working(arm.name, "measuring the memory")
             try:
                 cost = call_lab(self.worker, FIRST_CALL_SECONDS).measure_memory(self.training.make_task((arm,)))
@@ -273,7 +273,7 @@ class _CompleteRun(TrainingRun):
                 reason = f"its memory could not be measured: {error}"
                 cost = ArmCost(arm.name, self.training.request.seed, why=reason)
             self._store_costs(cost)
-        if unmeasured and self.training.device.accelerated:
+        if unmeasured_arms and self.training.device.accelerated:
             self.worker.restart()  # A process that has recorded a GPU's memory is slower. So it must not time steps.
 
     def _find_own_batches(self) -> None:
@@ -294,25 +294,27 @@ class _CompleteRun(TrainingRun):
         seed, and take further steps in separate windows.
         """
         request = self.training.request
-        unmeasured = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
-        if not unmeasured:
+        unmeasured_arms = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
+        if not unmeasured_arms:
             return
         reason = NO_ENERGY_OF_RANKS if request.ranks is not None else ""
-        uses = {}
+        energy_by_arm = {}
         if not reason:
             with Meters() as meters:
                 meter = meters.of(self.training.device)
                 if meter.kind is SourceKind.NONE:
                     reason = meter.why
                 else:
-                    uses = self._measure_in_windows(unmeasured, meter)
+                    energy_by_arm = self._measure_in_windows(unmeasured_arms, meter)
         if reason:
-            uses = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured}
-        self._store_costs(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
+            energy_by_arm = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured_arms}
+        self._store_costs(
+            *(ArmCost(name, request.seed, request.steps, energy=use) for name, use in energy_by_arm.items())
+        )
 
     def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
-        uses: dict[str, EnergyUse] = {}
-        running = []
+        energy_by_arm: dict[str, EnergyUse] = {}
+        measured_arms = []
         facts = self.training.device
         request = self.training.request
         lab = self.worker.within(FIRST_CALL_SECONDS)
@@ -324,14 +326,14 @@ class _CompleteRun(TrainingRun):
             except WorkerError as error:
                 reason = str(error)
             if reason:
-                uses[arm.name] = EnergyUse(meter.kind.value, why=reason)
+                energy_by_arm[arm.name] = EnergyUse(meter.kind.value, why=reason)
                 continue
             support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
             planned_case = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
-            running.append(measured.MeasuredArm(arm.name, planned_case, facts, step_seconds=max(seconds, 1e-7)))
+            measured_arms.append(measured.MeasuredArm(arm.name, planned_case, facts, step_seconds=max(seconds, 1e-7)))
         # With one seed, one short window is enough for a first impression.
         rule = WindowRule(windows=1, idle_seconds=1.5) if request.seeds == 1 else WindowRule()
         windows = WindowPass(
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")
         )
-        return uses | {name: taken.use for name, taken in windows.measure(running, self.worker).items()}
+        return energy_by_arm | {name: taken.use for name, taken in windows.measure(measured_arms, self.worker).items()}

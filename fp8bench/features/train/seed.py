@@ -91,15 +91,15 @@ class SeedRun(TrainingRun):
     pace: SeedPace
     excluded: dict[str, str]
     device: DeviceReader | None = None
-    _last_look: float = -math.inf
-    _failures: dict[str, int] = field(default_factory=dict)
+    _last_reading_time: float = -math.inf
+    _failures_by_arm: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
 
     def run(self, from_start: bool) -> None:
         """Trains to the last step. Begins at the first step, or at the newest checkpoint that can be used."""
         self._health = Health(self.training.arms, self.training.request.settings)
         if from_start:
-            self.writer.keep(self.number, 0, None, tuple(self.excluded.items()))
+            self.writer.store_point(self.number, 0, None, tuple(self.excluded.items()))
         while True:
             try:
                 self._train_in_turns(self._begin_seed())
@@ -167,14 +167,14 @@ class SeedRun(TrainingRun):
         """Trains every arm in turns until the last step. The order of arms in a round is drawn from the seed."""
         request = self.training.request
         if step == 0:
-            self._validate(step)
+            self._validate_arms(step)
         while step < request.steps:
             # A turn ends at the next validation or checkpoint, if that is earlier.
             turn_end = min(
                 step + STEPS_PER_TURN,
                 request.steps,
-                _next_multiple(step, request.evaluate),
-                _next_multiple(step, request.keep),
+                _find_next_multiple(step, request.evaluate),
+                _find_next_multiple(step, request.keep),
             )
             arms = self._active_arms
             # The order depends only on seed and step, so that a resumed training has the same order.
@@ -186,7 +186,7 @@ class SeedRun(TrainingRun):
             if utilization := tuple(self._read_device_use(step)):
                 self._store_lines(utilization, step)
             if step == request.steps or step % request.evaluate == 0:
-                self._validate(step)
+                self._validate_arms(step)
             if step < request.steps and step % request.keep == 0:
                 self._save_checkpoint(step)
 
@@ -194,14 +194,14 @@ class SeedRun(TrainingRun):
         """Yields the utilization figures that the driver reports. They are averages over about the last second, and
         belong to no arm.
         """
-        if self.device is None or time.monotonic() - self._last_look < _UTILIZATION_SECONDS:
+        if self.device is None or time.monotonic() - self._last_reading_time < _UTILIZATION_SECONDS:
             return
-        self._last_look = time.monotonic()
-        for name, read in self.device.state().items():
-            if name in ("use", "memory_use") and isinstance(read, Reading):
-                yield StepFigure("", self.seed, step - 1, f"device_{name}", float(read.number))
+        self._last_reading_time = time.monotonic()
+        for name, reading in self.device.state().items():
+            if name in ("use", "memory_use") and isinstance(reading, Reading):
+                yield StepFigure("", self.seed, step - 1, f"device_{name}", float(reading.number))
 
-    def _validate(self, step: int) -> None:
+    def _validate_arms(self, step: int) -> None:
         for arm in self._active_arms:
             self._store_lines(self._call_lab(arm, 0, "validate", arm.name), step)
 
@@ -227,18 +227,18 @@ class SeedRun(TrainingRun):
         with _convert_faults():
             call_lab(self.worker, START_SECONDS).save(str(folder))
         with hold_back_interrupts():
-            self.writer.keep(self.number, step, folder, tuple(self.excluded.items()))
+            self.writer.store_point(self.number, step, folder, tuple(self.excluded.items()))
 
     def _restart_worker(self, lost: _WorkerLost) -> None:
         """Starts a fresh worker. If the same arm has failed before, excludes it. The reference cannot be excluded."""
         name = lost.arm.name if lost.arm is not None else ""
-        self._failures[name] = self._failures.get(name, 0) + 1
+        self._failures_by_arm[name] = self._failures_by_arm.get(name, 0) + 1
         # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
         # The first failure of an arm may be the machine's fault. After the second failure the arm is excluded.
         kind = "restarted"
         sentence = f"{lost.error}; a fresh worker continues from the last checkpoint"
-        if self._failures[name] == _MAX_FAILURES:
+        if self._failures_by_arm[name] == _MAX_FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
             self.excluded[name] = str(lost.error)
@@ -249,8 +249,8 @@ class SeedRun(TrainingRun):
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)
 
 
-def _next_multiple(step: int, every: int) -> int:
-    return (step // every + 1) * every
+def _find_next_multiple(step: int, interval: int) -> int:
+    return (step // interval + 1) * interval
 
 
 @contextlib.contextmanager

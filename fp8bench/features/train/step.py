@@ -77,7 +77,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
         skip = (~(loss + norm).isfinite()).to(torch.float32)
-        clippings, clipping = clip(norms, norm, scale, trainer.max_norm, trainer.clip_groups)
+        clippings, clipping = compute_clipping(norms, norm, scale, trainer.max_norm, trainer.clip_groups)
         divisors = [divisor * scale for divisor in parallelism.select_stored_values(clippings)]
 
         # 5. Update the weights, and round low-precision state.
@@ -139,7 +139,7 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
         return trainer.parallelism.average_loss(torch.stack(losses).mean())
 
 
-def clip(
+def compute_clipping(
     norms: list[Tensor], norm: Tensor, scale: float, max_norm: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
     """Returns the divisor of each gradient. Also returns the factor by which clipping shrinks the joint norm of all
@@ -148,11 +148,11 @@ def clip(
     """
     if not max_norm:
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
-    by_group = group_values(zip(groups, norms, strict=True))
-    if len(by_group) == 1:
+    norms_by_group = group_values(zip(groups, norms, strict=True))
+    if len(norms_by_group) == 1:
         clipping = (norm / max_norm).clamp(min=1.0)
         return [clipping] * len(norms), clipping
-    group_norms = {group: join_norms(values) / scale for group, values in by_group.items()}
+    group_norms = {group: join_norms(values) / scale for group, values in norms_by_group.items()}
     divisors = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
     clipped_norm = join_norms([part / divisors[group] for group, part in group_norms.items()])
     return [divisors[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)

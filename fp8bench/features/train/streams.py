@@ -76,10 +76,11 @@ def load_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> Watched
     """
     if not all(files):
         raise UsageError("a list of streams is empty. Give a file for each seed.")
-    counts = sorted(set(map(len, files)))
-    if len(counts) > 1:
+    seed_counts = sorted(set(map(len, files)))
+    if len(seed_counts) > 1:
         raise UsageError(
-            f"streams of {' and '.join(map(str, counts))} seeds cannot be paired. Give equally many files for each."
+            f"streams of {' and '.join(map(str, seed_counts))} seeds cannot be paired. Give equally many files for "
+            "each."
         )
     streams_by_loop = [list(map(read_stream, paths)) for paths in files]
     names = _name_loops(files, streams_by_loop)
@@ -90,7 +91,7 @@ def load_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> Watched
     steps = 1 + max(line.step for line in lines if line.arm == names[0] and isinstance(line, StepRow))
     file_name = "+".join(paths[0].stem for paths in files)[:_MAX_NAME_LENGTH]
     path = files[0][0].with_name(f"{file_name}.jsonl")
-    training = make_watched_training(f"{path.resolve().parent.name}-{file_name}", names, steps, counts[0], margin)
+    training = make_watched_training(f"{path.resolve().parent.name}-{file_name}", names, steps, seed_counts[0], margin)
     return WatchedLoops(training, tuple(lines), True, str(path))
 
 
@@ -109,11 +110,11 @@ def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Line
     """Returns a different name for each loop: the names that the streams contain or, if two of these are equal, the
     names of the files. Equal file names get numbers. A loop with several seeds gets the common part of their names.
     """
-    stems = [_join_names([path.stem for path in paths]) for paths in files]
-    for candidates in ([_join_names([seed_lines[0].arm for seed_lines in seeds]) for seeds in streams], stems):
+    file_names = [_join_names([path.stem for path in paths]) for paths in files]
+    for candidates in ([_join_names([seed_lines[0].arm for seed_lines in seeds]) for seeds in streams], file_names):
         if len(set(candidates)) == len(candidates):
             return candidates
-    return [f"{stem} {place}" for place, stem in enumerate(stems, 1)]
+    return [f"{stem} {place}" for place, stem in enumerate(file_names, 1)]
 
 
 def _join_names(names: Sequence[str]) -> str:

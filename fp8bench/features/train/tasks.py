@@ -22,7 +22,7 @@ METRIC_PREFIX = "metric:"
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 DIGITS = b"0123456789"
 # The number of questions of a task, or of each length in a task with several lengths.
-ITEMS = 128
+QUESTION_COUNT = 128
 # The length of the shortest window with room for a question.
 MIN_SEQUENCE = 16
 _CLOZE_CHOICES = 4
@@ -33,7 +33,7 @@ CHANCE_SCORES: Mapping[str, float] = {
     "copy": 1 / len(LETTERS),
     "retrieval": 1 / len(DIGITS),
 }
-_WORDS = re.compile(rb"[A-Za-z]{4,12}")
+_WORD_PATTERN = re.compile(rb"[A-Za-z]{4,12}")
 # The length of a training text made of tasks, in bytes.
 _TEXT_BYTES = 1 << 20
 # The smallest number of documents in a training text made of tasks.
@@ -129,11 +129,11 @@ def make_items(task: str, sequence: int, held_out: bytes) -> Iterator[tuple[str,
     generator = random.Random(f"items/{task}/{sequence}")
     if task == "retrieval":
         for length in list_retrieval_lengths(sequence):
-            texts = [_make_retrieval_text(generator, length) for _ in range(ITEMS)]
+            texts = [_make_retrieval_text(generator, length) for _ in range(QUESTION_COUNT)]
             yield f"retrieval@{length}", [_make_item(text, (length - 1,), DIGITS) for text in texts]
     elif task == "copy":
         letter_count = (sequence - 1) // 2
-        texts = [_make_copy_text(generator, sequence) for _ in range(ITEMS)]
+        texts = [_make_copy_text(generator, sequence) for _ in range(QUESTION_COUNT)]
         yield (
             "copy",
             [_make_item(text, tuple(range(letter_count + 1, 2 * letter_count + 1)), LETTERS) for text in texts],
@@ -152,22 +152,23 @@ def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterat
     """
     # Choices are as long as the hidden word, so that the length does not show the answer.
     length = min(sequence, _PASSAGE_BYTES)
-    matches = [match for match in _WORDS.finditer(text) if match.end() > length]
-    by_length = defaultdict(list)
+    matches = [match for match in _WORD_PATTERN.finditer(text) if match.end() > length]
+    words_by_length = defaultdict(list)
     for match in matches:
-        by_length[len(match[0])].append(match[0])
-    lengths = {length for length, candidates_drawn in by_length.items() if len(set(candidates_drawn)) >= _CLOZE_CHOICES}
+        words_by_length[len(match[0])].append(match[0])
+    lengths = {length for length, words in words_by_length.items() if len(set(words)) >= _CLOZE_CHOICES}
     # A word is only hidden if three other words have its length.
     suitable_matches = [match for match in matches if len(match[0]) in lengths]
-    if len(suitable_matches) < ITEMS:
+    if len(suitable_matches) < QUESTION_COUNT:
         raise UsageError(
-            f"--tasks cloze hides {ITEMS} words, and the held-out text has {len(suitable_matches)}. Give a longer text."
+            f"--tasks cloze hides {QUESTION_COUNT} words, and the held-out text has {len(suitable_matches)}. Give a "
+            "longer text."
         )
-    for match in generator.sample(suitable_matches, ITEMS):
-        candidates_drawn = {match[0]}
+    for match in generator.sample(suitable_matches, QUESTION_COUNT):
+        drawn_words = {match[0]}
         right_word = match[0]
-        while len(candidates_drawn) < _CLOZE_CHOICES:
-            candidates_drawn.add(generator.choice(by_length[len(right_word)]))
-        candidates = generator.sample(sorted(candidates_drawn), _CLOZE_CHOICES)
+        while len(drawn_words) < _CLOZE_CHOICES:
+            drawn_words.add(generator.choice(words_by_length[len(right_word)]))
+        candidates = generator.sample(sorted(drawn_words), _CLOZE_CHOICES)
         passage = text[match.end() - length : match.start()]
         yield TaskItem(tuple(passage + word for word in candidates), (candidates.index(right_word),))

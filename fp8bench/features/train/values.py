@@ -60,7 +60,7 @@ class ArmRole(StrEnum):
 
 
 # Settings that only candidates can have. Other arms get these values.
-_CANDIDATE_ONLY: dict[str, Any] = {
+_CANDIDATE_SETTINGS: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
     "refresh_scales": None,
@@ -84,7 +84,7 @@ class Arm:
     skip: str = ""
 
     @property
-    def is_band(self) -> bool:
+    def is_chance_arm(self) -> bool:
         """Returns whether the arm is the reference again, to show how much chance changes its loss."""
         return self.role.value in BANDS
 
@@ -92,12 +92,12 @@ class Arm:
         """Returns the arm as it is after its change of precision. All layers then have the given precision, with scales
         computed from each tensor.
         """
-        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_ONLY.items()))
+        return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_SETTINGS.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
         """Returns the settings with which the arm is trained: those of the training, except for the arm's own ones."""
         arm_settings: dict[str, Any] = dict(self.settings)
-        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_ONLY
+        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_SETTINGS
         return replace(settings, **defaults, **arm_settings)
 
 
@@ -149,7 +149,7 @@ class Training:
     @property
     def compared_arms(self) -> list[Arm]:
         """Returns the reference and the arms that are compared with it, if they are trained."""
-        return [arm for arm in self.arms if not arm.skip and not arm.is_band]
+        return [arm for arm in self.arms if not arm.skip and not arm.is_chance_arm]
 
     @property
     def arms_with_casts(self) -> list[Arm]:
@@ -242,9 +242,9 @@ NOT_FINITE = "not-finite"
 # Event: the matrix products of an arm are computed in another precision than the arm's.
 FALLBACK = "fallback"
 # Event: says which share of a user's model an arm converts, or to which precision it changes.
-COVERAGE = "coverage"
+COVERAGE_EVENT = "coverage"
 # Event: a user's loop could not be observed for some updates.
-UNSEEN = "unseen"
+UNSEEN_EVENT = "unseen"
 
 
 @dataclass(frozen=True)

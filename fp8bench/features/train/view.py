@@ -18,7 +18,7 @@ from fp8bench.features.train import words
 from fp8bench.features.train.frame import FIGURES, list_rows
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
-    COVERAGE,
+    COVERAGE_EVENT,
     Arm,
     ArmCost,
     ArmRole,
@@ -55,7 +55,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     stored = judged.kept
     verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict. They are only on the whole page.
-    rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
+    rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
     store = _name_store(stored)
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
@@ -123,7 +123,7 @@ def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
 
 def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
     yield from _warn_of_missing_steps(stored)
-    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
+    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE_EVENT]
     if events:
         further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
         yield Text(f"{events[0].describe()}{further_words}", Tone.BAD)
@@ -144,9 +144,9 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
         return ""
     seeds = request.seeds + further_seeds
     seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.select_lines(StepRow))
-    spent = f" in about {units.clock(seconds)}" if seconds else ""
+    time_words = f" in about {units.clock(seconds)}" if seconds else ""
     command = f"{remove_option(command, '--seeds')} --seeds {seeds}"
-    return f"train {seeds} seeds{spent}, probably enough for a verdict: {command}"
+    return f"train {seeds} seeds{time_words}, probably enough for a verdict: {command}"
 
 
 def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
@@ -194,7 +194,7 @@ def render_own_batches(judged: JudgedTraining) -> Elements:
 
 
 def render_wire(judged: JudgedTraining) -> Iterator[Table]:
-    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
+    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_chance_arm]
     columns: list[Col[ArmSummary]] = [
         Col("arm", "arm.name"),
         Col("sent", lambda row: math.fsum(row.wire.values()), show=units.size),
@@ -266,9 +266,11 @@ def describe_changed_settings(request: TrainingRequest) -> str:
     settings = request.settings
     names_in_title = {"make", "model", "arch", "scales", "parallel"}
     names = [name for name in SETTINGS_RULES if name not in names_in_title]
-    changed = {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)}
-    changed |= {"scales_from": request.scales_from} if request.scales_from else {}
-    return ", ".join(f"{name.replace('_', '-')} {_format_value(value)}" for name, value in changed.items())
+    changed_settings = {
+        name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)
+    }
+    changed_settings |= {"scales_from": request.scales_from} if request.scales_from else {}
+    return ", ".join(f"{name.replace('_', '-')} {_format_value(value)}" for name, value in changed_settings.items())
 
 
 def _format_value(value: object) -> str:
@@ -343,8 +345,8 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     values: dict[str, dict[str, float]] = defaultdict(dict)
     for row in list_rows(arms, judged.kept.lines):
         # In recorded loops, an update ratio is NaN in steps that were not watched.
-        is_unknown = judged.training.is_watched and row.value != row.value
-        if row.seed == seed and not row.layer and not is_unknown:
+        is_value_unknown = judged.training.is_watched and row.value != row.value
+        if row.seed == seed and not row.layer and not is_value_unknown:
             # Rows are in the order of steps, so that later values of a figure replace earlier ones.
             values[row.figure][row.arm] = row.value
     names = [arm.name for arm in arms if arm.name in values["loss"]]
@@ -363,15 +365,15 @@ def render_validations(stored: KeptTraining) -> Iterator[Part]:
         for validation in stored.select_lines(Validation)
         if validation.step == stored.request.steps and math.isfinite(validation.loss)
     )
-    means: dict[str, dict[str, float]] = {}
+    means_by_text: dict[str, dict[str, float]] = {}
     for (name, arm_name), values in losses.items():
-        means.setdefault(name, {})[arm_name] = fmean(values)
-    positions = [name for name in means if name.startswith(POSITION_PREFIX)]
-    held_out = means.get(HELD_OUT, {})
-    arms = [arm.name for arm in stored.training.arms if not arm.is_band and arm.name in held_out]
+        means_by_text.setdefault(name, {})[arm_name] = fmean(values)
+    position_names = [name for name in means_by_text if name.startswith(POSITION_PREFIX)]
+    held_out = means_by_text.get(HELD_OUT, {})
+    arms = [arm.name for arm in stored.training.arms if not arm.is_chance_arm and arm.name in held_out]
     cols: list[Col[str]] = [Col("arm", str)]
-    for name, mean_by_arm in means.items():
-        if name not in positions[1:-1]:  # the first and the last range of positions are enough
+    for name, mean_by_arm in means_by_text.items():
+        if name not in position_names[1:-1]:  # the first and the last range of positions are enough
             cols.append(Col(name, mean_by_arm.get, show="{:.3f}".format))
     if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
         perplexities = {arm: math.exp(min(loss, 700.0)) for arm, loss in held_out.items()}
@@ -384,7 +386,9 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     stored = judged.kept
     verdicts = judged.verdicts
     costs = stored.select_lines(ArmCost)
-    yield from dict.fromkeys(event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE)
+    yield from dict.fromkeys(
+        event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE_EVENT
+    )
     is_watched = stored.training.is_watched
     # A single loop has no verdict, so held-out text would decide nothing.
     if not verdicts.has_held_out and (verdicts.arms or not is_watched):
@@ -397,10 +401,10 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
         if not verdict.arm.skip:
             yield from words.list_void_seeds(verdict)
     yield from (f"{cost.arm}: {cost.why}" for cost in costs if cost.why)
-    measured = {cost.arm for cost in costs}
-    if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured]:
-        is_derived = any(cost.memory and cost.memory.on_device for cost in costs if cost.arm in names)
-        derived_words = "; memory on a device is derived" if is_derived else ""
+    measured_names = {cost.arm for cost in costs}
+    if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured_names]:
+        has_derived_memory = any(cost.memory and cost.memory.on_device for cost in costs if cost.arm in names)
+        derived_words = "; memory on a device is derived" if has_derived_memory else ""
         yield (
             f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived_words}"
         )
@@ -426,7 +430,7 @@ def _warn_of_missing_steps(stored: KeptTraining) -> Iterator[Text]:
 
 def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
     yield from _warn_of_missing_steps(stored)
-    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
+    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE_EVENT]
     if not events:
         yield Text("No alarm, and all values were finite.")
         return

@@ -110,12 +110,12 @@ def _count_decimals(interval: Interval) -> int:
     """
     # Half of the interval's width shows how many decimals are meaningful.
     half_width = 100 * (interval.high - interval.low) / 2
-    digits = min(4, max(0, 1 - math.floor(math.log10(half_width)))) if 0 < half_width < math.inf else 2
+    decimals = min(4, max(0, 1 - math.floor(math.log10(half_width)))) if 0 < half_width < math.inf else 2
     # If an end of the interval were rounded to 0, the interval would seem to include 0.
     nearest = 100 * min(abs(interval.low), abs(interval.high))
     if nearest and (interval.low > 0) == (interval.high > 0):
-        digits = max(digits, min(9, math.ceil(-math.log10(nearest))))
-    return digits
+        decimals = max(decimals, min(9, math.ceil(-math.log10(nearest))))
+    return decimals
 
 
 def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
@@ -134,13 +134,16 @@ def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
         if arm.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
         return f"within noise: {_format_interval(interval)}, inside +-{100 * verdicts.margin:.4g}%"
-    meaning = describe_importance(judged.learned, judged.matters, verdicts.margin)
-    return f"{judged.learned} by {_format_interval(interval)}: {meaning}"
+    importance_words = describe_importance(judged.learned, judged.matters, verdicts.margin)
+    return f"{judged.learned} by {_format_interval(interval)}: {importance_words}"
 
 
 # The values that --fail-on accepts.
 ALARM = "alarm"
-FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
+FAILURE_WORDS = (
+    *(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)),
+    ALARM,
+)
 
 
 def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -> Iterator[str]:
@@ -227,10 +230,10 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     interval.
     """
     gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
-    sizes = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
+    effects = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
     most_pairs = max((gap.pairs for gap in gaps), default=0)
-    if sizes:
-        return f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
+    if effects:
+        return f"a gap of {100 * max(effects):.2g}% or more would have shown in about three of four such trainings"
     return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
 
 
@@ -290,9 +293,9 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
 
 
 def _format_interval(interval: Interval) -> str:
-    digits = _count_decimals(interval)
+    decimals = _count_decimals(interval)
     percentages = (100 * interval.point, *_bounds_in_percent(interval))
-    point, low, high = (f"{round(value, digits) + 0.0:+.{digits}f}%" for value in percentages)
+    point, low, high = (f"{round(value, decimals) + 0.0:+.{decimals}f}%" for value in percentages)
     return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 
 

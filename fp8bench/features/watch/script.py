@@ -30,43 +30,43 @@ _OPTIMIZER_MODULE = "torch.optim.optimizer"
 @dataclass(frozen=True)
 class Script:
     """The script to run: its absolute path, and the path as the user has typed it. `stream` is the file for its first
-    training loop, and `options` are those of `fp8bench.watch`. With several ranks, `writes` is True for one rank only,
-    which writes and prints.
+    training loop, and `options` are those of `fp8bench.watch`. With several ranks, only one is a writer (`is_writer`):
+    it writes and prints.
     """
 
     path: str
-    typed: str
+    typed_path: str
     arguments: tuple[str, ...]
     stream: Path
     store: Path
     options: Mapping[str, Any]
-    writes: bool = True
+    is_writer: bool = True
 
 
 def run_script(script: Script, say: Callable[[str], None]) -> NoReturn:
     """Runs the script in this process, then ends the process as Python would: with the script's exit code, traceback
     or signal."""
-    script_watch = _ScriptWatch(script, say if script.writes else lambda _: None)
-    ended_by: list[signal.Signals] = []
+    script_watch = _ScriptWatch(script, say if script.is_writer else lambda _: None)
+    ending_signals: list[signal.Signals] = []
     # This handler is registered first, so that it runs after all exit handlers of the script.
-    atexit.register(_end_by_signal, ended_by)
+    atexit.register(_repeat_signal, ending_signals)
     script_watch.start()
-    code: Any = None
+    exit_code: Any = None
     try:
         _execute_script(script)
     except SystemExit as end:
-        code = end.code
+        exit_code = end.code
     except BaseException as error:  # noqa: BLE001 - printed as Python does
         script_traceback = _skip_outer_frames(error.__traceback__, script.path)
         sys.excepthook(type(error), error.with_traceback(script_traceback), script_traceback)
-        code = 1
+        exit_code = 1
         if isinstance(error, KeyboardInterrupt):
-            ended_by.append(signal.SIGINT)
+            ending_signals.append(signal.SIGINT)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         script_watch.end()
-    sys.exit(code)
+    sys.exit(exit_code)
 
 
 def _execute_script(script: Script) -> None:
@@ -75,13 +75,13 @@ def _execute_script(script: Script) -> None:
     vars(main_module).update(__file__=script.path, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main_module
     # 2. Set what Python sets: the arguments, and the script's folder in place of fp8bench's on the path.
-    sys.argv = [script.typed, *script.arguments]
+    sys.argv = [script.typed_path, *script.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script.path).resolve().parent)
     # 3. Run the script.
     with io.open_code(script.path) as file:
-        code = compile(file.read(), script.path, "exec", dont_inherit=True)
-    exec(code, vars(main_module))
+        compiled_script = compile(file.read(), script.path, "exec", dont_inherit=True)
+    exec(compiled_script, vars(main_module))
 
 
 def _skip_outer_frames(traceback: TracebackType | None, path: str) -> TracebackType | None:
@@ -91,7 +91,7 @@ def _skip_outer_frames(traceback: TracebackType | None, path: str) -> TracebackT
     return traceback
 
 
-def _end_by_signal(signals: list[signal.Signals]) -> None:
+def _repeat_signal(signals: list[signal.Signals]) -> None:
     """Ends this process by the signal that ended the script, so that the parent process sees the signal."""
     for number in signals:
         for stream in (sys.stdout, sys.stderr):
@@ -118,7 +118,7 @@ class _ScriptWatch:
             sys.meta_path.insert(0, _ImportHook(_OPTIMIZER_MODULE, self._add_hook))
         # By default, SIGTERM would end the process without the last rows.
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._terminate)
+            signal.signal(signal.SIGTERM, self._handle_sigterm)
 
     def end(self) -> None:
         """Writes the remaining rows, and reports the watched training loops."""
@@ -168,7 +168,7 @@ class _ScriptWatch:
                 f"{type(error).__name__}: {error!s:.300}"
             )
 
-    def _terminate(self, number: int, frame: FrameType | None) -> None:
+    def _handle_sigterm(self, number: int, frame: FrameType | None) -> None:
         """Writes the remaining rows after SIGTERM, then lets the signal end the process as usual."""
         if os.getpid() == self._own_pid and self._loops is not None:
             with contextlib.suppress(Exception):

@@ -16,7 +16,13 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train import beginnings
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.tasks import ITEMS, list_retrieval_lengths, make_documents, make_items, make_task_text
+from fp8bench.features.train.tasks import (
+    QUESTION_COUNT,
+    list_retrieval_lengths,
+    make_documents,
+    make_items,
+    make_task_text,
+)
 from fp8bench.features.train.values import TokenSpan, TrainingText
 from tests.counts import for_each
 
@@ -176,7 +182,7 @@ def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
         assert before == after and len(item.texts[0]) <= sequence
         assert bytes(item.choices[right] for right in item.right) == bytes(item.texts[0][at] for at in item.positions)
     for name, items in retrievals.items():
-        assert len(items) == ITEMS and len({item.right for item in items}) == 10
+        assert len(items) == QUESTION_COUNT and len({item.right for item in items}) == 10
         for item in items:
             text = item.texts[0][:-1]
             answer = item.choices[item.right[0]]

@@ -18,7 +18,7 @@ from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import KeptTraining, LayerReading
-from fp8bench.features.train.words import FAILURES
+from fp8bench.features.train.words import FAILURE_WORDS
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, only_sentence, unfolding
 from tests.counts import for_each
@@ -80,7 +80,7 @@ def test_help_names_what_it_may_fail_on() -> None:
     (words,) = (
         action.help for action in subparsers_by_name(build_parser())["train"]._actions if action.dest == "fail_on"
     )
-    assert words is not None and all(name in words for name in FAILURES)
+    assert words is not None and all(name in words for name in FAILURE_WORDS)
 
 
 @for_each(("more", "length"), [("", (300, 5)), ("--quick", (60, 1)), ("--quick --steps 9 --seeds 2", (9, 2))])

@@ -16,7 +16,7 @@ from fp8bench.errors import RunNotFound, UsageError
 from fp8bench.features.train.api import name_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
+from fp8bench.features.train.values import COVERAGE_EVENT, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.curves import InconclusiveReason, Learned
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
@@ -71,7 +71,7 @@ def test_a_maker_in_a_file_is_trained_and_resumed(store: Path, tmp_path: Path) -
     LOADED_MODELS.clear()
     rest = fp8bench.resume_training(half, store=store, progress=False)
     assert not half.finished and rest.finished and said(rest) == said(whole)
-    words = [event.words for event in whole.select_lines(TrainingEvent) if event.kind == COVERAGE]
+    words = [event.words for event in whole.select_lines(TrainingEvent) if event.kind == COVERAGE_EVENT]
     assert words[0].startswith("100.0% of the FLOPs") and f"{file}:make (212 parameters)" in " ".join(
         str(whole).split()
     )

@@ -118,7 +118,7 @@ class GradientVanished(HealthRule[Any]):
     """
 
     name = "gradient-vanished"
-    reads = StepRow | StepFigure
+    line_types = StepRow | StepFigure
     figures = ("weight_gradient",)
     window = 20
     min_readings = 5
@@ -132,8 +132,8 @@ class GradientVanished(HealthRule[Any]):
         f"{run_factor} times the longest such run before"
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
-    _norm: float = math.nan
-    _shares: dict[str, deque[float]] = field(
+    _gradient_norm: float = math.nan
+    _norm_shares: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
     # For each matrix, the length of a run of low readings: of the current run, and of the longest one until now.
@@ -141,12 +141,12 @@ class GradientVanished(HealthRule[Any]):
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
-            self._norm = line.gradient_norm
+            self._gradient_norm = line.gradient_norm
             return ""
-        if not 0 < self._norm < math.inf:
+        if not 0 < self._gradient_norm < math.inf:
             return ""
-        shares, (run_length, longest_run) = self._shares[line.layer], self._runs[line.layer]
-        log_share = math.log2(line.value / self._norm) if line.value else -math.inf
+        shares, (run_length, longest_run) = self._norm_shares[line.layer], self._runs[line.layer]
+        log_share = math.log2(line.value / self._gradient_norm) if line.value else -math.inf
         usual_share, min_share = (
             (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
         )

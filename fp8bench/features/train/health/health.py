@@ -10,7 +10,15 @@ from fp8bench.features.train.health import batches, beginnings, loops, tensors  
 from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, WatchedArm
 from fp8bench.features.train.health.tensors import may_be_cast
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StepFigure, StreamLine, TrainingEvent
+from fp8bench.features.train.values import (
+    COVERAGE_EVENT,
+    Arm,
+    ArmRole,
+    LayerReading,
+    StepFigure,
+    StreamLine,
+    TrainingEvent,
+)
 from fp8bench.registry import precisions
 from fp8bench.report.words.naming import join_words
 
@@ -40,7 +48,7 @@ class Health:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
-                if line.kind == COVERAGE and line.step:
+                if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
             for rule in self._find_readers(line):
@@ -77,7 +85,7 @@ class Health:
             for watched in map(self._make_watched_arm, self._arms.values()):
                 for kind in RULES:
                     rule = kind(watched)
-                    names = {watched.name, watched.reference if kind.compares else ""}
+                    names = {watched.name, watched.reference if kind.compares_arms else ""}
                     for name in names - {""}:
                         self._rules.setdefault((seed, name), []).append(rule)
         return self._rules.get((seed, arm), [])
@@ -86,7 +94,7 @@ class Health:
         """Restarts the rules about tensors of an arm whose precision has changed, because its scales have changed
         with it."""
         rules = self._find_rules(seed, arm)
-        rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
+        rules[:] = [type(rule)(rule.arm) if rule.line_types is LayerReading else rule for rule in rules]
         self._readers.clear()
         self._cast_tensors.clear()
 
@@ -107,11 +115,11 @@ class Health:
 
     def _is_new(self, rule: HealthRule[Any], line: StreamLine) -> bool:
         """Returns whether an alarm starts a new episode: in the last 50 steps the rule has found nothing about this
-        tensor, and the rule named by its `until` has found nothing either.
+        tensor, and the rule named by its `suppressed_by` has found nothing either.
         """
         seed, arm = line.seed, rule.arm.name
         key = seed, arm, rule.name, *_find_tensor(line)
-        steps = self._last_alarms.get(key), self._last_alarms.get((seed, arm, rule.until, "", ""))
+        steps = self._last_alarms.get(key), self._last_alarms.get((seed, arm, rule.suppressed_by, "", ""))
         self._last_alarms[key] = line.step
         return all(step is None or line.step - step > QUIET_STEPS for step in steps)
 

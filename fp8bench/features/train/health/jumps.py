@@ -34,5 +34,5 @@ def find_jump(value: float, earlier: Sequence[float], limit: float) -> float:
     if len(octaves) < _MIN_EARLIER:
         return 0.0
     distance = math.log2(value) - median(octaves)
-    distance_beyond_all = math.log2(value) - max(octaves) if distance > 0 else min(octaves) - math.log2(value)
-    return distance if abs(distance) >= limit and distance_beyond_all >= math.log2(_MIN_FACTOR) else 0.0
+    beyond_all_octaves = math.log2(value) - max(octaves) if distance > 0 else min(octaves) - math.log2(value)
+    return distance if abs(distance) >= limit and beyond_all_octaves >= math.log2(_MIN_FACTOR) else 0.0

@@ -27,7 +27,7 @@ _RATE_WINDOW = 30
 class LossRule(HealthRule[Any]):
     """A rule about losses. If another optimizer trains against the module, as in a GAN, it never alarms."""
 
-    reads = StepRow | StepFigure
+    line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
     _losses: deque[float] = newest_values(_LOSS_WINDOW)
     _rates: deque[float] = newest_values(_RATE_WINDOW)
@@ -100,10 +100,10 @@ class LossBackUp(LossRule):
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._rates[-1]
         rate_words = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._rates[0] else ""
-        lost, times = (
+        lost_share, times = (
             (self.lost_share_by_rate, self.noise_factor_by_rate) if rate_words else (self.lost_share, self.noise_factor)
         )
-        if learned_loss <= 0 or lowest - self._lowest_mean < max(lost * learned_loss, times * noise):
+        if learned_loss <= 0 or lowest - self._lowest_mean < max(lost_share * learned_loss, times * noise):
             return ""
         return (
             f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest:.4g} for "
@@ -118,7 +118,7 @@ class LossAboveGuessing(LossRule):
 
     name = "loss-above-guessing"
     # While a rise of the loss causes an alarm, that alarm is enough.
-    until = "loss-back-up"
+    suppressed_by = "loss-back-up"
     loss_count = 8
     guessing_factor = 1.25
     falling_factor = 0.9
@@ -179,7 +179,7 @@ class NoUpdate(HealthRule[Any]):
     """
 
     name = "no-update"
-    reads = StepRow | StepFigure
+    line_types = StepRow | StepFigure
     # Watched steps have a digest of all weights, which shows any change.
     figures = ("weights_before",)
     still_steps = 5
@@ -189,14 +189,14 @@ class NoUpdate(HealthRule[Any]):
         f"1e-8 of the weights; in {equal_readings} watched steps the weights are equal to the bit"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
-    _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _weights: float = math.nan
+    _still_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _weight_digest: float = math.nan
     _first_loss: float = 0.0
     _has_learned: bool = False
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            is_equal, self._weights = line.value == self._weights and not self._has_learned, line.value
+            is_equal, self._weight_digest = line.value == self._weight_digest and not self._has_learned, line.value
             return self._alarm_if_lasting("the weights are the same to the bit", is_equal, self.equal_readings - 1)
         if line.skipped or not math.isfinite(line.loss):
             return ""
@@ -209,13 +209,13 @@ class NoUpdate(HealthRule[Any]):
         alarm = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_steps)
         alarm = self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_steps) or alarm
         if math.isfinite(line.update_ratio):
-            is_small = line.update_ratio < 1e-8 and line.rate != 0 and not has_no_gradient
-            alarm = self._alarm_if_lasting("updates are less than 1e-8 of the weights", is_small, 2) or alarm
+            is_update_small = line.update_ratio < 1e-8 and line.rate != 0 and not has_no_gradient
+            alarm = self._alarm_if_lasting("updates are less than 1e-8 of the weights", is_update_small, 2) or alarm
         return alarm
 
     def _alarm_if_lasting(self, symptom: str, is_still: bool, limit: int) -> str:
-        self._counts[symptom] = self._counts[symptom] + 1 if is_still else 0
-        return f"steps change nothing: {symptom}" if self._counts[symptom] >= limit else ""
+        self._still_counts[symptom] = self._still_counts[symptom] + 1 if is_still else 0
+        return f"steps change nothing: {symptom}" if self._still_counts[symptom] >= limit else ""
 
 
 class SameInputs(HealthRule[StepFigure]):
@@ -225,7 +225,7 @@ class SameInputs(HealthRule[StepFigure]):
     """
 
     name = "same-inputs"
-    reads = StepFigure
+    line_types = StepFigure
     figures = ("inputs_again", "inputs_cycled", "inputs_period", "inputs_new", "examples")
     repeated_steps = 7
     few_examples = 128
@@ -322,8 +322,8 @@ class DeadUnits(TensorRule):
         )
         if not has_risen and not is_always_zero:
             return ""
-        usual = f"; {usual_share:.0%} was usual" if has_risen else ""
-        return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual}"
+        usual_words = f"; {usual_share:.0%} was usual" if has_risen else ""
+        return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual_words}"
 
 
 class NormGain(FigureRule):
@@ -378,8 +378,8 @@ class LargeLogits(FigureRule):
         ):
             return ""
         earlier_ranges = list(last)[:-1]
-        usual = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
-        return f"the logits of an example span {line.value:.4g}{usual}"
+        usual_words = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
+        return f"the logits of an example span {line.value:.4g}{usual_words}"
 
 
 class GradientsLeft(FigureRule):
@@ -435,7 +435,7 @@ class DataDrift(HealthRule[StepFigure]):
     """
 
     name = "data-drift"
-    reads = StepFigure
+    line_types = StepFigure
     figures = (OTHERS_TRAIN, "input_mean", "input_deviation")
     first_batches = 10
     new_batches = 4
@@ -448,8 +448,8 @@ class DataDrift(HealthRule[StepFigure]):
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _is_only_optimizer: bool = True
-    _first_values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _new_values: dict[str, deque[float]] = field(
+    _first_inputs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _newest_inputs: dict[str, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=DataDrift.new_batches))
     )
 
@@ -458,12 +458,12 @@ class DataDrift(HealthRule[StepFigure]):
         self._is_only_optimizer &= line.name != OTHERS_TRAIN
         if not self._is_only_optimizer:
             return ""
-        first_values, new_values = self._first_values[line.name], self._new_values[line.name]
+        first_values, new_values = self._first_inputs[line.name], self._newest_inputs[line.name]
         if len(first_values) < self.first_batches:
             first_values.append(line.value)
             return ""
         new_values.append(line.value)
-        usual_value, first_deviation = fmean(first_values), median(self._first_values["input_deviation"] or [0.0])
+        usual_value, first_deviation = fmean(first_values), median(self._first_inputs["input_deviation"] or [0.0])
         distances = [value - usual_value for value in new_values]
         min_distance = min(map(abs, distances))
         # Batches from one source have means on both sides of the average of these means.

@@ -46,19 +46,20 @@ def newest_values(length: int) -> Any:
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented. `reads`
-    has the types of lines that a rule reads. If `figures` is not empty, the rule reads only these figures. `alarms_at`
-    describes the limit, and the docstring gives the reasons for the limit. With `compares`, the rule also reads the
-    rows of the arm that its arm is compared with. The rule does not alarm while the rule named by `until` alarms.
+    """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented.
+    `line_types` has the types of lines that a rule reads. If `figures` is not empty, the rule reads only these figures.
+    `alarms_at` describes the limit, and the docstring gives the reasons for the limit. With `compares_arms`, the rule
+    also reads the rows of the arm that its arm is compared with. The rule does not alarm while the rule named by
+    `suppressed_by` alarms.
     """
 
     name: ClassVar[str]
-    reads: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
+    line_types: ClassVar[type[StepRow] | type[LayerReading] | type[StepFigure] | UnionType] = StepRow
     figures: ClassVar[tuple[str, ...]] = ()
     alarms_at: ClassVar[str]
     remedies: ClassVar[tuple[Remedy, ...]]
-    compares: ClassVar[bool] = False
-    until: ClassVar[str] = ""
+    compares_arms: ClassVar[bool] = False
+    suppressed_by: ClassVar[str] = ""
     arm: WatchedArm
 
     def __init_subclass__(cls) -> None:
@@ -68,7 +69,7 @@ class HealthRule(ABC, Generic[L]):
 
     def accepts(self, line: Any) -> bool:
         is_unread_figure = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
-        return isinstance(line, self.reads) and not is_unread_figure
+        return isinstance(line, self.line_types) and not is_unread_figure
 
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
@@ -109,7 +110,7 @@ class GradientSpike(HealthRule[StepRow]):
 
     name = "gradient-norm-spike"
     # While a rise of the loss causes an alarm, that alarm is enough.
-    until = "loss-back-up"
+    suppressed_by = "loss-back-up"
     window = 50
     multiples_window = 500
     min_steps = 20
@@ -124,29 +125,29 @@ class GradientSpike(HealthRule[StepRow]):
         f"{lost_share:.0%} of what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
-    _norms: deque[float] = newest_values(window)
+    _gradient_norms: deque[float] = newest_values(window)
     _losses: deque[float] = newest_values(window)
-    _multiples: deque[float] = newest_values(multiples_window)
+    _norm_multiples: deque[float] = newest_values(multiples_window)
     _first_loss: float = math.nan
 
     def read_line(self, line: StepRow) -> str:
-        norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
+        norm, loss, norms, losses = line.gradient_norm, line.loss, self._gradient_norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
-        alarm = self._judge(norm, loss) if len(norms) >= self.min_steps else ""
+        alarm = self._judge_norm(norm, loss) if len(norms) >= self.min_steps else ""
         self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
         norms.append(norm)
         losses.append(loss)
         return alarm
 
-    def _judge(self, norm: float, loss: float) -> str:
+    def _judge_norm(self, norm: float, loss: float) -> str:
         # Medians are used, because one spike must not raise the limit for the next.
-        usual_norm = median(self._norms)
+        usual_norm = median(self._gradient_norms)
         multiple = norm / max(usual_norm, 1e-300)
         if multiple > self.norm_factor_with_loss:
             # The largest multiple of the median until now counts as usual for this training.
             largest_multiple = max(
-                max(self._norms) / max(usual_norm, 1e-300), *self._multiples, math.sqrt(self.norm_factor)
+                max(self._gradient_norms) / max(usual_norm, 1e-300), *self._norm_multiples, math.sqrt(self.norm_factor)
             )
             usual_loss = median(self._losses)
             is_loss_high = loss - usual_loss > max(
@@ -154,7 +155,7 @@ class GradientSpike(HealthRule[StepRow]):
             )
             if math.sqrt(multiple) > largest_multiple or is_loss_high:
                 return f"the gradient norm is {norm:.3g}, {multiple:.3g} times its median, at a loss of {loss:.4g}"
-        self._multiples.append(multiple)
+        self._norm_multiples.append(multiple)
         return ""
 
 
@@ -165,7 +166,7 @@ class UpdateBurst(HealthRule[StepRow]):
     """
 
     name = "update-norm-burst"
-    until = "loss-back-up"
+    suppressed_by = "loss-back-up"
     window = 20
     first_steps = 10
     ratio_factor = 4.0
@@ -174,19 +175,19 @@ class UpdateBurst(HealthRule[StepRow]):
         f"first {first_steps}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
-    _ratios: deque[float] = newest_values(window)
-    _first_median: float = 0.0
+    _update_ratios: deque[float] = newest_values(window)
+    _first_ratio_median: float = 0.0
 
     def read_line(self, line: StepRow) -> str:
-        ratio, ratios = line.update_ratio, self._ratios
+        ratio, ratios = line.update_ratio, self._update_ratios
         if line.skipped or not math.isfinite(ratio):
             return ""
         # The newest ratio is added after `usual_ratio` is computed, so that it is not compared with itself.
         usual_ratio = median(ratios) if len(ratios) >= self.first_steps else math.inf
         ratios.append(ratio)
         if len(ratios) == self.first_steps:
-            self._first_median = median(ratios)
-        if ratio <= max(self.ratio_factor * usual_ratio, self._first_median):
+            self._first_ratio_median = median(ratios)
+        if ratio <= max(self.ratio_factor * usual_ratio, self._first_ratio_median):
             return ""
         return (
             f"the update is {ratio:.3g} times the weights, and usually {usual_ratio:.3g} times: the loss may jump next"
@@ -199,7 +200,7 @@ class LossPlateau(HealthRule[Any]):
     """
 
     name = "plateau"
-    reads = StepRow | StepFigure
+    line_types = StepRow | StepFigure
     figures = ("entropy",)
     entropy_distance = 0.03
     min_steps = 100
@@ -217,19 +218,19 @@ class LossPlateau(HealthRule[Any]):
     )
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
-    _norms: list[float] = field(default_factory=list)
+    _gradient_norms: list[float] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
-    _entropies: deque[float] = newest_values(10)
+    _prediction_entropies: deque[float] = newest_values(10)
     _next_check: int = 0
 
     def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            self._entropies.append(line.value)
+            self._prediction_entropies.append(line.value)
             return ""
         if not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm)):
             return ""
         self._losses.append(line.loss)
-        self._norms.append(line.gradient_norm)
+        self._gradient_norms.append(line.gradient_norm)
         self._rates.append(line.rate)
         length = len(self._losses) // 2 // self.mean_count * self.mean_count
         if length < self.min_steps or len(self._losses) % self.check_interval or len(self._losses) < self._next_check:
@@ -246,13 +247,19 @@ class LossPlateau(HealthRule[Any]):
         mean_loss = abs(fmean(means) or 1.0)
         loss_range = (max(means) - min(means)) / mean_loss
         error = measure_noise(losses) / math.sqrt(part_length) / mean_loss
-        norm, previous_norm = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
+        norm, previous_norm = (
+            median(self._gradient_norms[-length:]),
+            median(self._gradient_norms[-2 * length : -length]),
+        )
         is_learned = abs(means[-1]) < LEARNED_SHARE * abs(self._losses[0])
         is_moving = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
         if is_learned or is_moving or error > self.max_error:
             return ""
         # If the entropy of predictions equals the loss, nothing more can be learned from this text.
-        if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy_distance * mean_loss:
+        if (
+            self._prediction_entropies
+            and abs(fmean(self._prediction_entropies) - means[-1]) < self.entropy_distance * mean_loss
+        ):
             return ""
         return f"the loss has stayed at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
 
@@ -292,7 +299,7 @@ class GradientScale(HealthRule[StepRow]):
     """
 
     name = "gradient-scale"
-    until = "loss-back-up"
+    suppressed_by = "loss-back-up"
     new_steps = 3
     window = 20
     jump_octaves = 1.9
@@ -341,7 +348,7 @@ class LossGap(HealthRule[StepRow]):
     """
 
     name = "loss-gap"
-    compares = True
+    compares_arms = True
     window = 50
     margin = 0.02
     max_difference = 0.01
@@ -354,12 +361,12 @@ class LossGap(HealthRule[StepRow]):
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _rows: dict[int, dict[str, StepRow]] = field(default_factory=dict)
-    _pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
-    _difference: str = ""
+    _row_pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
+    _found_difference: str = ""
 
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
-        return (Remedy.SAME_SETTINGS,) if self._difference else self.remedies
+        return (Remedy.SAME_SETTINGS,) if self._found_difference else self.remedies
 
     def read_line(self, line: StepRow) -> str:
         arm, reference = self.arm.name, self.arm.reference
@@ -374,17 +381,17 @@ class LossGap(HealthRule[StepRow]):
         reference_row = rows[reference]
         if not (reference_row.loss and all(math.isfinite(row.loss) for row in rows.values())):
             return ""
-        self._pairs.append((reference_row, rows[arm]))
-        if len(self._pairs) < self.window:
+        self._row_pairs.append((reference_row, rows[arm]))
+        if len(self._row_pairs) < self.window:
             return ""
-        gap = fmean((row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._pairs)
+        gap = fmean((row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._row_pairs)
         if gap <= self.margin:
             return ""
-        self._difference = self.find_difference(self._pairs)
+        self._found_difference = self.find_difference(self._row_pairs)
         same_settings = (
             "rate, loss scale, tokens, clipping and batches equal the reference's, so that the arithmetic is suspected"
         )
-        cause = self._difference or same_settings
+        cause = self._found_difference or same_settings
         return f"the loss is {gap:.1%} behind that of {reference} over {self.window} steps: {cause}"
 
     @classmethod
@@ -402,8 +409,14 @@ class LossGap(HealthRule[StepRow]):
         losses, base_losses = ([pair[place].loss for pair in pairs] for place in (1, 0))
         # Compare the differences between consecutive losses, because the general fall of the loss is the same in both
         # arms.
-        moves, base_moves = ([after - before for before, after in pairwise(values)] for values in (losses, base_losses))
-        if len(set(moves)) < 2 or len(set(base_moves)) < 2 or correlation(moves, base_moves) >= cls.min_correlation:
+        loss_changes, base_loss_changes = (
+            [after - before for before, after in pairwise(values)] for values in (losses, base_losses)
+        )
+        if (
+            len(set(loss_changes)) < 2
+            or len(set(base_loss_changes)) < 2
+            or correlation(loss_changes, base_loss_changes) >= cls.min_correlation
+        ):
             return ""
         return "its batches or their order differ: the losses do not rise and fall together"
 

@@ -27,7 +27,7 @@ class TensorRule(HealthRule[LayerReading]):
     previous ones. With `about_casts`, it only reads tensors that may be rounded.
     """
 
-    reads = LayerReading
+    line_types = LayerReading
     roles: ClassVar[tuple[str, ...]] = tuple(Role)
     about_casts: ClassVar[bool] = False
     window: ClassVar[int] = 1
@@ -57,8 +57,8 @@ def may_be_cast(reading: LayerReading) -> bool:
     return is_cast or not reading.amax
 
 
-class _Jump(TensorRule):
-    """Detects a scale that jumps away from the median of earlier readings: up if `sign` is 1, down if it is -1."""
+class _ScaleJump(TensorRule):
+    """Detects a scale that jumps away from the median of earlier readings: up if `jump_sign` is 1, down if it is -1."""
 
     about_casts = True
     window = 6
@@ -67,31 +67,31 @@ class _Jump(TensorRule):
     alarms_at = (
         "a scale is 4 octaves (that of a gradient 8) from the median of 4 to 6 readings before, and 2 from each of them"
     )
-    sign: ClassVar[int]
+    jump_sign: ClassVar[int]
 
     def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         # Even in a healthy training, gradients of rare tokens jump by six octaves.
         octave_limit = self.gradient_octaves if reading.role == Role.GRADIENT else self.jump_octaves
-        distance = self.sign * find_jump(usable_scale(reading), list(map(usable_scale, previous)), octave_limit)
+        distance = self.jump_sign * find_jump(usable_scale(reading), list(map(usable_scale, previous)), octave_limit)
         if distance <= 0:
             return ""
-        direction = "rose" if self.sign > 0 else "fell"
+        direction = "rose" if self.jump_sign > 0 else "fell"
         return f"the scale of {name_tensor(reading)} {direction} by {distance:.1f} octaves to {reading.scale:.3g}"
 
 
-class ScaleFall(_Jump):
+class ScaleFall(_ScaleJump):
     """Detects a fall of a scale. Magnitudes usually change by 1 or 2 octaves, gradients of rare tokens by 6."""
 
     name = "scale-falls"
-    sign = -1
+    jump_sign = -1
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
 
 
-class ScaleRise(_Jump):
+class ScaleRise(_ScaleJump):
     """Detects a sudden rise of a scale. Values then became much smaller, so an input or gradient is lost."""
 
     name = "scale-rises"
-    sign = 1
+    jump_sign = 1
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
 
@@ -110,11 +110,11 @@ class ScaleUnsettled(TensorRule):
         scales = finite_octaves(map(usable_scale, (*previous, reading)))
         if len(scales) <= self.window or max(scales) - min(scales) < self.swing_octaves:
             return ""
-        moves = [new - old for old, new in pairwise(scales)]
-        turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing_octaves for old, move in pairwise(moves))
+        swings = [new - old for old, new in pairwise(scales)]
+        turns = sum(old * new < 0 and min(abs(old), abs(new)) >= self.swing_octaves for old, new in pairwise(swings))
         if turns < self.min_turns:
             return ""
-        median_swing = median(abs(move) for move in moves)
+        median_swing = median(abs(swing) for swing in swings)
         return (
             f"the scale of {name_tensor(reading)} turned {turns} times in {len(scales)} readings, by "
             f"{median_swing:.1f} octaves each time"
@@ -136,7 +136,7 @@ class ScaleAtEdge(TensorRule):
         return ""
 
 
-class Lag(TensorRule):
+class ScaleLag(TensorRule):
     """Detects values beyond the range of their format, because their delayed scale is too large. While a tensor grows,
     a few hundredths of an octave are usual. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
 
@@ -289,7 +289,7 @@ def describe_stale_history(reading: LayerReading, previous: PreviousReadings) ->
 class FigureRule(HealthRule[StepFigure]):
     """A rule about one figure. It judges each layer separately, by the last `window` values of the figure."""
 
-    reads = StepFigure
+    line_types = StepFigure
     window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -328,7 +328,7 @@ class KeptScale(FigureRule):
 
 
 # Spreads of an embedding, each with the loss at the time of its reading.
-Spreads = deque[tuple[float, float]]
+EmbeddingSpreads = deque[tuple[float, float]]
 
 
 class EmbeddingCollapse(HealthRule[Any]):
@@ -336,7 +336,7 @@ class EmbeddingCollapse(HealthRule[Any]):
     embedding they may move together, but then the loss does not rise."""
 
     name = "embedding-collapse"
-    reads = StepRow | StepFigure
+    line_types = StepRow | StepFigure
     figures = ("embedding_spread",)
     window = 20
     spread_share = 0.75
@@ -348,7 +348,7 @@ class EmbeddingCollapse(HealthRule[Any]):
     )
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
     _losses: deque[float] = newest_values(loss_count)
-    _spreads: dict[str, Spreads] = field(
+    _embedding_spreads: dict[str, EmbeddingSpreads] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=EmbeddingCollapse.window))
     )
 
@@ -357,9 +357,9 @@ class EmbeddingCollapse(HealthRule[Any]):
             self._losses.append(line.loss)
             return ""
         loss = median(self._losses or [math.inf])
-        spreads = self._spreads[line.layer]
-        spreads.append((line.value, loss))
-        largest, loss_then = max(spreads)
+        embedding_spreads = self._embedding_spreads[line.layer]
+        embedding_spreads.append((line.value, loss))
+        largest, loss_then = max(embedding_spreads)
         if not line.value < self.spread_share * largest or loss < self.loss_factor * loss_then:
             return ""
         return f"the rows of {line.layer or 'the embedding'} collapse: spread {line.value:.3g}, once {largest:.3g}"
@@ -370,7 +370,7 @@ class LayerStill(HealthRule[Any]):
     Weight decay alone is 1 to 6% of the median. A rarely used layer may have no gradient for several steps."""
 
     name = "layer-stands-still"
-    reads = LayerReading | StepFigure
+    line_types = LayerReading | StepFigure
     figures = ("embedding_spread", "gain", "rate_share", "weight_gradient", "steps_without_gradient", "update_ratio")
     update_share = 0.1
     window = 3
@@ -386,15 +386,15 @@ class LayerStill(HealthRule[Any]):
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)
     # All positive and finite update ratios, sorted: collecting them for each matrix would take too long.
-    _moving_ratios: list[float] = field(default_factory=list)
-    _no_matrices: set[str] = field(default_factory=set)
-    _low_updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _sorted_ratios: list[float] = field(default_factory=list)
+    _non_matrices: set[str] = field(default_factory=set)
+    _low_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _rate_shares: dict[str, float] = field(default_factory=dict)
-    _has_moved: set[str] = field(default_factory=set)
+    _moved_layers: set[str] = field(default_factory=set)
     # By layer: the step and norm of the last gradient. Then the number of steps in a row without a gradient, now and at
     # most until now.
     _gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
-    _gaps: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _steps_without_gradient: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def read_line(self, line: LayerReading | StepFigure) -> str:
         if isinstance(line, LayerReading):
@@ -403,14 +403,14 @@ class LayerStill(HealthRule[Any]):
             return ""
         # Embeddings and norms change at other rates, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
-            self._no_matrices.add(line.layer)
+            self._non_matrices.add(line.layer)
             self._set_update_ratio(line.layer, math.nan)
         if line.name == "rate_share":
             self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
             self._gradients[line.layer] = line.step, line.value
         # Only a layer with readings of its weight counts as a matrix.
-        if line.layer not in self._update_ratios or line.layer in self._no_matrices or not math.isfinite(line.value):
+        if line.layer not in self._update_ratios or line.layer in self._non_matrices or not math.isfinite(line.value):
             return ""
         if line.name == "steps_without_gradient":
             return self._judge_gap(line)
@@ -419,15 +419,15 @@ class LayerStill(HealthRule[Any]):
     def _set_update_ratio(self, layer: str, ratio: float) -> None:
         previous_ratio = self._update_ratios.get(layer, math.nan)
         if 0 < previous_ratio < math.inf:
-            del self._moving_ratios[bisect_left(self._moving_ratios, previous_ratio)]
+            del self._sorted_ratios[bisect_left(self._sorted_ratios, previous_ratio)]
         if 0 < ratio < math.inf:
-            insort(self._moving_ratios, ratio)
+            insort(self._sorted_ratios, ratio)
         self._update_ratios[layer] = ratio
 
     def _judge_gap(self, line: StepFigure) -> str:
-        gap, longest_gap = self._gaps.get(line.layer, (0.0, 0.0))
+        gap, longest_gap = self._steps_without_gradient.get(line.layer, (0.0, 0.0))
         longest_gap = max(longest_gap, gap) if line.value < gap else longest_gap
-        self._gaps[line.layer] = line.value, longest_gap
+        self._steps_without_gradient[line.layer] = line.value, longest_gap
         min_gap = self.gap_steps if line.layer in self._gradients else self.gap_from_start
         if line.value < min_gap or line.value <= self.gap_factor * longest_gap:
             return ""
@@ -440,16 +440,16 @@ class LayerStill(HealthRule[Any]):
             return ""
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
         self._set_update_ratio(line.layer, line.value if gradient else math.nan)
-        usual_ratio = median(self._moving_ratios) if self._moving_ratios else 0.0
+        usual_ratio = median(self._sorted_ratios) if self._sorted_ratios else 0.0
         # A layer may be slow intentionally, by --rates or by the rate of its group.
         rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
         # A rate of 0 from the start is intended. A layer that stops while others learn is a mistake.
-        has_stopped = line.value == 0 < usual_ratio and line.layer in self._has_moved
+        has_stopped = line.value == 0 < usual_ratio and line.layer in self._moved_layers
         is_low = has_stopped or line.value < self.update_share * rate_share * usual_ratio
-        self._low_updates[line.layer] = self._low_updates[line.layer] + 1 if is_low else 0
+        self._low_counts[line.layer] = self._low_counts[line.layer] + 1 if is_low else 0
         if line.value > 0:
-            self._has_moved.add(line.layer)
-        if self._low_updates[line.layer] < (self.window if line.value or line.layer not in self._has_moved else 2):
+            self._moved_layers.add(line.layer)
+        if self._low_counts[line.layer] < (self.window if line.value or line.layer not in self._moved_layers else 2):
             return ""
         return (
             f"a step changes {line.layer} by {line.value:.2g} of its norm, and other layers by {usual_ratio:.2g} of "

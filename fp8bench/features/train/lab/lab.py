@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.values import COVERAGE, Arm, ArmCost, ArmState, SeedTask, State, StreamLine
+from fp8bench.features.train.values import COVERAGE_EVENT, Arm, ArmCost, ArmState, SeedTask, State, StreamLine
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
@@ -131,7 +131,7 @@ class Lab(Bench):
         with self._with_switches():
             self._trainers[arm] = change_precision(trainer)
         precision, first_step = trainer.precision_change
-        yield trainer.event(COVERAGE, f"{arm} is trained in {precision} from step {first_step} on")
+        yield trainer.event(COVERAGE_EVENT, f"{arm} is trained in {precision} from step {first_step} on")
 
     def loop(self, key: str, steps: int) -> float:
         """Trains an arm for `steps` further steps without any pause between them, and returns their seconds. These

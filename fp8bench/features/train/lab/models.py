@@ -14,7 +14,7 @@ from fp8bench.features.train.request import (
     CUTTING_PARALLEL,
     PARALLEL_WITH_WIRE,
     PARAMETER_KINDS,
-    WIRES,
+    WIRE_FORMATS,
     TrainerSettings,
     parse_optimizer,
 )
@@ -142,7 +142,7 @@ def check_settings(settings: TrainerSettings) -> None:
 
 def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
     """Raises UsageError if a --wire is set and no arm uses it."""
-    changed = [arm for arm in arms if arm.wire != WIRES[0]]
+    changed = [arm for arm in arms if arm.wire != WIRE_FORMATS[0]]
     if changed and not any(arm.parallel in PARALLEL_WITH_WIRE for arm in changed):
         raise UsageError(
             f"--wire has no effect: it needs --parallel {' or '.join(PARALLEL_WITH_WIRE)}, and that is "

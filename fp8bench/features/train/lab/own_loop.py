@@ -30,7 +30,7 @@ from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.readings import Figures, dense_values, read_figures
 from fp8bench.features.train.lab.replicas import Replicas, digest_weights
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
-from fp8bench.features.train.values import UNSEEN, Lines, StepFigure, StepRow, TrainingEvent, Validation
+from fp8bench.features.train.values import UNSEEN_EVENT, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
 # After this many updates in a row that have no row of figures, or that a GradScaler skips, an event gives the reason.
 _STEPS_UNTIL_EVENT = 3
@@ -159,7 +159,7 @@ class OwnLoop:
         with suppress(Exception):
             self._step_hooks.close()
         words = f"watching ends here, and the training goes on: {type(error).__name__}: {error!s:.300}"
-        self._on_lines((TrainingEvent(self._name, 0, self._step, UNSEEN, words),))
+        self._on_lines((TrainingEvent(self._name, 0, self._step, UNSEEN_EVENT, words),))
 
     def _drop_model(self) -> None:
         """Writes the remaining rows, and drops all references to the model. Called once the optimizer is deleted."""
@@ -418,7 +418,7 @@ class OwnLoop:
         return [self._make_event(words)]
 
     def _make_event(self, words: str) -> TrainingEvent:
-        return TrainingEvent(self._name, 0, self._step, UNSEEN, words)
+        return TrainingEvent(self._name, 0, self._step, UNSEEN_EVENT, words)
 
     def _explain_missing_rows(self) -> str:
         parameters = {id(parameter) for parameter in self._module.parameters()}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8bench.features.train.values import UNSEEN, Lines, StepRow, TrainingEvent
+from fp8bench.features.train.values import UNSEEN_EVENT, Lines, StepRow, TrainingEvent
 
 # At the end of a loop rank 0 waits at most this long for the last rows of other ranks.
 _WAIT_SECONDS = 10.0
@@ -112,7 +112,7 @@ class Ranks:
                 self._silent_ranks.add(rank)
                 words = f"rank {rank} has not reported since: its losses and norms are missing in the rows from here on"
                 step = rows[0].step if rows else 0
-                merged.append(TrainingEvent(rows[0].arm if rows else "", 0, step, UNSEEN, words))
+                merged.append(TrainingEvent(rows[0].arm if rows else "", 0, step, UNSEEN_EVENT, words))
         for row in rows:
             other_rows = [numbers[row.step] for numbers in rank_rows if row.step in numbers]
             rank_row = [row.loss, row.gradient_norm, row.parameter_norm, row.update_ratio]

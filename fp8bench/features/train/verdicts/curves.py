@@ -36,7 +36,7 @@ _MAX_ENDS = 10
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
 # stays above 0.6.
 _NEARLY_ZERO = 0.01
-_STOPPED = "stopped"
+_STOPPED_EVENT = "stopped"
 
 CurveKey = tuple[str, int]
 
@@ -104,7 +104,7 @@ class Curve:
         """
         if self.is_complete:
             return not math.isfinite(self.rows[-1].loss)
-        return {_STOPPED, NOT_FINITE} <= self.events
+        return {_STOPPED_EVENT, NOT_FINITE} <= self.events
 
 
 Curves = Mapping[CurveKey, Curve]

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from fp8bench.analysis.energy import Range, energy_samples
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.tasks import CHANCE_SCORES, ITEMS, METRIC_PREFIX, TASK_PREFIX
+from fp8bench.features.train.tasks import CHANCE_SCORES, METRIC_PREFIX, QUESTION_COUNT, TASK_PREFIX
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     WIRE_BYTES,
@@ -147,7 +147,7 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     for arm in training.arms:
         curves = select_curves(judged.curves, arm.name).values()
         # Arms that repeat the reference use as much memory as the reference.
-        measured_arm = training.arms[0].name if arm.is_band else arm.name
+        measured_arm = training.arms[0].name if arm.is_chance_arm else arm.name
         memory = memories.get(measured_arm)
         summary = ArmSummary(
             arm,
@@ -303,7 +303,7 @@ def _make_score_verdict(
     verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
     if name.startswith(TASK_PREFIX):
         # If n questions show no difference, the true difference is at most 4.6 / n, with 99% confidence.
-        floor = -math.log(1 - DECIDING_LEVEL) / (ITEMS * len(pairs))
+        floor = -math.log(1 - DECIDING_LEVEL) / (QUESTION_COUNT * len(pairs))
         chance = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
         score_gap = _widen_gap(average_gaps([before - after for after, before in pairs]), floor)
         has_learned = _is_above_chance(new, chance, floor) or _is_above_chance(old, chance, floor)

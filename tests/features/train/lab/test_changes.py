@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.values import COVERAGE, Arm, LayerReading, StreamLine, TrainingEvent
+from fp8bench.features.train.values import COVERAGE_EVENT, Arm, LayerReading, StreamLine, TrainingEvent
 from fp8bench.plan.corpus import Corpus
 from tests.counts import for_each
 from tests.features.train.lab.labs import lab_of, rows, task_of
@@ -75,7 +75,7 @@ def test_a_change_of_precision_is_no_illness_of_a_scale(changes: bool) -> None:
         steps = range(first, first + 60, 10)
         return [LayerReading("fp8", 0, step, "head", "input", 1.0, 0.1, 0.0, 1.0, 0.0, *scales) for step in steps]
 
-    event = TrainingEvent("fp8", 0, 60, COVERAGE, "fp8 is trained in bf16 from step 60 on")
+    event = TrainingEvent("fp8", 0, 60, COVERAGE_EVENT, "fp8 is trained in bf16 from step 60 on")
     lines = [*readings(0, 1000.0), *([event] if changes else []), *readings(60, 1.0)]
     alarms = {alarm.rule for alarm in health.find_alarms(lines)}
     assert ("scale-falls" in alarms) is not changes

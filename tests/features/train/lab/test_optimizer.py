@@ -31,7 +31,7 @@ from fp8bench.features.train.lab.rates import (
 )
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_own_optimizer
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
-from fp8bench.features.train.step import clip
+from fp8bench.features.train.step import compute_clipping
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.scaled import values
 from tests.counts import for_each
@@ -475,7 +475,7 @@ def test_each_group_is_clipped_as_torch_clips_it(groups: str) -> None:
         together = [own for own, name in zip(parameters, groups, strict=True) if name == group]
         torch.nn.utils.clip_grad_norm_(together, 1.0)
     norms = [gradient.norm() * 4 for gradient in some]
-    divisors, shrunk = clip(norms, join_norms(norms) / 4, 4.0, 1.0, groups)
+    divisors, shrunk = compute_clipping(norms, join_norms(norms) / 4, 4.0, 1.0, groups)
     for parameter, gradient, divisor in zip(parameters, some, divisors, strict=True):
         torch.testing.assert_close(gradient / divisor, parameter.grad, rtol=1e-5, atol=1e-7)
     after = join_norms([own.grad.norm() for own in parameters if own.grad is not None])

@@ -27,7 +27,7 @@ from fp8bench.features.train.lab.parallelism import (
 )
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer
-from fp8bench.features.train.request import WIRES, TrainerSettings
+from fp8bench.features.train.request import WIRE_FORMATS, TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import FP8Group, FP8Wire
@@ -51,7 +51,7 @@ STREAMS = {"fp32": ThreadedGroup, "bf16": type("ThreadedBF16", (BF16Group, Threa
 
 @pytest.fixture(autouse=True)
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STREAMS.keys() == parallelism.GROUPS_BY_WIRE.keys() == set(WIRES)
+    assert STREAMS.keys() == parallelism.GROUPS_BY_WIRE.keys() == set(WIRE_FORMATS)
     monkeypatch.setattr(
         FP8Wire, "send", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
     )
@@ -169,7 +169,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
 
 
 @for_each("value", [float("nan"), float("inf"), 3e38])
-@for_each("wire", ["", *WIRES])
+@for_each("wire", ["", *WIRE_FORMATS])
 def test_what_is_not_finite_on_one_rank_is_so_on_all(wire: str, value: float) -> None:
     """E4M3 has no infinity: 448 in its place would be an update. The same for a sum that overflows."""
     if wire and value == 3e38:
@@ -192,7 +192,7 @@ def test_a_digest_depends_on_the_place_of_values() -> None:
     assert len(set(digests)) == 4 and all(0 <= digest < 1 << 63 for digest in digests)
 
 
-@for_each("wire", WIRES)
+@for_each("wire", WIRE_FORMATS)
 @for_each("ranks", [2, 3])
 def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int, wire: str) -> None:
     """With two ranks sums are the same in any order."""

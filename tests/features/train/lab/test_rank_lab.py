@@ -12,7 +12,7 @@ import pytest
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.rank_lab import MERGES, MODULE
-from fp8bench.features.train.request import CUTTING_PARALLEL, PARALLEL, WIRES
+from fp8bench.features.train.request import CUTTING_PARALLEL, PARALLEL, WIRE_FORMATS
 from fp8bench.features.train.seed import call_lab as asked
 from fp8bench.features.train.values import (
     WIRE_BYTES,
@@ -159,16 +159,18 @@ def sent(lines: tuple[StreamLine, ...]) -> dict[int, dict[str, float]]:
 def test_what_travels_in_fp8_has_half_the_bytes_and_goes_on_to_the_same_bits(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:
-    task = of_ranks(corpus, *(Arm(name, "bf16", settings=(("wire", name),)) for name in WIRES), parallel=parallel)
+    task = of_ranks(
+        corpus, *(Arm(name, "bf16", settings=(("wire", name),)) for name in WIRE_FORMATS), parallel=parallel
+    )
     several = asked(ranks, 60)
     several.begin(task)
     first, rest = up_to_and_behind(several, task, tmp_path / "kept")
-    sizes = {name: sent(first[name] + rest[name]) for name in WIRES}
+    sizes = {name: sent(first[name] + rest[name]) for name in WIRE_FORMATS}
     assert all(each.keys() == {0, 10} and each[0] == each[10] for each in sizes.values())
     whole = {name: sum(each[0].values()) for name, each in sizes.items()}
     assert whole["fp8"] < 0.7 * whole["bf16"] and "float8" not in str(sizes) and "uint8" in str(sizes["fp8"])
     assert whole["bf16"] < 0.7 * whole["fp32"] or parallel == "sp"  # whose stream is bf16 in each
-    learnt = {name: losses(first[name] + rest[name]) for name in WIRES}
+    learnt = {name: losses(first[name] + rest[name]) for name in WIRE_FORMATS}
     assert learnt["fp8"] != learnt["bf16"] and (learnt["bf16"] == learnt["fp32"]) == (parallel == "sp")
     for name in ("bf16", "fp8"):
         assert learnt[name] == pytest.approx(learnt["fp32"], rel=0.02)

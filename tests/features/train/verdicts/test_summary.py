@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.features.train import words
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.tasks import ITEMS
+from fp8bench.features.train.tasks import QUESTION_COUNT
 from fp8bench.features.train.values import StepFigure, StreamLine, Validation
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.summary import (
@@ -45,7 +45,7 @@ def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[S
 
 
 def answered(chance: random.Random, share: float) -> list[float]:
-    return [sum(chance.random() < share for _ in range(ITEMS)) / ITEMS for _ in range(5)]
+    return [sum(chance.random() < share for _ in range(QUESTION_COUNT)) / QUESTION_COUNT for _ in range(5)]
 
 
 def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
