@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 # the file of a stream or, for several seeds, one file per seed
-Stream = str | Path | Sequence[str | Path]
+StreamFiles = str | Path | Sequence[str | Path]
 
 
 class TrainingResult(KeptTraining):
@@ -389,7 +389,7 @@ def _import_package(*names: str) -> Any:
     raise UsageError(f"{names[0]} cannot be imported here: pip install {names[0].partition('.')[0]}")
 
 
-def compare_streams(reference: Stream, *others: Stream, margin: float = 1.0) -> CommandResult:
+def compare_streams(reference: StreamFiles, *others: StreamFiles, margin: float = 1.0) -> CommandResult:
     """Compare how your own loops learned with a reference loop, from streams that `fp8bench.watch` has written.
 
     Held-out losses count if the loops gave any (by `loop.held_out`, or by the callbacks). Speed is not compared,

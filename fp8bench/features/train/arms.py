@@ -247,13 +247,13 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     candidates = {}
     for mode, settings in _list_swept_arms(request, modes_compared):
         # A sweep must not change a setting that an MS-AMP level sets.
-        unswept_arm = MSAMP_LEVELS.get(mode, Arm(mode, mode))
+        arm_template = MSAMP_LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
-        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(unswept_arm.settings).keys():
+        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(arm_template.settings).keys():
             raise UsageError(
                 f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
             )
-        candidates[name] = replace(unswept_arm, name=name, settings=(*unswept_arm.settings, *settings))
+        candidates[name] = replace(arm_template, name=name, settings=(*arm_template.settings, *settings))
     # In the reference's precision, an arm with all swept settings at their defaults would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:

@@ -108,14 +108,14 @@ def _read_source(data: str | None) -> _SourceText:
     if (folder / "state.json").is_file():
         return _SourceText.divide(name_of(data), _dataset_text(folder))
     notes = folder / "dataset_dict.json"
-    splits = _read_json(notes).get("splits", []) if notes.is_file() else []
-    if "train" not in splits:
+    split_names = _read_json(notes).get("splits", []) if notes.is_file() else []
+    if "train" not in split_names:
         raise UsageError(
             f"--data {data} is a folder without train.bin, and not a saved dataset with a part 'train'. Give a text "
             "file, a .bin, or what save_to_disk of Hugging Face's datasets wrote."
         )
     text = _dataset_text(folder / "train")
-    held_out = next((split for split in _HELD_OUT_SPLITS if split in splits), None)
+    held_out = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
     if held_out is None:
         return _SourceText.divide(name_of(data), text)
     return _SourceText(name_of(data), text, _dataset_text(folder / held_out), is_one_text=False)
@@ -186,7 +186,7 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
     determines the size of the vocabulary.
     """
     train, val = files
-    length, highest, digest = _read_tokens(train)
+    length, highest_token, digest = _read_tokens(train)
     if val is None:
         train_length = length - length // _HELD_OUT_PARTS
         held_out = TokenSpan(str(train.resolve()), train_length + sequence, length)
@@ -195,11 +195,11 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         # The validation file may have tokens that the training file does not have.
         stop, held_out_highest, held_out_digest = _read_tokens(val)
         held_out = TokenSpan(str(val.resolve()), 0, stop)
-        highest = max(highest, held_out_highest)
+        highest_token = max(highest_token, held_out_highest)
         digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
-        TokenSpan(str(train.resolve()), 0, length), held_out, highest + 1, "given", f"{name}:{digest[:8]}"
+        TokenSpan(str(train.resolve()), 0, length), held_out, highest_token + 1, "given", f"{name}:{digest[:8]}"
     )
 
 
@@ -213,12 +213,12 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
         with open_file(path, most=_MAX_TOKEN_BYTES) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             length = file.tell() // _BYTES_PER_TOKEN
-        highest = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
+        highest_token = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
     except OSError as error:
         raise UsageError(
             f"--data {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
         ) from None
-    return length, highest, digest
+    return length, highest_token, digest
 
 
 def resolve_beginnings(request: TrainingRequest, store: Path) -> TrainingRequest:
@@ -300,7 +300,7 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     if path is None:
         run = load_stored_run(word, store)
         scales = collect_scales(run)
-        origin = f"run {run.id}"
+        scales_origin = f"run {run.id}"
     else:
         stored = load_training(path)
         precision_by_arm = {arm.name: arm.precision for arm in stored.training.arms}
@@ -310,14 +310,14 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
             (precision_by_arm[arm], layer, role, amax) for (arm, _, layer, role), amax in amaxes.items() if amax > 0
         )
         scales = merge_largest_scales(magnitudes)
-        origin = f"training {stored.training.id}"
-    settings = replace(settings, scales=require_scales(scales, origin))
+        scales_origin = f"training {stored.training.id}"
+    settings = replace(settings, scales=require_scales(scales, scales_origin))
     layers_with_scales = {layer for _, layer, *_ in scales}
     if settings.make:  # only the worker knows the layers of a user's model, so the worker checks them
         return replace(request, settings=settings)
     for layer in list_layers(settings.arch, make_config(settings, 1)):
         if not layer.high and layer.name not in layers_with_scales:
             raise UsageError(
-                f"--scales-from: {origin} has no scale for {layer.name}, a layer of --model {settings.model}."
+                f"--scales-from: {scales_origin} has no scale for {layer.name}, a layer of --model {settings.model}."
             )
     return replace(request, settings=settings)

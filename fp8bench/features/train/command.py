@@ -43,7 +43,7 @@ _ALLOWED_WITH_RESUME = {
     "--live",
     "--on-alarm",
 }
-_DEFAULTS = TrainingRequest()
+_DEFAULT_REQUEST = TrainingRequest()
 
 EXAMPLES = (
     "fp8bench train --dtypes bf16,fp8  # does fp8 learn as bf16 does?",
@@ -70,15 +70,21 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="instead of a built-in model: a function without arguments that returns yours, as for `profile`",
     )
-    group = parser.add_argument_group(MODEL)
-    add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULTS.dtypes)}")
-    length = parser.add_argument_group(LENGTH_TITLE)
-    learning = parser.add_argument_group(LEARNING_TITLE)
-    _add_length_options(length)
-    for argument_group in (group, length, learning):
+    model_group = parser.add_argument_group(MODEL)
+    add_common(
+        model_group,
+        "--dtypes",
+        help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULT_REQUEST.dtypes)}",
+    )
+    length_group = parser.add_argument_group(LENGTH_TITLE)
+    learning_group = parser.add_argument_group(LEARNING_TITLE)
+    _add_length_options(length_group)
+    for argument_group in (model_group, length_group, learning_group):
         add_request_options(argument_group, TrainerSettings)
         add_request_options(argument_group, TrainingRequest)
-    length.add_argument("--dry-run", action="store_true", help="print the arms, their steps and tokens; train nothing")
+    length_group.add_argument(
+        "--dry-run", action="store_true", help="print the arms, their steps and tokens; train nothing"
+    )
     _add_place_options(parser.add_argument_group("where"))
 
 
@@ -92,12 +98,12 @@ def _add_length_options(group: argparse._ArgumentGroup) -> None:
             f"--{name}",
             type=types.whole(TRAINING_RULES[name]),
             metavar="N",
-            help=f"{help_text}; default {getattr(_DEFAULTS, name)}",
+            help=f"{help_text}; default {getattr(_DEFAULT_REQUEST, name)}",
         )
     group.add_argument(
         "--margin",
         type=types.number(PERCENT),
-        default=100 * _DEFAULTS.margin,
+        default=100 * _DEFAULT_REQUEST.margin,
         metavar="PERCENT",
         help="the largest tolerated loss gap, in percent of the reference's loss; default 1",
     )

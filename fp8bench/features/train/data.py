@@ -19,7 +19,7 @@ from fp8bench.model.file_names import safe
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, logged_facts, seconds_since_1970
 from fp8bench.report.data.plain import Rows
 
-COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
+CSV_COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 
 
 def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def list_csv_rows(judged: JudgedTraining) -> Rows:
     """Returns the rows of the CSV with full precision. The figures of each arm over all seeds come first, then the
     figures of every line.
     """
-    return COLUMNS, _yield_csv_rows(judged)
+    return CSV_COLUMNS, _yield_csv_rows(judged)
 
 
 def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[Any, ...]]:

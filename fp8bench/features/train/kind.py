@@ -322,12 +322,12 @@ class TrainingKind(Kind[KeptTraining]):
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
         # A page with the readings of all tensors would have many megabytes.
-        without_readings = replace(
+        training_without_readings = replace(
             stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading))
         )
         return View(
             partial(render_page, JudgedTraining(stored)),
-            rows=partial(list_csv_rows, JudgedTraining(without_readings)),
+            rows=partial(list_csv_rows, JudgedTraining(training_without_readings)),
         )
 
     def log_source(self, stored: KeptTraining) -> LogSource:

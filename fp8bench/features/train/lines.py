@@ -32,7 +32,7 @@ def line_to_json(line: StreamLine) -> dict[str, Any]:
     return {_NAME_BY_KIND[type(line)]: encode(line)}
 
 
-def is_line(content: object) -> bool:
+def is_stream_line(content: object) -> bool:
     return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_KINDS.keys()
 
 

@@ -57,8 +57,10 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
         if training.device.accelerated:
             worker.restart()  # counting memory may leave a profiler attached, which would slow down kernel launches
         largest_fitting = search.largest_fitting
-        too_large = search.smallest_failing
-        failing_batch, reason = (too_large.number, too_large.why) if too_large is not None else (None, "")
+        too_large_batch = search.smallest_failing
+        failing_batch, reason = (
+            (too_large_batch.number, too_large_batch.why) if too_large_batch is not None else (None, "")
+        )
         capacity = Capacity(
             "batch", limit, largest_fitting.number if largest_fitting else 0, 1, beyond=failing_batch, why=reason
         )

@@ -134,8 +134,8 @@ class TrainingLines(_ProgressObserver):
         )
         self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
         is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
-        is_new = step == self._common_steps and self._last_printed != (number, step)
-        if losses and is_new and is_due:
+        is_new_position = step == self._common_steps and self._last_printed != (number, step)
+        if losses and is_new_position and is_due:
             self._last_printed, self._printed_at, self._has_validated = (number, step), self._clock(), False
             self._print_line(f"{position}: {losses}")
 

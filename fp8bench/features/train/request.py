@@ -72,7 +72,7 @@ CUTTING_PARALLEL = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
 # Arms that repeat the reference to show the effect of chance.
-BANDS = ("repeat", "one-ulp")
+CHANCE_ROLES = ("repeat", "one-ulp")
 
 
 def _are_rates(rates: tuple[Any, ...]) -> bool:
@@ -89,7 +89,7 @@ def parse_change(then: str) -> tuple[str, float]:
     return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
 
-def _is_then(then: str) -> bool:
+def _is_valid_change(then: str) -> bool:
     if not then.endswith("%"):
         return then == ""
     precision, share = parse_change(then)
@@ -183,7 +183,7 @@ def _make_count(default: int, maximum: int, help_text: str, group: str = LENGTH_
     return option(default, whole_number(1, maximum), help_text, "N", group)
 
 
-def _share_option(default: Any, name: str, help_text: str = "", group: str = LENGTH_TITLE) -> Any:
+def _reuse_option(default: Any, name: str, help_text: str = "", group: str = LENGTH_TITLE) -> Any:
     """Returns an option that trainings and runs have. In trainings its default differs from that in runs, and its help
     text if `help_text` is given."""
     shared = _RUN_OPTIONS[name]
@@ -364,21 +364,21 @@ class TrainerSettings:
     on_nan: str = _make_choice(
         "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step with NaN or infinity; default {default}"
     )
-    precision_map: tuple[tuple[str, str], ...] = _share_option(
+    precision_map: tuple[tuple[str, str], ...] = _reuse_option(
         (), "precision_map", "layers with a different precision, as in suite; not for the reference", group=MODEL
     )
     # Largest magnitudes from --scales-from, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
-    refresh_scales: int | None = _share_option(
+    refresh_scales: int | None = _reuse_option(
         None,
         "refresh_scales",
         "scales from the first step's data, or --scales-from, renewed in every M-th step; not for the reference",
         LEARNING_TITLE,
     )
-    saturation_bound: float | None = _share_option(None, "saturation_bound", group=LEARNING_TITLE)
+    saturation_bound: float | None = _reuse_option(None, "saturation_bound", group=LEARNING_TITLE)
     then: str = option(
         "",
-        _make_text_rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_then),
+        _make_text_rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_valid_change),
         "finish in a different dtype, like bf16@80%%: the last fifth of the steps in bf16; not for the reference",
         "DTYPE@PERCENT",
         MODEL,
@@ -413,16 +413,17 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 class TrainingRequest:
     """The options of `fp8bench train`. `margin` is a share of the reference's loss."""
 
-    dtypes: tuple[str, ...] = _share_option(("bf16", "fp8"), "dtypes", group="")
-    reference: str | None = _share_option(None, "reference", group=MODEL)
+    dtypes: tuple[str, ...] = _reuse_option(("bf16", "fp8"), "dtypes", group="")
+    reference: str | None = _reuse_option(None, "reference", group=MODEL)
     settings: TrainerSettings = TrainerSettings()
     steps: int = option(300, whole_number(1, MAX_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _share_option(0, "seed", "the first seed; default 0")
+    seed: int = _reuse_option(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
-        BANDS,
+        CHANCE_ROLES,
         _make_tuple_rule(
-            f"none, or some of {', '.join(BANDS)}", lambda names: names == ("none",) or set(names) <= set(BANDS)
+            f"none, or some of {', '.join(CHANCE_ROLES)}",
+            lambda names: names == ("none",) or set(names) <= set(CHANCE_ROLES),
         ),
         "arms that show the effect of chance on the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
         "seed), or none; default both",
@@ -449,17 +450,17 @@ class TrainingRequest:
         "NAME",
         LENGTH_TITLE,
     )
-    threads: int = _share_option(1, "threads")
-    data: str | None = _share_option(
+    threads: int = _reuse_option(1, "threads")
+    data: str | None = _reuse_option(
         None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=MODEL
     )
     stride: int = _make_count(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
     evaluate: int = _make_count(50, MAX_STEPS, "steps between validations; default {default}")
     keep: int = _make_count(50, MAX_STEPS, "steps between checkpoints; default {default}")
-    energy: bool = _share_option(
+    energy: bool = _reuse_option(
         True, "energy", "measure no energy; by default it is measured after the last step if the device has a counter"
     )
-    scales_from: str | None = _share_option(
+    scales_from: str | None = _reuse_option(
         None,
         "scales_from",
         "fixed scales from a stored training or run (its id, or last) instead of scales of each tensor; not for the "
@@ -474,9 +475,9 @@ class TrainingRequest:
         LENGTH_TITLE,
         parse="memory",
     )
-    imports: tuple[str, ...] = _share_option((), "imports", group=MODEL)
-    isolation: bool = _share_option(True, "isolation", "train in this process, without a worker")
-    ranks: int | None = _share_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
+    imports: tuple[str, ...] = _reuse_option((), "imports", group=MODEL)
+    isolation: bool = _reuse_option(True, "isolation", "train in this process, without a worker")
+    ranks: int | None = _reuse_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:
         check_fields(self, TRAINING_RULES)

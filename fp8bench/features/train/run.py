@@ -71,7 +71,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
             writer.append(coverage_events)
             for event in coverage_events:
                 observer.note(event.words)
-        return _CompleteRun(training, worker, writer, observer).run_all()
+        return _CompleteRun(training, worker, writer, observer).run_training()
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
@@ -95,7 +95,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         writer.go_back(point)
         sentence = f"resumed from step {point.step}"
         writer.append((TrainingEvent("", request.seed + point.number, point.step, "resumed", sentence),))
-        return True, _CompleteRun(replace(training, text=text), worker, writer, observer, resumed=True).run_all()
+        return True, _CompleteRun(replace(training, text=text), worker, writer, observer, resumed=True).run_training()
 
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
@@ -201,7 +201,7 @@ _ESTIMATE_STEPS = 3
 class _CompleteRun(TrainingRun):
     resumed: bool = False
 
-    def run_all(self) -> KeptTraining:
+    def run_training(self) -> KeptTraining:
         try:
             self.observer.begun(self.training)
             # Memory is measured before all arms are loaded, because each arm is measured alone.

@@ -112,7 +112,7 @@ class SeedRun(TrainingRun):
         return self.training.request.seed + self.number
 
     @property
-    def _arms(self) -> tuple[Arm, ...]:
+    def _seed_arms(self) -> tuple[Arm, ...]:
         return select_arms_of_seed(self.training.arms, self.number)
 
     @property
@@ -122,7 +122,7 @@ class SeedRun(TrainingRun):
         """
         excluded_at_start = dict(self.writer.points[0].out)
         return self.training.make_task(
-            tuple(arm for arm in self._arms if arm.name not in excluded_at_start), self.number
+            tuple(arm for arm in self._seed_arms if arm.name not in excluded_at_start), self.number
         )
 
     @property
@@ -138,7 +138,7 @@ class SeedRun(TrainingRun):
             lab.validate(self.task.arms[0].name)
         point = self._restore_checkpoint(lab)
         self.writer.go_back(point)
-        self._health = Health(self._arms, self.training.request.settings)
+        self._health = Health(self._seed_arms, self.training.request.settings)
         # Health rules first read the lines before the step where training continues.
         self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not point.step:

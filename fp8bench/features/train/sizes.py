@@ -60,12 +60,12 @@ class SizeComparison(ModelSweep):
 
 def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
     log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
-    gaps: dict[int, list[float]] = defaultdict(list)
+    gaps_by_seed: dict[int, list[float]] = defaultdict(list)
     for sized_arm in sizes:
         for pair in sized_arm.verdict.pairs:
-            gaps[pair.seed].append(pair.gap)
+            gaps_by_seed[pair.seed].append(pair.gap)
     # The slope of a seed is only computed if the seed counts in the trainings of all models.
-    complete_gaps = [gaps[seed] for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)]
+    complete_gaps = [gaps_by_seed[seed] for seed in sorted(gaps_by_seed) if len(gaps_by_seed[seed]) == len(sizes)]
     return average_gaps([linear_regression(log_parameters, values).slope for values in complete_gaps])
 
 

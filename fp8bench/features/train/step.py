@@ -18,7 +18,7 @@ from fp8bench.features.train.lab.step_optimizer import derive_seed
 from fp8bench.features.train.lab.trainer import CastState, Trainer
 from fp8bench.features.train.lab.watched_step import FaultyTensor, FaultyTensorFinder
 from fp8bench.features.train.values import (
-    FALLBACK,
+    FALLBACK_EVENT,
     WATCHED_SECONDS,
     WIRE_BYTES,
     SeedTask,
@@ -42,7 +42,7 @@ def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> I
         return
     if trainer.step == 0 and (product := identify_product(trainer.precision, trainer.task.facts)):
         sentence = f"a matrix product has the numbers of {product}, not of {trainer.precision.mode}"
-        yield trainer.event(FALLBACK, sentence)
+        yield trainer.event(FALLBACK_EVENT, sentence)
     yield from take_step(trainer, phase, watched)
 
 
@@ -163,11 +163,11 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> Faul
     tensors are finite this time.
     """
     trainer.restore_casts(casts)
-    finder = FaultyTensorFinder()
-    with trainer.materialise(SILENT), finder.attach_hooks(trainer.model):
+    tensor_finder = FaultyTensorFinder()
+    with trainer.materialise(SILENT), tensor_finder.attach_hooks(trainer.model):
         accumulate_gradients(trainer, scale, SILENT, is_finding=True)
     trainer.restore_casts(CastState({}, casts.statistics))
-    return finder.faulty_tensor
+    return tensor_finder.faulty_tensor
 
 
 def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:

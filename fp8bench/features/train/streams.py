@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, UsageError
-from fp8bench.features.train.lines import is_line, line_from_json
+from fp8bench.features.train.lines import is_stream_line, line_from_json
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
-    WATCHED,
+    WATCHED_NAME,
     Arm,
     ArmRole,
     Lines,
@@ -39,7 +39,7 @@ def is_stream(path: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         if is_no_folder(path):
             with open_file(path) as file:
-                return is_line(parse_json(file.readline(_MAX_LINE_LENGTH)))
+                return is_stream_line(parse_json(file.readline(_MAX_LINE_LENGTH)))
     return False
 
 
@@ -100,8 +100,8 @@ def make_watched_training(
 ) -> Training:
     """Returns a training that stands for recorded loops. Their precisions, device, text and command are unknown."""
     arms = [Arm(names[0], "", ArmRole.REFERENCE), *(Arm(name, "") for name in names[1:])]
-    request = TrainingRequest(settings=TrainerSettings(make=WATCHED), steps=steps, seeds=seeds, margin=margin)
-    text = make_empty_text(WATCHED)
+    request = TrainingRequest(settings=TrainerSettings(make=WATCHED_NAME), steps=steps, seeds=seeds, margin=margin)
+    text = make_empty_text(WATCHED_NAME)
     facts = DeviceFacts("", 0, "", 0, "")
     return Training(identity, "", "", request, tuple(arms), facts, Environment({}), text, 0)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from fp8bench.features.train.request import BANDS, TrainerSettings, TrainingRequest
+from fp8bench.features.train.request import CHANCE_ROLES, TrainerSettings, TrainingRequest
 from fp8bench.model.consumed import Capacity, EnergyUse, MemoryUse
 from fp8bench.model.planned import DeviceFacts, Params
 from fp8bench.model.run import Environment
@@ -41,8 +41,8 @@ class TrainingText:
 
 def make_empty_text(tokens: str, identity: str = "") -> TrainingText:
     """Returns the text of a training that reads no tokens from a file."""
-    no_tokens = TokenSpan("", 0, 0)
-    return TrainingText(no_tokens, no_tokens, 0, tokens, identity)
+    empty_span = TokenSpan("", 0, 0)
+    return TrainingText(empty_span, empty_span, 0, tokens, identity)
 
 
 class ArmRole(StrEnum):
@@ -86,7 +86,7 @@ class Arm:
     @property
     def is_chance_arm(self) -> bool:
         """Returns whether the arm is the reference again, to show how much chance changes its loss."""
-        return self.role.value in BANDS
+        return self.role.value in CHANCE_ROLES
 
     def with_precision(self, precision: str) -> Arm:
         """Returns the arm as it is after its change of precision. All layers then have the given precision, with scales
@@ -144,7 +144,7 @@ class Training:
     @property
     def is_watched(self) -> bool:
         """Returns whether the arms are loops that `fp8bench.watch` has recorded."""
-        return self.text.tokens == WATCHED
+        return self.text.tokens == WATCHED_NAME
 
     @property
     def compared_arms(self) -> list[Arm]:
@@ -236,11 +236,11 @@ GRADIENTS_LEFT = "gradients_left"
 MOMENTS_GONE = "moments_gone"
 OTHERS_TRAIN = "others_train"
 # Recorded loops have this name in place of a text's kind of tokens, and in place of the function that makes a model.
-WATCHED = "watched"
+WATCHED_NAME = "watched"
 # Event: a step had NaN or infinity.
-NOT_FINITE = "not-finite"
+NOT_FINITE_EVENT = "not-finite"
 # Event: the matrix products of an arm are computed in another precision than the arm's.
-FALLBACK = "fallback"
+FALLBACK_EVENT = "fallback"
 # Event: says which share of a user's model an arm converts, or to which precision it changes.
 COVERAGE_EVENT = "coverage"
 # Event: a user's loop could not be observed for some updates.

@@ -230,10 +230,10 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     interval.
     """
     gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
-    effects = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
+    visible_gaps = [compute_smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
     most_pairs = max((gap.pairs for gap in gaps), default=0)
-    if effects:
-        return f"a gap of {100 * max(effects):.2g}% or more would have shown in about three of four such trainings"
+    if visible_gaps:
+        return f"a gap of {100 * max(visible_gaps):.2g}% or more would have shown in about three of four such trainings"
     return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
 
 

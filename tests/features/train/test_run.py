@@ -13,7 +13,7 @@ import pytest
 from fp8bench.errors import NotKept, StoreError, UsageError, WorkerFault, WorkerLost
 from fp8bench.features.train import run as job
 from fp8bench.features.train.kind import KIND, TrainingWriter, load_training, reopen_training
-from fp8bench.features.train.request import BANDS
+from fp8bench.features.train.request import CHANCE_ROLES
 from fp8bench.features.train.values import (
     ArmCost,
     KeptTraining,
@@ -51,7 +51,7 @@ def asked(lab: FakeLab, *names: str) -> list[str]:
 
 def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
     """The one-ulp arm only in the first."""
-    kept, lab, seen = trained(FakeLab(), small(bands=BANDS))
+    kept, lab, seen = trained(FakeLab(), small(bands=CHANCE_ROLES))
     assert kept.finished and not kept.troubles and seen.places[-1] == (1, 20)
     arms = [(seed, arm) for seed in (0, 1) for arm in ("bf16", "bf16 again", "fp8")]
     arms.append((0, "bf16 one ulp"))

@@ -76,8 +76,10 @@ class LabelShift(FigureRule):
         has_shifted = len(earlier_distances) >= 4 and min(new_distances) > max(
             self.min_distance, self.distance_factor * max(earlier_distances)
         )
-        is_sorted = len(values) >= self.sorted_readings and min(values[-self.sorted_readings :]) > self.sorted_distance
-        if not has_shifted and not is_sorted:
+        are_labels_sorted = (
+            len(values) >= self.sorted_readings and min(values[-self.sorted_readings :]) > self.sorted_distance
+        )
+        if not has_shifted and not are_labels_sorted:
             return ""
         return (
             f"labels are {line.value:.1f} times as far from their usual frequencies as chance explains "

@@ -69,11 +69,11 @@ class Health:
                 self._cast_tensors.add(tensor)
             kind = (line.role, tensor in self._cast_tensors)
         key = line.seed, line.arm, kind
-        readers = self._readers.get(key)
-        if readers is None:
+        reading_rules = self._readers.get(key)
+        if reading_rules is None:
             rules = self._find_rules(line.seed, line.arm)
-            readers = self._readers[key] = [rule for rule in rules if rule.accepts(line)]
-        return readers
+            reading_rules = self._readers[key] = [rule for rule in rules if rule.accepts_line(line)]
+        return reading_rules
 
     def _find_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
         """Returns the rules that read the lines of an arm: the rules about this arm, and the rules that compare

@@ -88,11 +88,11 @@ class LossBackUp(LossRule):
             self._lowest_mean = min(self._lowest_mean, fmean(earlier_losses[-10:]))
         if len(earlier_losses) < self.losses_at_start:
             return ""
-        lowest, first_loss = min(last_losses), median(self._first_losses)
-        if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
+        lowest_loss, first_loss = min(last_losses), median(self._first_losses)
+        if lowest_loss > max(self._first_losses) + self.above_first * abs(first_loss):
             return (
-                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest:.4g} or more in "
-                f"the last {self.high_losses}: is the learning rate too high, or did the data change?"
+                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or more "
+                f"in the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
         # Compare the rise with what was learned. Under any loss function, a training that lost half of that has
         # collapsed.
@@ -103,10 +103,10 @@ class LossBackUp(LossRule):
         lost_share, times = (
             (self.lost_share_by_rate, self.noise_factor_by_rate) if rate_words else (self.lost_share, self.noise_factor)
         )
-        if learned_loss <= 0 or lowest - self._lowest_mean < max(lost_share * learned_loss, times * noise):
+        if learned_loss <= 0 or lowest_loss - self._lowest_mean < max(lost_share * learned_loss, times * noise):
             return ""
         return (
-            f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest:.4g} for "
+            f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest_loss:.4g} for "
             f"{self.high_losses} steps{rate_words}"
         )
 
@@ -343,13 +343,13 @@ class NormGain(FigureRule):
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        lowest, highest = min(last), max(last)
+        lowest_gain, highest_gain = min(last), max(last)
         # A gain near 0 is easily multiplied several times, so a minimum counts as at least `min_gain`.
-        has_grown = line.value > self.gain_factor * max(lowest, self.min_gain)
-        has_shrunk = highest >= self.min_gain and line.value * self.gain_factor < highest
+        has_grown = line.value > self.gain_factor * max(lowest_gain, self.min_gain)
+        has_shrunk = highest_gain >= self.min_gain and line.value * self.gain_factor < highest_gain
         if not has_grown and not has_shrunk:
             return ""
-        previous_gain = lowest if has_grown else highest
+        previous_gain = lowest_gain if has_grown else highest_gain
         return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {previous_gain:.3g} earlier"
 
 

@@ -67,7 +67,7 @@ class HealthRule(ABC, Generic[L]):
         if "name" in vars(cls):
             RULES.append(cls)
 
-    def accepts(self, line: Any) -> bool:
+    def accepts_line(self, line: Any) -> bool:
         is_unread_figure = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
         return isinstance(line, self.line_types) and not is_unread_figure
 
@@ -251,9 +251,9 @@ class LossPlateau(HealthRule[Any]):
             median(self._gradient_norms[-length:]),
             median(self._gradient_norms[-2 * length : -length]),
         )
-        is_learned = abs(means[-1]) < LEARNED_SHARE * abs(self._losses[0])
-        is_moving = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
-        if is_learned or is_moving or error > self.max_error:
+        has_nothing_to_learn = abs(means[-1]) < LEARNED_SHARE * abs(self._losses[0])
+        has_moved = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
+        if has_nothing_to_learn or has_moved or error > self.max_error:
             return ""
         # If the entropy of predictions equals the loss, nothing more can be learned from this text.
         if (
@@ -334,9 +334,9 @@ class GradientScale(HealthRule[StepRow]):
         # If the loss changed by another factor than the gradients, the cause is the model and not the scale.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
-        with_loss = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""
+        loss_words = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""
         return (
-            f"the gradient norm is {2**norm_change:.3g} times that of the {self.window} steps before{with_loss}: a "
+            f"the gradient norm is {2**norm_change:.3g} times that of the {self.window} steps before{loss_words}: a "
             "loss scale, a sum, or micro-batches?"
         )
 

@@ -35,7 +35,7 @@ class TensorRule(HealthRule[LayerReading]):
     def __post_init__(self) -> None:
         self._previous: dict[tuple[str, str], PreviousReadings] = defaultdict(lambda: deque(maxlen=self.window))
 
-    def accepts(self, line: Any) -> bool:
+    def accepts_line(self, line: Any) -> bool:
         return (
             isinstance(line, LayerReading) and line.role in self.roles and (may_be_cast(line) or not self.about_casts)
         )

@@ -71,8 +71,8 @@ class ArmModel:
 
     def renew_scales(self, are_due: bool) -> None:
         """Sets whether the following casts compute new scales from their data (`are_due`), or use the stored ones."""
-        for book in self.scale_books:
-            book.watching = are_due
+        for scale_book in self.scale_books:
+            scale_book.watching = are_due
 
     def collect_parameters(self) -> None:
         """Collects the trained parameters and the weights whose casts are reused. Called once the model exists."""
@@ -186,8 +186,10 @@ class BuiltInModel(ArmModel):
         """Makes attention compute in the arm's precision. Each layer has separate scales."""
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
-                prescaled = self.settings.attention == "prescaled"
-                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
+                scales_queries_first = self.settings.attention == "prescaled"
+                module.core = core = EmulatedCore(
+                    self.precision.arithmetic(self.task.facts), prescaled=scales_queries_first
+                )
                 for product_name, arithmetic in core.parts.items():
                     core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
 

@@ -93,8 +93,8 @@ class BatchMemory:
         if target.is_floating_point():
             fingerprint = compute_fingerprint([sample_values(target)])
             # Targets of one value, as those of a GAN's discriminator, repeat intentionally.
-            is_same = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
-            self._same_targets, self._last_targets = (self._same_targets + 1) * is_same, fingerprint
+            is_same_target = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
+            self._same_targets, self._last_targets = (self._same_targets + 1) * is_same_target, fingerprint
             self._watched_figures["targets_again"] = self._same_targets
         elif target.numel() == self._examples:
             self._compare_labels(target.flatten())
@@ -132,8 +132,8 @@ class BatchMemory:
                 condition_fingerprint, first_number = next(numbers), next(numbers)
                 # A condition may be a length or a setting if it is a single number, or if it begins with 0, 1 or a size
                 # of an input.
-                is_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
-                self._compare_condition(condition_fingerprint, age == 1, is_setting)
+                may_be_setting = len(condition) == 1 or first_number in {0, 1}.union(*batch.shapes)
+                self._compare_condition(condition_fingerprint, age == 1, may_be_setting)
         self._last_steps = {
             key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCHES
         }
@@ -153,17 +153,17 @@ class BatchMemory:
         self._steps += 1
         return age
 
-    def _compare_condition(self, condition: float, is_same_batch: bool, is_setting: bool) -> None:
+    def _compare_condition(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
         """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
-        fingerprint of the condition. `is_setting` means that it may be a length or a setting.
+        fingerprint of the condition. `may_be_setting` means that it may also be a length.
         """
         if math.isnan(condition):
             return
-        is_same = condition == self._last_condition
-        self._condition_changed |= not is_same and not math.isnan(self._last_condition)
+        is_same_condition = condition == self._last_condition
+        self._condition_changed |= not is_same_condition and not math.isnan(self._last_condition)
         # Lengths, masks and settings are often constant from the first step on, so they count only once they have
         # changed.
-        is_counted = is_same and not is_same_batch and (self._condition_changed or not is_setting)
+        is_counted = is_same_condition and not is_same_batch and (self._condition_changed or not may_be_setting)
         self._same_condition_steps, self._last_condition = (
             self._same_condition_steps + 1 if is_counted else 0,
             condition,

@@ -82,14 +82,14 @@ def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], r
 
 def _write_arm(path: Path, state: State) -> dict[str, str]:
     with path.open("xb") as file:
-        digesting = _DigestingFile(file)
+        digesting_file = _DigestingFile(file)
         try:
-            torch.save(state, cast(IO[bytes], digesting))
+            torch.save(state, cast(IO[bytes], digesting_file))
         except RuntimeError:
-            raise digesting.failure or RuntimeError(f"torch cannot write {path}") from None
+            raise digesting_file.failure or RuntimeError(f"torch cannot write {path}") from None
         file.flush()
         os.fsync(file.fileno())
-    return {"file": path.name, "sha256": digesting.digest}
+    return {"file": path.name, "sha256": digesting_file.digest}
 
 
 def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
@@ -268,10 +268,10 @@ def apply_scales(
         return arithmetic
     rule = StaticScales(0, settings.refresh_scales or 0, saturation_share, source="stored", known=settings.scales)
     scales = rule.find_magnitudes(precision)
-    book = ScaleBook(rule, scales)
-    scaled_arithmetic = arithmetic.scaled_by(book, layer_name)
+    scale_book = ScaleBook(rule, scales)
+    scaled_arithmetic = arithmetic.scaled_by(scale_book, layer_name)
     if scaled_arithmetic is not arithmetic:
-        books.append(book)
+        books.append(scale_book)
     if settings.scales and scaled_arithmetic is not arithmetic and not any(layer == layer_name for layer, _ in scales):
         raise UsageError(
             f"--scales-from has scales for {join_words((layer for layer, _ in scales), _MAX_LISTED)}, and none "

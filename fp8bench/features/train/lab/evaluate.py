@@ -160,7 +160,7 @@ class Evaluation:
 
 
 # A function that returns logits (texts, tokens, vocabulary) for token ids (texts, tokens).
-Predict = Callable[[Tensor], Tensor]
+PredictLogits = Callable[[Tensor], Tensor]
 # Task items are evaluated in batches of about this many tokens.
 _TASK_TOKENS_PER_PASS = 4096
 
@@ -190,7 +190,7 @@ class Scores:
         for metric in self.settings.metric:
             yield from measure_metric(metric, predict, self.held_out)
 
-    def score_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
+    def score_tasks(self, predict: PredictLogits) -> Iterator[tuple[str, float]]:
         """Yields the share of right answers in each task, with the name of its figure. The share is NaN if logits are
         not finite.
         """
@@ -230,8 +230,8 @@ def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> di
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
     if "cloze" in tasks:
-        span = text.held_out
-        tokens = np.memmap(span.path, dtype=np.uint16, mode="r")[span.start : span.stop]
+        text_span = text.held_out
+        tokens = np.memmap(text_span.path, dtype=np.uint16, mode="r")[text_span.start : text_span.stop]
         held_out = tokens.astype(np.uint8).tobytes()
     items: dict[str, list[TaskItem]] = {}
     for task in tasks:
@@ -239,7 +239,7 @@ def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> di
     return items
 
 
-def _predict_choices(predict: Predict, rows: Tensor, item: TaskItem) -> Tensor:
+def _predict_choices(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Tensor:
     """Returns the logits of each choice at each position that the item asks about, as a tensor (texts, positions,
     choices).
     """
@@ -247,7 +247,7 @@ def _predict_choices(predict: Predict, rows: Tensor, item: TaskItem) -> Tensor:
     return predict(rows)[:, positions - 1][:, :, choices].double()
 
 
-def _measure_log_probabilities(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
+def _measure_log_probabilities(predict: PredictLogits, rows: Tensor, lengths: Tensor) -> Tensor:
     """Returns the log-probability of each text, as a tensor (texts)."""
     log_probabilities = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
     is_text = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]

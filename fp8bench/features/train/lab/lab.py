@@ -63,7 +63,7 @@ class Lab(Bench):
                     self._trainers[arm.name] = Trainer(task, arm)
             except Exception as error:  # noqa: BLE001 - the other arms may fit, or have a sound plan
                 self._unbuilt[arm.name] = describe_fault(error)
-        return tuple(trainer.describe() for trainer in self._trainers.values())
+        return tuple(trainer.describe_state() for trainer in self._trainers.values())
 
     def _prepare_device(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
@@ -100,8 +100,8 @@ class Lab(Bench):
             memory_use, trainer = measure_step_memory(build, device, task.facts.index, leaks=False, hardware=hardware)
         if isinstance(memory_use, str):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {memory_use}")
-        parameter_count = trainer.describe().parameters
-        sizes = trainer.describe().bytes_per_parameter
+        parameter_count = trainer.describe_state().parameters
+        sizes = trainer.describe_state().bytes_per_parameter
         kept_bytes = tuple((name, round(size * parameter_count)) for name, size in sizes)
         return ArmCost(arm.name, task.seed, kept=kept_bytes, memory=memory_use)
 
@@ -266,13 +266,13 @@ def make_arm_builder(task: SeedTask, arm: Arm, hardware: Hardware) -> MakePrepar
     from fp8bench.features.train.lab.trainer import Trainer
 
     def make(listener: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
-        def with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
+        def wrap_with_hardware(mode: str, inner: Arithmetic) -> Arithmetic:
             assert ledger is not None
             return hardware.wrap_arithmetic(mode, inner, ledger)
 
         def prepare() -> PreparedMemory:
             watch = None if listener is None else make_cast_watch(listener)
-            trainer = Trainer(task, arm, watch, None if ledger is None else with_hardware)
+            trainer = Trainer(task, arm, watch, None if ledger is None else wrap_with_hardware)
             return PreparedMemory(trainer, lambda phase: take_extra_step(trainer, phase))
 
         return prepare

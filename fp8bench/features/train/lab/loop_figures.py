@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8bench.features.train.lab.low_precision import Parameters, Tensors
-from fp8bench.features.train.lab.readings import Number
+from fp8bench.features.train.lab.low_precision import NamedParameters, Tensors
+from fp8bench.features.train.lab.readings import FigureValue
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN
 
 # Inputs are compared by a sample of at most this many values.
@@ -108,7 +108,7 @@ class LoopHabits:
         finally:
             handle.remove()
 
-    def list_figures(self, parameters: Parameters) -> dict[tuple[str, str], Tensor | float]:
+    def list_figures(self, parameters: NamedParameters) -> dict[tuple[str, str], Tensor | float]:
         """Returns the parameters whose learning rate is below the highest one, each with its rate as a share of the
         highest.
         """
@@ -131,8 +131,8 @@ class LoopHabits:
         self._had_backward = True
         if not self._are_gradients_cleared:
             # Usually the first gradient was cleared, so the check ends there.
-            are_untouched = all(mark.is_untouched for mark in self._marks)
-            self._are_gradients_cleared = not self._marks or not are_untouched
+            are_gradients_untouched = all(mark.is_untouched for mark in self._marks)
+            self._are_gradients_cleared = not self._marks or not are_gradients_untouched
 
     def end_backward(self) -> bool:
         """Returns whether the backward changed gradients of the optimizer's parameters."""
@@ -289,7 +289,7 @@ def compute_fingerprint(samples: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def measure_inputs(inputs: Any) -> dict[str, Number]:
+def measure_inputs(inputs: Any) -> dict[str, FigureValue]:
     """Returns figures of the first input of a model, from a sample of its values: the mean, the deviation, and the
     share of duplicate examples.
     """
@@ -298,7 +298,7 @@ def measure_inputs(inputs: Any) -> dict[str, Number]:
     if tensor is None or tensor.is_complex():
         return {}
     values = sample_values(tensor).to(torch.float64)
-    figures: dict[str, Number] = {"input_mean": values.mean(), "input_deviation": values.std()}
+    figures: dict[str, FigureValue] = {"input_mean": values.mean(), "input_deviation": values.std()}
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
     if min(rows.shape) >= _MIN_EXAMPLES:
         values = rows[:, :: -(-rows.shape[1] // _SAMPLED_VALUES)].to(torch.float64)
@@ -329,16 +329,16 @@ def find_loss_function(loss: Tensor, *names: str) -> Any:
     """Returns the autograd node of the loss function that computed a loss, or None. The node is recognized by the
     beginning of its name.
     """
-    node: Any = loss.grad_fn
+    graph_node: Any = loss.grad_fn
     for _ in range(_MAX_LOSS_OPERATIONS + 1):
-        if node is None or node.name().startswith(names):
-            return node
-        inputs = [function for function, _ in node.next_functions if function is not None]
-        node = inputs[0] if len(inputs) == 1 else None
+        if graph_node is None or graph_node.name().startswith(names):
+            return graph_node
+        inputs = [function for function, _ in graph_node.next_functions if function is not None]
+        graph_node = inputs[0] if len(inputs) == 1 else None
     return None
 
 
-def measure_predictions(loss: Tensor) -> dict[str, Number]:
+def measure_predictions(loss: Tensor) -> dict[str, FigureValue]:
     """Returns figures of a cross entropy: the number of classes, the mean entropy of a sample of predictions, and the
     largest range of logits. Returns {} for any other loss.
     """

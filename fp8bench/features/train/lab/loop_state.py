@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8bench.features.train.lab.low_precision import Parameters
-from fp8bench.features.train.lab.readings import Number
+from fp8bench.features.train.lab.low_precision import NamedParameters
+from fp8bench.features.train.lab.readings import FigureValue
 
 _DROPOUT_LAYERS = (nn.modules.dropout._DropoutNd,)
 _MODE_DEPENDENT_LAYERS = (*_DROPOUT_LAYERS, nn.modules.batchnorm._BatchNorm)
@@ -42,12 +42,12 @@ class LoopState:
     def end_update(self, optimizer: Optimizer) -> None:
         self._moment_marks = list(map(_id_and_version, _list_moments_of_first_parameter(optimizer)))
 
-    def list_figures(self, parameters: Parameters) -> dict[tuple[str, str], Number]:
+    def list_figures(self, parameters: NamedParameters) -> dict[tuple[str, str], FigureValue]:
         """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter had
         no gradient. `parts_in_eval` counts the dropouts and batch norms that the loop has switched to eval mode, under
         the path of the first of them.
         """
-        figures: dict[tuple[str, str], Number] = {}
+        figures: dict[tuple[str, str], FigureValue] = {}
         for name, parameter in parameters.items():
             steps = self._steps_without_gradient.get(id(parameter), 0)
             if steps:

@@ -28,7 +28,7 @@ _SCALE_GROWTH = 2 ** (1 / 1000)
 
 Tensors = Sequence[Tensor]
 # A model's parameters by their paths.
-Parameters = Mapping[str, nn.Parameter]
+NamedParameters = Mapping[str, nn.Parameter]
 
 
 def gradient_or_zeros(parameter: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ class AutomaticScale:
     def finish_step(self) -> None:
         # FP8-LM adapts its scale in the same way: down at once, up slowly.
         too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
-        new_share = torch.where(too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0))
-        self.share = torch.where(self._inverse.isfinite(), new_share, self.share)
+        next_share = torch.where(too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0))
+        self.share = torch.where(self._inverse.isfinite(), next_share, self.share)
 
 
 class Weights:

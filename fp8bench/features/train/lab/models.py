@@ -142,11 +142,11 @@ def check_settings(settings: TrainerSettings) -> None:
 
 def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
     """Raises UsageError if a --wire is set and no arm uses it."""
-    changed = [arm for arm in arms if arm.wire != WIRE_FORMATS[0]]
-    if changed and not any(arm.parallel in PARALLEL_WITH_WIRE for arm in changed):
+    arms_with_wire = [arm for arm in arms if arm.wire != WIRE_FORMATS[0]]
+    if arms_with_wire and not any(arm.parallel in PARALLEL_WITH_WIRE for arm in arms_with_wire):
         raise UsageError(
             f"--wire has no effect: it needs --parallel {' or '.join(PARALLEL_WITH_WIRE)}, and that is "
-            f"{changed[0].parallel}. "
+            f"{arms_with_wire[0].parallel}. "
             f"Choose --parallel {PARALLEL_WITH_WIRE[0]}, or leave --wire out."
         )
 

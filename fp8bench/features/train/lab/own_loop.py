@@ -96,17 +96,19 @@ class OwnLoop:
         self._optimizer_ref = weakref.ref(optimizer, lambda _: self._drop_model())
 
     def __enter__(self) -> Self:
-        guard = self._guard_hook
+        guard_hook = self._guard_hook
         handles = [
-            self._habits.optimizer.register_step_pre_hook(guard(self._begin_update)),
-            self._habits.optimizer.register_step_post_hook(guard(self._end_update)),
+            self._habits.optimizer.register_step_pre_hook(guard_hook(self._begin_update)),
+            self._habits.optimizer.register_step_post_hook(guard_hook(self._end_update)),
         ]
         if self._is_hookable:
-            handles.append(self._module.register_forward_pre_hook(guard(self._record_inputs), with_kwargs=True))
-            handles.append(self._module.register_forward_hook(guard(self._record_output)))
+            handles.append(self._module.register_forward_pre_hook(guard_hook(self._record_inputs), with_kwargs=True))
+            handles.append(self._module.register_forward_hook(guard_hook(self._record_output)))
         for handle in handles:
             self._hooks.callback(handle.remove)
-        self._hooks.enter_context(call_around_backward(guard(self._begin_backward), guard(self._end_backward)))
+        self._hooks.enter_context(
+            call_around_backward(guard_hook(self._begin_backward), guard_hook(self._end_backward))
+        )
         self._hooks.enter_context(self._habits.watch_other_optimizers())
         self._begin()
         return self

@@ -257,8 +257,8 @@ def read_held_out(name: str, user_parts: Given, facts: DeviceFacts) -> list[Any]
         with seed_generators(derive_seed("held-out"), facts):
             if callable(source):
                 return [source(step, 0) for step in range(_HELD_OUT_CALLS)]
-            is_single = isinstance(source, Tensor | dict | tuple)
-            return [source] if is_single else list(islice(iter(source), _MAX_HELD_OUT))
+            is_single_batch = isinstance(source, Tensor | dict | tuple)
+            return [source] if is_single_batch else list(islice(iter(source), _MAX_HELD_OUT))
     except Exception as error:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 

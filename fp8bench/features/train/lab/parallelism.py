@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_or_zeros
+from fp8bench.features.train.lab.low_precision import Gradients, NamedParameters, Tensors, gradient_or_zeros
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
@@ -54,7 +54,7 @@ class SingleRank:
     def cut_model(self, model: LanguageModel) -> None:
         """Reduces a model to the part that this rank computes."""
 
-    def divide_parameters(self, parameters: Parameters) -> Parameters:
+    def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
         """Returns the part of each parameter that this rank stores and updates."""
         return parameters
 
@@ -81,7 +81,7 @@ class SingleRank:
         """Returns the values of those parameters that this rank stores. `values` has a value for every parameter."""
         return list(values)
 
-    def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
+    def list_shared_parameters(self, parameters: NamedParameters) -> list[nn.Parameter]:
         """Returns the parameters that must be equal on all ranks."""
         return list(parameters.values())
 
@@ -144,7 +144,7 @@ class FullySharded(DataParallel):
     checkpoints and AdamW's kernels work on ordinary tensors.
     """
 
-    def divide_parameters(self, parameters: Parameters) -> Parameters:
+    def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
         self._full_weights = list(parameters.values())
         self._weight_bytes = [weight.untyped_storage().nbytes() for weight in self._full_weights]
         self._stored = [
@@ -236,7 +236,7 @@ class TensorParallel(SeveralRanks):
         assert isinstance(model, GPT)
         share_blocks(model, self._config, self._group)
 
-    def divide_parameters(self, parameters: Parameters) -> Parameters:
+    def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
         self._is_cut = torch.tensor([find_cut(name, self._config) is not None for name in parameters])
         return parameters
 
@@ -262,7 +262,7 @@ class TensorParallel(SeveralRanks):
             )
         )
 
-    def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
+    def list_shared_parameters(self, parameters: NamedParameters) -> list[nn.Parameter]:
         return [parameter for parameter, cut in zip(parameters.values(), self._is_cut.tolist(), strict=True) if not cut]
 
 
@@ -276,7 +276,7 @@ class ZeroTensors(FullySharded):
         super().__init__(group)
         self._wire = wire
 
-    def divide_parameters(self, parameters: Parameters) -> Parameters:
+    def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
         self._full_weights = list(parameters.values())
         if len(self._full_weights) < self.part_count:
             raise UsageError(
@@ -362,7 +362,7 @@ class SequenceParallel(TensorParallel):
             lambda _, inputs: (exchange(inputs[0], token_group.gather, divide_tokens),)
         )
 
-    def divide_parameters(self, parameters: Parameters) -> Parameters:
+    def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
         """Returns this rank's part of the parameters. Norm layers inside blocks see only this rank's tokens, so their
         gradients are summed over ranks.
         """

@@ -29,7 +29,7 @@ from fp8bench.units import number_of
 # The wsd schedule decreases the rate during this last share of the steps.
 _WSD_DECAY_SHARE = 0.2
 # The plateau schedule halves the rate after more than this many validations in a row without progress.
-PATIENCE = 2
+PLATEAU_PATIENCE = 2
 
 
 class RateSchedule:
@@ -44,7 +44,9 @@ class RateSchedule:
         self._scheduler = _make_scheduler(self._optimizer, schedule_name, keys["warmup"], keys.get("floor", 0.0), steps)
         self._plateau: ReduceLROnPlateau | None = None
         if schedule_name == "plateau":
-            self._plateau = ReduceLROnPlateau(self._optimizer, factor=0.5, patience=PATIENCE, min_lr=keys["floor"])
+            self._plateau = ReduceLROnPlateau(
+                self._optimizer, factor=0.5, patience=PLATEAU_PATIENCE, min_lr=keys["floor"]
+            )
 
     def rate_share(self, step: int) -> float:
         """Returns the share of the full rate in a step, counted from 0. Steps have to be requested in order. A repeated
@@ -61,8 +63,12 @@ class RateSchedule:
             self._plateau.step(loss)
 
     def get_state(self) -> list[float]:
-        plateau = self._plateau
-        best, bad = (math.inf, 0) if plateau is None else (float(plateau.best), plateau.num_bad_epochs)
+        plateau_scheduler = self._plateau
+        best, bad = (
+            (math.inf, 0)
+            if plateau_scheduler is None
+            else (float(plateau_scheduler.best), plateau_scheduler.num_bad_epochs)
+        )
         return [float(self._scheduler.last_epoch), self.rate_share(0), best, bad]
 
     def set_state(self, state: Sequence[float]) -> None:
@@ -140,9 +146,9 @@ def find_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float],
     else 1.
     """
     factor_by_name = dict(rates)
-    prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]
-    if prefixes:
-        return factor_by_name[max(prefixes, key=len)]
+    matching_prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]
+    if matching_prefixes:
+        return factor_by_name[max(matching_prefixes, key=len)]
     return factor_by_name.get(
         _find_layer_kind(name, dimensions), factor_by_name.get(find_parameter_kind(name, dimensions), 1.0)
     )
@@ -161,8 +167,8 @@ def find_clip_group(name: str, dimensions: int, group: str) -> str:
 
 
 # The first value and the smallest value of a dynamic loss scale.
-_FIRST_SCALE = 2.0**16
-_MIN_SCALE = 1.0
+_FIRST_LOSS_SCALE = 2.0**16
+_MIN_LOSS_SCALE = 1.0
 # A dynamic loss scale doubles after this many steps without an overflow.
 GROWTH_STEPS = 200
 
@@ -175,24 +181,24 @@ class LossScale:
 
     scale: float
     dynamic: bool = False
-    good_steps: int = 0
+    finite_steps: int = 0
 
     def adapt(self, finite: bool) -> None:
         if not self.dynamic:
             return
         # The count restarts at each overflow, as GradScaler's does.
-        self.good_steps = self.good_steps + 1 if finite else 0
+        self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(_MIN_SCALE, self.scale / 2)
-        elif self.good_steps == GROWTH_STEPS:
+            self.scale = max(_MIN_LOSS_SCALE, self.scale / 2)
+        elif self.finite_steps == GROWTH_STEPS:
             self.scale = min(MAX_LOSS_SCALE, self.scale * 2)
-            self.good_steps = 0
+            self.finite_steps = 0
 
 
 def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossScale:
     setting = settings.loss_scale
     if setting == "dynamic":
-        return LossScale(_FIRST_SCALE, dynamic=True)
+        return LossScale(_FIRST_LOSS_SCALE, dynamic=True)
     return LossScale(precision_scale if setting == "auto" else number_of(setting))
 
 

@@ -30,8 +30,8 @@ from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.units import EXACT_DB
 
 # Figures by name. A figure is a number on the host, or a tensor without dimensions on the device.
-Number = float | Tensor
-Figures = dict[str, Number]
+FigureValue = float | Tensor
+Figures = dict[str, FigureValue]
 IntegerArray = npt.NDArray[np.signedinteger[Any]]
 
 # The bits of a float32 infinity as an integer. The bits of NaN are a larger integer.
@@ -215,7 +215,7 @@ def _measure_range(x: Tensor, fmt: Format, amax: float | None, cast: TensorCast)
     figures: Figures = {"largest": fmt.largest}
     if cast.scaling is not None and cast.scaling.rows:
         return figures | _measure_blocks(x, fmt, cast.scaling, amax is not None)
-    saturation_limit: Number = fmt.largest * _SATURATION_SLACK
+    saturation_limit: FigureValue = fmt.largest * _SATURATION_SLACK
     if cast.scale is not None:
         saturation_limit = saturation_limit / (cast.scale if amax is None else float(cast.scale))
         figures["scale"] = cast.scale
@@ -236,13 +236,15 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
     """
     blocks = split_into_blocks(x.to(torch.float32).abs(), fmt, scaling)
     steps = blocks.steps.to(torch.float64)
-    is_usable = (steps > 0) & (steps < math.inf)
-    has_values = is_usable & (blocks.peaks > 0)
-    largest_share = torch.where(is_usable & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
-    saturated_count: Number = 0
+    is_usable_scale = (steps > 0) & (steps < math.inf)
+    has_values = is_usable_scale & (blocks.peaks > 0)
+    largest_share = (
+        torch.where(is_usable_scale & (blocks.peaks < math.inf), blocks.peaks / steps, 0.0).amax() / fmt.largest
+    )
+    saturated_count: FigureValue = 0
     if not is_on_cpu or float(largest_share) > _SATURATION_SLACK:
         saturated_count = _count_values_beyond(
-            blocks.magnitudes, torch.where(is_usable, steps * (fmt.largest * _SATURATION_SLACK), math.inf)
+            blocks.magnitudes, torch.where(is_usable_scale, steps * (fmt.largest * _SATURATION_SLACK), math.inf)
         )
     return {
         "fullest": largest_share,
@@ -253,11 +255,11 @@ def _measure_blocks(x: Tensor, fmt: Format, scaling: Scaling, is_on_cpu: bool) -
     }
 
 
-def _count_values_beyond(magnitudes: Tensor, limits: Number) -> Tensor:
+def _count_values_beyond(magnitudes: Tensor, limits: FigureValue) -> Tensor:
     return ((magnitudes > limits) & (magnitudes < math.inf)).sum()
 
 
-def largest_output(x: Tensor) -> Number:
+def largest_output(x: Tensor) -> FigureValue:
     """Returns the largest magnitude of a layer's output; NaN if a value is NaN."""
     if not is_read_at_once(x) or not x.numel():
         return largest_magnitude(x)
@@ -315,7 +317,7 @@ def _transfer_numbers(tensors: Sequence[Tensor]) -> list[float]:
     return [number_by_index[place] for place in range(len(tensors))]
 
 
-def read_figures(figures: Sequence[Mapping[Any, Number]]) -> list[dict[Any, float]]:
+def read_figures(figures: Sequence[Mapping[Any, FigureValue]]) -> list[dict[Any, float]]:
     """Returns figures as numbers on the host. This is the only function here that waits for a device, and it waits
     once.
     """
@@ -414,7 +416,7 @@ def _compute_signal_to_noise(figures: Mapping[str, float]) -> float | None:
 # Attention scores are computed for this many queries at a time, since all scores of a long context would not fit into
 # memory.
 _QUERIES_PER_PASS = 256
-_KIB = 1024
+_BYTES_PER_KIB = 1024
 
 
 def max_attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -472,4 +474,4 @@ def measure_peak_bytes(device: torch.device) -> int:
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).max_memory_allocated(device))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES_PER_KIB

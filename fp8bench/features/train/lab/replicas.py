@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.own_ranks import Ranks, count_ranks, make_store
-from fp8bench.features.train.lab.readings import Number
+from fp8bench.features.train.lab.readings import FigureValue
 
 
 class Replicas:
@@ -30,7 +30,7 @@ class Replicas:
         self._sums: list[tuple[int, float]] = []
         self._once_equal: set[int] = set()
 
-    def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], Number]:
+    def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], FigureValue]:
         """Returns the number of ranks whose weights now differ from this rank's, as a figure with the name of the first
         of these ranks. Ranks that hold different parts of a model are not counted, because their weights were never
         equal.

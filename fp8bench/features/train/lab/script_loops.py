@@ -49,7 +49,7 @@ class ScriptLoops:
                 return
             # A new optimizer of the same parameters replaces their old optimizer, as in a second phase of training.
             loop.stack.close()
-        self._watch(optimizer)
+        self._begin_watching(optimizer)
 
     def close(self) -> None:
         """Writes the remaining rows of all loops."""
@@ -66,13 +66,13 @@ class ScriptLoops:
                     f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {page_or_command}"
                 )
             else:
-                self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_ADVICE}")
+                self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_WATCH_ADVICE}")
         if len(self._loops) > _MAX_REPORTED:
             self._print_line(
                 f"{len(self._loops) - _MAX_REPORTED} more streams are in {short_path(self._stream.parent)}"
             )
 
-    def _watch(self, optimizer: torch.optim.Optimizer) -> None:
+    def _begin_watching(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         if _uses_deepspeed(optimizer):
             reason = "DeepSpeed keeps parameters in partitions that no module holds, so that they cannot be watched"
@@ -82,14 +82,14 @@ class ScriptLoops:
         if module is None:
             tensor_words = many(len(list_parameters(optimizer)), "tensor")
             self._print_line(
-                f"{kind} is not watched: no module of torch holds the {tensor_words} that it changes. {_ADVICE}"
+                f"{kind} is not watched: no module of torch holds the {tensor_words} that it changes. {_WATCH_ADVICE}"
             )
             return
         number = len(self._loops) + 1
-        path, live = self._stream, self._options.get("live")
+        path, live_page = self._stream, self._options.get("live")
         if number > 1:
             path = path.with_name(f"{path.stem}.{number}.jsonl")
-            live = live and live.with_name(f"{live.stem}.{number}{live.suffix}")
+            live_page = live_page and live_page.with_name(f"{live_page.stem}.{number}{live_page.suffix}")
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
         loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watched = watch(
@@ -99,7 +99,7 @@ class ScriptLoops:
             told=loop.see,
             name=path.stem,
             scaler=find_scaler(optimizer),
-            **{**self._options, "live": live},
+            **{**self._options, "live": live_page},
         )
         loop.watched = loop.stack.enter_context(watched)
         loop.watched.begin_in_step()
@@ -109,7 +109,7 @@ class ScriptLoops:
 
 # A script may train many models, such as one per fold: only this many are reported.
 _MAX_REPORTED = 4
-_ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
+_WATCH_ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
 
 
 class _WatchedLoop:
@@ -155,8 +155,8 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     # layers, because a list is never called.
     while parents := [module for module in holders if any(child is trained_module for child in module.children())]:
         parent = min(parents, key=lambda module: len(parameters_by_module[module]))
-        is_called = type(trained_module).forward is not nn.Module.forward
-        if is_called and (parameters_by_module[parent] & other_parameters or _is_lightning(parent)):
+        has_forward = type(trained_module).forward is not nn.Module.forward
+        if has_forward and (parameters_by_module[parent] & other_parameters or _is_lightning(parent)):
             break
         trained_module = parent
     return trained_module
@@ -182,5 +182,5 @@ def _is_lightning(module: nn.Module) -> bool:
 def _uses_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
     if "deepspeed" not in sys.modules:
         return False
-    objects: Iterable[Any] = [optimizer, *_list_instances(nn.Module)]
-    return any(type(instance).__module__.partition(".")[0] == "deepspeed" for instance in objects)
+    candidate_objects: Iterable[Any] = [optimizer, *_list_instances(nn.Module)]
+    return any(type(instance).__module__.partition(".")[0] == "deepspeed" for instance in candidate_objects)

@@ -27,7 +27,7 @@ from fp8bench.features.train.lab.low_precision import (
     WEIGHTS_BY_MASTER,
     Gradients,
     LowGradients,
-    Parameters,
+    NamedParameters,
     Tensors,
     Weights,
     make_state_storages,
@@ -88,7 +88,7 @@ class Bucket:
     holders: Tensors
     place: int | None = None
     storages: tuple[Storage, Storage] | None = None
-    _stored: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
+    _stored_states: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
 
     def begin_states(self) -> None:
         """Makes torch create the optimizer's states now. For this the optimizer takes a step with zero gradients and
@@ -111,7 +111,7 @@ class Bucket:
         self.store_states()
 
     def restore_states(self) -> None:
-        for (parameter, name), operand in self._stored.items():
+        for (parameter, name), operand in self._stored_states.items():
             self.optimizer.state[parameter][name] = self._find_storage(name).restore(operand)
 
     def store_states(self) -> None:
@@ -120,7 +120,7 @@ class Bucket:
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    self._stored[parameter, name] = self._find_storage(name).store(state.pop(name))
+                    self._stored_states[parameter, name] = self._find_storage(name).store(state.pop(name))
 
     def _find_storage(self, name: str) -> Storage:
         assert self.storages is not None
@@ -160,12 +160,13 @@ class Bucket:
         """Yields all tensors of the optimizer's states, each with the name that torch gives it."""
         for state in self.optimizer.state.values():
             yield from ((name, [value]) for name, value in state.items() if isinstance(value, Tensor))
-        yield from ((name, operand.tensors) for (_, name), operand in self._stored.items())
+        yield from ((name, operand.tensors) for (_, name), operand in self._stored_states.items())
 
     def get_state(self) -> State:
         numbers = {parameter: number for number, parameter in enumerate(self.holders)}
         stored_states = {
-            f"{numbers[parameter]}/{name}": operand.tensors for (parameter, name), operand in self._stored.items()
+            f"{numbers[parameter]}/{name}": operand.tensors
+            for (parameter, name), operand in self._stored_states.items()
         }
         return {"torch": self.optimizer.state_dict(), "stored": stored_states}
 
@@ -174,7 +175,7 @@ class Bucket:
         for key, tensors in state["stored"].items():
             number, _, name = key.partition("/")
             parameter = self.holders[int(number)]
-            self._stored[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
+            self._stored_states[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
 
 
 @dataclass(eq=False)
@@ -183,7 +184,7 @@ class StepOptimizer:
     `full_rate`, but may have a `schedule`.
     """
 
-    parameters: Parameters
+    parameters: NamedParameters
     buckets: Sequence[Bucket]
     gradients: Gradients
     weights: Weights
@@ -276,7 +277,7 @@ class StepOptimizer:
             self.schedule.load_state_dict(state["schedule"])
 
 
-def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
+def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) -> StepOptimizer:
     """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
     decay and clipping.
     """
@@ -406,7 +407,7 @@ class HighAccumulation(torch.optim.Optimizer):
         self.param_groups = self._inner.param_groups
         self.state = self._inner.state
         for parameter, master in zip(self.trained, self.masters, strict=True):
-            parameter.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(_add_gradient_to_master, master))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -438,7 +439,7 @@ class HighAccumulation(torch.optim.Optimizer):
         self._copy_masters()
 
 
-def _add_to_master(master: nn.Parameter, parameter: Tensor) -> None:
+def _add_gradient_to_master(master: nn.Parameter, parameter: Tensor) -> None:
     assert parameter.grad is not None
     gradient = parameter.grad.to(torch.float32)
     master.grad = gradient if master.grad is None else master.grad + gradient

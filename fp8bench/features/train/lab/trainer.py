@@ -20,7 +20,7 @@ from fp8bench.features.train.lab.rates import RateSchedule, find_clip_group, mak
 from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, describe_not_finite
 from fp8bench.features.train.request import parse_change, parse_clip
 from fp8bench.features.train.values import (
-    NOT_FINITE,
+    NOT_FINITE_EVENT,
     Arm,
     ArmState,
     SeedTask,
@@ -82,7 +82,7 @@ class Trainer:
     def tokens(self) -> int:
         return self.arm_model.tokens
 
-    def describe(self) -> ArmState:
+    def describe_state(self) -> ArmState:
         parameter_count = self.arm_model.parameter_count
         sizes = []
         for name, tensors in self._list_stored_tensors().items():
@@ -101,12 +101,12 @@ class Trainer:
         return self.optimizer.stored_tensors() | {name: tensors for name, tensors in other_tensors.items() if tensors}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        tensors_of = self.optimizer.stored_tensors()
-        moments = [tensors for name, tensors in tensors_of.items() if name not in ("weights", "gradients")]
-        weights = [*tensors_of["weights"], *list_frozen_weights(self.model)]
+        tensors_by_purpose = self.optimizer.stored_tensors()
+        moments = [tensors for name, tensors in tensors_by_purpose.items() if name not in ("weights", "gradients")]
+        weights = [*tensors_by_purpose["weights"], *list_frozen_weights(self.model)]
         return {
             MemoryRole.WEIGHTS: weights,
-            MemoryRole.GRADIENTS: tensors_of["gradients"],
+            MemoryRole.GRADIENTS: tensors_by_purpose["gradients"],
             MemoryRole.OPTIMIZER: moments,
         }
 
@@ -195,7 +195,7 @@ class Trainer:
         )
         words = describe_not_finite(faulty_tensor, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
-        yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
+        yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE_EVENT, words, layer, tensor, values)
         if not math.isfinite(row.parameter_norm):
             reason = "its weights are not finite; resume from the last checkpoint"
         elif self._steps_skipped + 1 == _MAX_SKIPPED:
@@ -254,7 +254,7 @@ class Trainer:
             "step": self.step,
             "precision": self.arm.precision,
             "stopped": self.stopped,
-            "loss_scale": [self.loss_scale.scale, self.loss_scale.good_steps],
+            "loss_scale": [self.loss_scale.scale, self.loss_scale.finite_steps],
             "optimizer": self.optimizer.get_state(),
             "schedule": self._schedule.get_state(),
             "skipped": self._steps_skipped,
@@ -268,7 +268,7 @@ class Trainer:
         self.stopped = bool(state["stopped"])
         # The state of casts and the loss scale are only valid in the same precision.
         if state["precision"] == self.arm.precision:
-            self.loss_scale.scale, self.loss_scale.good_steps = state["loss_scale"]
+            self.loss_scale.scale, self.loss_scale.finite_steps = state["loss_scale"]
         else:
             state = {**state, "casts": {**state["casts"], "arithmetics": {}}, "watched": {}}
         self._steps_skipped = state["skipped"]

@@ -29,7 +29,7 @@ from fp8bench.features.train.lab.own_casts import (
 )
 from fp8bench.features.train.lab.readings import (
     Figures,
-    Number,
+    FigureValue,
     TensorCast,
     describe_cast,
     find_running_mean,
@@ -92,8 +92,8 @@ class ModelWatch:
 
     def read_embedding(self, layer: str) -> Tensor:
         """Returns an embedding's values as the model uses them: rounded to the precision of the embedding."""
-        own_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
-        arithmetic = getattr(self.model, "around", {}).get(layer, own_arithmetic)
+        module_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
+        arithmetic = getattr(self.model, "around", {}).get(layer, module_arithmetic)
         return cast_to(local_shard(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
@@ -228,7 +228,7 @@ class WatchedStep:
     def __init__(self, watch: ModelWatch, stack: ExitStack, guard: Callable[[Hook], Hook]) -> None:
         self._guard = guard
         self.tensors: dict[tuple[str, str], Figures] = {}
-        self.figures: dict[tuple[str, str], Number] = {}
+        self.figures: dict[tuple[str, str], FigureValue] = {}
         self._watch = watch
         # The latest input with its version, cast and figures. Queries, keys and values often share one input, which
         # is then measured once.

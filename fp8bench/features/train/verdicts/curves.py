@@ -21,7 +21,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from fp8bench.analysis.compare.interval import student_quantile
-from fp8bench.features.train.values import NOT_FINITE, Lines, StepRow, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.values import NOT_FINITE_EVENT, Lines, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
@@ -35,7 +35,7 @@ _MAX_ENDS = 10
 # If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
 # stays above 0.6.
-_NEARLY_ZERO = 0.01
+_MEMORISED_SHARE = 0.01
 _STOPPED_EVENT = "stopped"
 
 CurveKey = tuple[str, int]
@@ -83,7 +83,7 @@ class Curve:
         return math.nan
 
     @property
-    def fall(self) -> float:
+    def loss_fall(self) -> float:
         """Returns the share by which the loss fell from the first step to the endpoint. If the share by which the
         held-out loss fell is larger, returns that share, because the first batch may be easy. Returns NaN if the
         endpoint is not finite.
@@ -104,7 +104,7 @@ class Curve:
         """
         if self.is_complete:
             return not math.isfinite(self.rows[-1].loss)
-        return {_STOPPED_EVENT, NOT_FINITE} <= self.events
+        return {_STOPPED_EVENT, NOT_FINITE_EVENT} <= self.events
 
 
 Curves = Mapping[CurveKey, Curve]
@@ -152,12 +152,12 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | VoidReason:
     if not (reference.is_complete and arm.is_complete):
         return VoidReason.NOT_FINISHED
     # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
-    reference_end = reference.endpoint
-    arm_end = arm.endpoint
-    if math.isnan(reference_end) or math.isnan(arm_end):
+    reference_endpoint = reference.endpoint
+    arm_endpoint = arm.endpoint
+    if math.isnan(reference_endpoint) or math.isnan(arm_endpoint):
         return VoidReason.NOT_FINITE
     # relative to a negative loss, a gap would have the wrong sign
-    if reference_end <= _NEARLY_ZERO * abs(reference.rows[0].loss):
+    if reference_endpoint <= _MEMORISED_SHARE * abs(reference.rows[0].loss):
         return VoidReason.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return VoidReason.OTHER_TOKENS
@@ -370,8 +370,8 @@ def classify_gap(interval: Interval, margin: float) -> Learned:
         return Learned.WORSE
     if interval.high < 0:
         return Learned.BETTER
-    is_inside = classify_importance(interval, margin) is Importance.NO
-    return Learned.WITHIN_NOISE if is_inside else Learned.INCONCLUSIVE
+    is_inside_margin = classify_importance(interval, margin) is Importance.NO
+    return Learned.WITHIN_NOISE if is_inside_margin else Learned.INCONCLUSIVE
 
 
 def classify_importance(interval: Interval, margin: float) -> Importance:
@@ -388,8 +388,8 @@ def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, 
     sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Importance.NO:
         return sign * held_out.point > 0
-    is_opposite = sign > 0 > held_out.high or sign < 0 < held_out.low
-    return not is_opposite and classify_importance(held_out, margin) is not Importance.YES
+    has_opposite_sign = sign > 0 > held_out.high or sign < 0 < held_out.low
+    return not has_opposite_sign and classify_importance(held_out, margin) is not Importance.YES
 
 
 def _make_interval(point: float, deviation: float, count: int, level: float) -> Interval:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp8bench.analysis.compare.interval import student_quantile
-from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, Lines, StepRow, Training, Validation
+from fp8bench.features.train.values import FALLBACK_EVENT, Arm, ArmRole, Lines, StepRow, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
     LASTING_VOIDS,
     MIN_PAIRS,
@@ -130,7 +130,7 @@ def judge_arms(
     base_curves = {seed: curves.get((base_arm.name, seed), Curve(steps)) for seed in seeds}
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     required_fall = compute_required_fall(margin)
-    has_learned = not any(curve.blew_up or curve.fall < required_fall for curve in best_curves.values())
+    has_learned = not any(curve.blew_up or curve.loss_fall < required_fall for curve in best_curves.values())
     # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first seed.
     chaos_pairs: list[Pair] = []
     for arm in arms_by_role.get(ArmRole.CHAOS, ()):
@@ -153,7 +153,7 @@ def judge_arms(
         margin,
         seeds,
         required_fall,
-        {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
+        {seed: curve.loss_fall for seed, curve in best_curves.items() if curve.rows},
         tuple(verdicts),
         _compare_repeats(repeated_rows) if repeated_rows else None,
         has_held_out,
@@ -213,14 +213,16 @@ def _judge_arm(
         for seed, curve in base_curves.items()
         if (arm_curve := curves.get((arm.name, seed))) is not None
         and not curve.blew_up
-        and (arm_curve.blew_up or (arm_curve.fall <= 0 and curve.fall >= required_fall))  # its loss did not fall
+        and (
+            arm_curve.blew_up or (arm_curve.loss_fall <= 0 and curve.loss_fall >= required_fall)
+        )  # its loss did not fall
     )
     # If an arm diverged, or the reference did not learn, the verdict on pairs does not count.
     judged = judge_pairs(pairs, margin, has_held_out)
-    void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
-    if judged.why is InconclusiveReason.FEW_PAIRS and void in LASTING_VOIDS:
-        judged = replace(judged, more_seeds=None, void=void)
-    has_fallen_back = any(FALLBACK in curve.events for curve in select_curves(curves, arm.name).values())
+    void_reason = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
+    if judged.why is InconclusiveReason.FEW_PAIRS and void_reason in LASTING_VOIDS:
+        judged = replace(judged, more_seeds=None, void=void_reason)
+    has_fallen_back = any(FALLBACK_EVENT in curve.events for curve in select_curves(curves, arm.name).values())
     same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged_seeds:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
@@ -296,13 +298,15 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     # Logarithms of ratios, because half and twice as fast are equally far from 1.
     step_speed = average_gaps(speeds)
     assert step_speed is not None and step_speed.shown is not None
-    raw_speed = _exponentiate(step_speed.shown)
+    raw_speed = _exponentiate_interval(step_speed.shown)
     steps = measure_log_steps(curves)
     if steps is None:
         return AdjustedSpeed(raw_speed, None)
     point = step_speed.point + max(steps, _MIN_LOG_STEP)
     if steps < _MIN_LOG_STEP:
-        return AdjustedSpeed(raw_speed, _exponentiate(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True)
+        return AdjustedSpeed(
+            raw_speed, _exponentiate_interval(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True
+        )
     log_steps_without_seed = [
         max(log, _MIN_LOG_STEP)
         for seed in range(len(curves))
@@ -316,7 +320,9 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     # The jackknife: the variance of estimates that leave out one seed each gives the standard error.
     error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
     half_width = student_quantile(SHOWN_LEVEL, len(estimates) - 1) * error
-    return AdjustedSpeed(raw_speed, _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL)))
+    return AdjustedSpeed(
+        raw_speed, _exponentiate_interval(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL))
+    )
 
 
 def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
@@ -367,6 +373,6 @@ def _measure_log_speed(reference: Curve, arm: Curve) -> float | None:
     return statistics.median(logs) if logs else None
 
 
-def _exponentiate(logs: Interval) -> Interval:
+def _exponentiate_interval(logs: Interval) -> Interval:
     point, low, high = (math.exp(min(700.0, max(-700.0, value))) for value in (logs.point, logs.low, logs.high))
     return Interval(point, low, high, logs.level)

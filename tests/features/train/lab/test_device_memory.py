@@ -69,7 +69,7 @@ def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus:
     trainer = Trainer(task_of(corpus, arm, batch=256), Arm(arm, arm))
     list(advance(trainer))
     assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
-    count = trainer.describe().parameters
+    count = trainer.describe_state().parameters
     assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
 
 

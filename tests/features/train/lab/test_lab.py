@@ -14,7 +14,7 @@ from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import FaultyTensorFinder
 from fp8bench.features.train.step import find_faulty_tensor
-from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
+from fp8bench.features.train.values import FALLBACK_EVENT, Arm, ArmRole, StepFigure, StreamLine, TrainingEvent
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.linear import Linear
@@ -52,7 +52,7 @@ def test_products_in_another_precision_are_reported(corpus: Corpus, monkeypatch:
     lines = lab_of(task_of(corpus, "fp8")).advance("fp8", 2)
     (event,) = events(lines)
     assert len(rows(lines)) == 2
-    assert (event.kind, event.step) == (FALLBACK, 0)
+    assert (event.kind, event.step) == (FALLBACK_EVENT, 0)
     assert event.words == "the numbers of a product are those of bfloat16, not of fp8"
 
 

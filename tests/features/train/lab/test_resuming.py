@@ -104,7 +104,7 @@ def test_every_setting_resumes_to_the_same_bits(
     ways: tuple[str, ...], corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Validations too: batch norm's statistics and a plateau's best loss are part of a checkpoint."""
-    monkeypatch.setattr(rates, "PATIENCE", 0)
+    monkeypatch.setattr(rates, "PLATEAU_PATIENCE", 0)
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
     assert len(settings) == sum(len(WAYS[way]) for way in ways)

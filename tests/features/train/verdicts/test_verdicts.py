@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.features.train import words
 from fp8bench.features.train.data import training_to_json
-from fp8bench.features.train.values import FALLBACK, Arm, StepRow, StreamLine, TrainingEvent, Validation
+from fp8bench.features.train.values import FALLBACK_EVENT, Arm, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.features.train.verdicts.curves import (
     LASTING_VOIDS,
     Curve,
@@ -244,7 +244,12 @@ UNFINISHED = ((4, VoidReason.NOT_FINISHED),)
             tuple((seed, VoidReason.NOT_FINISHED) for seed in range(1, 5)),
         ),
         (lines({"fp8": [0.0] * 5}), InconclusiveReason.SAME_BITS, (), ()),
-        ([*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK, "of bfloat16, not of fp8")], InconclusiveReason.FALLBACK, (), ()),
+        (
+            [*GOOD, TrainingEvent("fp8", 0, 0, FALLBACK_EVENT, "of bfloat16, not of fp8")],
+            InconclusiveReason.FALLBACK,
+            (),
+            (),
+        ),
     ],
     ids=lambda value: str(value)[:99],
 )
@@ -289,10 +294,14 @@ def test_an_arm_with_the_references_bits_may_take_no_effect() -> None:
 
 def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> None:
     easy = tuple(rows("bf16", 0, [2.6, *[2.42] * 99]))
-    assert Curve(100, easy).fall == pytest.approx(0.069, abs=1e-3)
-    assert Curve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).fall == pytest.approx(0.165, abs=1e-3)
-    assert Curve(100, easy, {0: 2.0, 100: 2.2}).fall == Curve(100, easy, {50: 1.0}).fall == Curve(100, easy).fall
-    assert math.isnan(Curve(100, easy[:50], {0: 2.66, 100: 2.22}).fall)
+    assert Curve(100, easy).loss_fall == pytest.approx(0.069, abs=1e-3)
+    assert Curve(100, easy, {0: 2.66, 50: 1.0, 100: 2.22}).loss_fall == pytest.approx(0.165, abs=1e-3)
+    assert (
+        Curve(100, easy, {0: 2.0, 100: 2.2}).loss_fall
+        == Curve(100, easy, {50: 1.0}).loss_fall
+        == Curve(100, easy).loss_fall
+    )
+    assert math.isnan(Curve(100, easy[:50], {0: 2.66, 100: 2.22}).loss_fall)
 
 
 def test_how_far_a_reference_has_to_fall() -> None:
