@@ -85,7 +85,7 @@ def a_run(store: Path) -> Kind:
 def a_stream(store: Path) -> Kind:
     writer = start_training(training(), store)
     writer.append([row_of("fp8", 0, step) for step in range(6)])
-    writer.keep(0, 6, None, ())
+    writer.store_point(0, 6, None, ())
     writer.append([row_of("fp8", 0, step) for step in range(6, 9)])
     writer.finish("finished")
 

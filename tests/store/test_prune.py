@@ -20,7 +20,7 @@ def cut_off(store: Path) -> Path:
     folder = writer.make_checkpoint_folder(0, 50)
     folder.mkdir(parents=True)
     (folder / "state").write_bytes(bytes(1 << 20))
-    writer.keep(0, 50, folder, ())
+    writer.store_point(0, 50, folder, ())
     writer.close()
     return writer.path
 

@@ -202,7 +202,7 @@ def _check_own_model(request: TrainingRequest) -> None:
         (
             bool(settings.start) and find_start_file(settings.start) is None,
             f"--start {settings.start}",
-            "a stored training of a built-in model begins it. Give a file with its state dict, or leave --start out",
+            "only a file with its state dict does",
         ),
         (request.ranks is not None, "--ranks", "one process reads its batches"),
         ("micro_batches" in swept_options, "--sweep micro-batches", "arms would not read the same batches in a step"),

@@ -257,8 +257,8 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
             or trained_settings.parallel not in ("", "ddp")
             or trained_settings.master != "fp32",
             (
-                "whole fp32 weights of a built-in model are needed: no --make, no --parallel but ddp, "
-                "and no other --master"
+                "it has no whole fp32 weights of a built-in model, because of its function, its --parallel or its "
+                "--master"
             ),
         ),
         (

@@ -50,10 +50,10 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Figure:
     """How a figure is shown. Without a `title` it has no chart. Each point of a chart covers the steps since the
-    previous point, and `pick` makes one value of theirs. `window` describes this value in the caption. `unit` is the
-    unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms
-    together have one value. Without a `heading` the terminal has no column for the figure. `show` formats the values in
-    this column. `over_ranks` combines the values of all ranks.
+    previous point, and `pick` computes one value from the values of these steps. `window` describes this value in the
+    caption. `unit` is the unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared`
+    means that all arms together have one value. Without a `heading` the terminal has no column for the figure. `show`
+    formats the values in this column. `over_ranks` combines the values of all ranks.
     """
 
     name: str

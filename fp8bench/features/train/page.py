@@ -321,7 +321,7 @@ def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
         series = []
         distinct_values = set[float]()
         for name in ["all arms"] if is_value_shared else [arm.name for arm in arms]:
-            # Group the values by the next end. They are in the order of steps.
+            # Group the values by the point of the chart that covers them. They are in the order of steps.
             values = sorted((row.step, row.value) for row in rows if is_value_shared or row.arm == name)
             end_values = together((bisect_left(ends, step + 1), value) for step, value in values)
             points = [figure.pick(end_values[place]) if place in end_values else math.nan for place in range(len(ends))]

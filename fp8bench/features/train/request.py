@@ -83,8 +83,7 @@ def _are_rates(rates: tuple[Any, ...]) -> bool:
 
 
 def parse_change(then: str) -> tuple[str, float]:
-    """Returns the dtype in `--then`, and the share of the steps before it begins. If `then` is
-    empty, returns '' and 1."""
+    """Returns the dtype in `--then`, and the share of the steps before it begins; '' and 1 if `then` is empty."""
     word, _, percent_text = then.rpartition("@")
     return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
@@ -193,8 +192,9 @@ def _reuse_option(default: Any, name: str, help_text: str = "", group: str = LEN
 
 
 def find_start_file(start: str) -> Path | None:
-    """Returns the file that --start names, with '::' and its digest or without them. Returns None if --start names a
-    training or a checkpoint."""
+    """Returns the file that --start names, also if '::' and a digest follow. Returns None if --start names a training
+    or a checkpoint.
+    """
     path = Path(start.partition("::")[0])
     return path if start and is_no_folder(path) else None
 
@@ -300,8 +300,8 @@ class TrainerSettings:
     start: str = option(
         "",
         _make_text_rule("a training, TRAINING:ARM, or a file with a state dict"),
-        "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
-        "file with a state dict (.pt, .safetensors), also of your model",
+        "begin with the weights of a stored training's newest checkpoint (those of its reference, or of ARM), or of "
+        "a state dict file (.pt, .safetensors), also for your model",
         "TRAINING:ARM|FILE",
         MODEL,
     )
@@ -345,8 +345,8 @@ class TrainerSettings:
     master: str = _make_choice(
         "fp32",
         ("fp32", "fp16-scaled", "fp16-fp8", "bf16-stochastic"),
-        "format of the stored weights; fp16-fp8: fp16-scaled, with fp8 copies for the passes; bf16-stochastic: rounded "
-        "stochastically; default {default}",
+        "format of the stored weights; fp16-fp8: fp16-scaled, with fp8 copies for forward and backward; "
+        "bf16-stochastic: rounded stochastically; default {default}",
     )
     gradients: str = _make_choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
     checkpointing: str = _make_choice(

@@ -218,7 +218,7 @@ class _CompleteRun(TrainingRun):
             with (
                 ignore_interrupts(),
                 contextlib.suppress(StoreError),
-            ):  # a training whose file has no such last line also counts as unfinished
+            ):  # a training whose file does not say how it ended also counts as unfinished
                 self.writer.finish("interrupted")
         except StoreError as error:
             raise NotKept(str(error), load_training(self.writer.path)) from None
@@ -248,8 +248,8 @@ class _CompleteRun(TrainingRun):
         return load_training(self.writer.path).select_lines(kind)
 
     def _list_unmeasured_arms(self, is_measured: Callable[[ArmCost], object]) -> list[Arm]:
-        """Returns the trained arms for none of whose stored costs `is_measured` is true. Arms that repeat the reference
-        are left out, because they cost as much as the reference.
+        """Returns the trained arms that have no stored cost for which `is_measured` is true. Arms that repeat the
+        reference are left out, because they cost as much as the reference.
         """
         measured_names = {cost.arm for cost in self._load_lines(ArmCost) if is_measured(cost)}
         return [arm for arm in self.training.compared_arms if arm.name not in measured_names]

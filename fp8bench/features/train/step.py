@@ -41,7 +41,7 @@ def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> I
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
     if trainer.step == 0 and (product := identify_product(trainer.precision, trainer.task.facts)):
-        sentence = f"a matrix product has the numbers of {product}, not of {trainer.precision.mode}"
+        sentence = f"the numbers of a product are those of {product}, not of {trainer.precision.mode}"
         yield trainer.event(FALLBACK_EVENT, sentence)
     yield from take_step(trainer, phase, watched)
 
@@ -124,7 +124,7 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     losses = []
     # The gradients of the previous step were kept until now, because they are watched after their step.
     trainer.optimizer.gradients.begin()
-    with arm_model.cached_weights.cast(phase):  # a cast weight is used by all micro-batches
+    with arm_model.cached_weights.cast(phase):  # each weight is cast once, for all micro-batches
         for number in range(micro_batches):
             # a. The batch, which depends only on seed, step and micro-batch.
             with phase.data_load:

@@ -235,7 +235,7 @@ WIRE_BYTES = "wire_bytes"
 GRADIENTS_LEFT = "gradients_left"
 MOMENTS_GONE = "moments_gone"
 OTHERS_TRAIN = "others_train"
-# Recorded loops have this name in place of a text's kind of tokens, and in place of the function that makes a model.
+# Recorded loops have this name in place of a kind of tokens, and in place of a function that makes a model.
 WATCHED_NAME = "watched"
 # Event: a step had NaN or infinity.
 NOT_FINITE_EVENT = "not-finite"
@@ -273,7 +273,7 @@ class Validation(StreamLine):
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
     """An event in a step. Its kind is 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or
-    one of the kinds above. `layer` and `tensor` are those where it happened, `values` are the observed values, and
+    one of the kinds above. `layer` and `tensor` name the place of the event, `values` are the observed values, and
     `remedy` is a change that may help.
     """
 

@@ -165,7 +165,9 @@ _VOID_ADVICE = {
 
 
 def describe_inconclusive(judged: JudgedArm) -> str:
-    seed_words = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
+    seed_words = (
+        f"{judged.more_seeds} more would do" if judged.more_seeds else "the number of seeds that would do is unknown"
+    )
     if judged.why in (InconclusiveReason.SAME_BITS, InconclusiveReason.FALLBACK, InconclusiveReason.OTHER_RATE):
         return str(judged.why)
     if judged.why is InconclusiveReason.FEW_PAIRS:

@@ -40,7 +40,7 @@ LINES: tuple[StreamLine, ...] = (
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[TrainingWriter]:
     begun = start_training(training(), tmp_path / "store")
-    begun.keep(0, 0, None, ())
+    begun.store_point(0, 0, None, ())
     yield begun
     begun.close()
 
@@ -72,7 +72,7 @@ def test_going_back_cuts_the_stream_and_keeps_events(writer: TrainingWriter) -> 
     writer.append(LINES[:2])
     folder = writer.make_checkpoint_folder(0, 6)
     folder.mkdir()
-    writer.keep(0, 6, folder, (("mxfp8", "it crashed"),))
+    writer.store_point(0, 6, folder, (("mxfp8", "it crashed"),))
     resumed = TrainingEvent("", 0, 6, "resumed", "resumed from step 6")
     writer.append((*LINES[2:], resumed))
     writer.close()
@@ -97,7 +97,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
     folder = writer.make_checkpoint_folder(0, 6)
     kept = writer.path.with_name("places.json")
     folder.mkdir()
-    writer.keep(0, 6, folder, ())
+    writer.store_point(0, 6, folder, ())
     for name in ("0-12", ".0-12.0a1b.partial"):
         (folder.parent / name).mkdir()
     writer.close()

@@ -352,7 +352,7 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
     assert said(trained(FakeLab())[0]) == said(whole)
 
 
-@for_each("what", ["append", "keep", "make_checkpoint_folder"])
+@for_each("what", ["append", "store_point", "make_checkpoint_folder"])
 def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """In any write, also the worker's; with free space it can be resumed."""
     whole, _, _ = trained(FakeLab(), small())

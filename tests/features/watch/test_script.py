@@ -239,5 +239,5 @@ def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     options = ["--on-alarm", "true", "--log", "tensorboard:logs", "--live", "page.html"]
     assert main(["watch", *options, "script.py"]) == 0
     (script,) = scripts_run
-    assert script.writes is writes and script.options["on_alarm"] == "true"
+    assert script.is_writer is writes and script.options["on_alarm"] == "true"
     assert script.options["log"] == ("tensorboard:logs",) and script.options["live"] == tmp_path / "page.html"

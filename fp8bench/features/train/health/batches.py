@@ -64,9 +64,9 @@ class LabelShift(FigureRule):
     sorted_distance = 3.1
     sorted_readings = 5
     alarms_at = (
-        f"label frequencies are {min_distance:g} times as far from earlier ones as by chance, and "
-        f"{distance_factor:g} times as far as in any of 4 to {window} batches, in {new_batches} watched batches in a "
-        f"row; or {sorted_distance:g} times as far as by chance in {sorted_readings}"
+        f"in {new_batches} watched batches in a row, label frequencies are {min_distance:g} times as far from earlier "
+        f"ones as by chance, and {distance_factor:g} times as far as in any of 4 to {window} batches before; or in "
+        f"{sorted_readings} batches in a row, they are {sorted_distance:g} times as far as by chance"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
 

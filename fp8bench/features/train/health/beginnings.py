@@ -128,7 +128,7 @@ class GradientVanished(HealthRule[Any]):
     run_factor = 3
     alarms_at = (
         f"a matrix's share of the gradient norm is {median_octaves:g} octaves below the median of {min_readings} to "
-        f"{window} readings and {minimum_octaves:g} below their minimum, in {low_readings} readings in a row, plus "
+        f"{window} readings and {minimum_octaves:g} below their minimum; this lasts for {low_readings} readings plus "
         f"{run_factor} times the longest such run before"
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)

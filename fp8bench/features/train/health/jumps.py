@@ -1,4 +1,4 @@
-"""Finds jumps of magnitudes. Magnitudes are compared in octaves (powers of two), as formats count."""
+"""Finds jumps of magnitudes. Magnitudes are compared in octaves (powers of two)."""
 
 from __future__ import annotations
 

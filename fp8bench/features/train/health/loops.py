@@ -25,7 +25,7 @@ _RATE_WINDOW = 30
 
 
 class LossRule(HealthRule[Any]):
-    """A rule about losses. If another optimizer trains against the module, as in a GAN, it never alarms."""
+    """A rule about losses. The rule never alarms if another optimizer trains against the module, as in a GAN."""
 
     line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
@@ -91,8 +91,8 @@ class LossBackUp(LossRule):
         lowest_loss, first_loss = min(last_losses), median(self._first_losses)
         if lowest_loss > max(self._first_losses) + self.above_first * abs(first_loss):
             return (
-                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or more "
-                f"in the last {self.high_losses}: is the learning rate too high, or did the data change?"
+                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest_loss:.4g} or "
+                f"more in the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
         # Compare the rise with what was learned. Under any loss function, a training that lost half of that has
         # collapsed.
@@ -442,9 +442,9 @@ class DataDrift(HealthRule[StepFigure]):
     noise_factor = 6.0
     deviation_share = 0.5
     alarms_at = (
-        f"the mean or deviation of the inputs of {new_batches} watched batches is on one side of its average over "
-        f"the first {first_batches}: {noise_factor:g} of their standard deviations and {deviation_share:g} of the "
-        "inputs' deviation away"
+        f"in {new_batches} watched batches in a row, the mean or the deviation of the inputs is on the same side of "
+        f"its average over the first {first_batches}, at a distance of {noise_factor:g} standard deviations of these "
+        f"{first_batches} values and of {deviation_share:g} of the inputs' deviation"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
     _is_only_optimizer: bool = True

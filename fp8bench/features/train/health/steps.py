@@ -211,10 +211,11 @@ class LossPlateau(HealthRule[Any]):
     max_error = 0.0075
     gradient_share = 0.9
     alarms_at = (
-        f"{mean_count} means over the last half of all steps (at least {min_steps}) are within {flat_share:.1%}, "
-        f"each known to {max_error:.2%}; gradients are at least {gradient_share:g} of those before, the rate at "
-        f"least half of its peak, and the entropy of predictions, if known, {entropy_distance:.0%} away from the "
-        f"loss. Checked every {check_interval} steps, and from step 2,000 on once per {check_share:.1%} of all steps"
+        f"the last half of all steps (at least {min_steps}) has {mean_count} consecutive mean losses within "
+        f"{flat_share:.1%}, each with an error of at most {max_error:.2%}; the median gradient norm is at least "
+        f"{gradient_share:g} times that of the steps before, the rate at least half of its peak, and the entropy of "
+        f"predictions, if known, {entropy_distance:.0%} away from the loss. Checked every "
+        f"{check_interval} steps, and from step 2,000 on once per {check_share:.1%} of all steps"
     )
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
@@ -307,8 +308,8 @@ class GradientScale(HealthRule[StepRow]):
     noise_factor = 5.0
     alarms_at = (
         f"the median gradient norms of the last {new_steps} steps and of the {window} before differ by "
-        f"{jump_octaves:g} octaves and {noise_factor:g} times the noise, with 1 octave between all of them; the loss "
-        "has stayed, or changed by the same factor, within half an octave"
+        f"{jump_octaves:g} octaves and {noise_factor:g} times the noise, and each of the {new_steps} norms is at least "
+        f"1 octave beyond all of the {window}; the loss stayed, or changed by the same factor, within half an octave"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
     _rows: deque[tuple[float, float]] = newest_values(window + new_steps)

@@ -378,10 +378,10 @@ class LayerStill(HealthRule[Any]):
     gap_factor = 3
     gap_from_start = 25
     alarms_at = (
-        f"{window} updates of a matrix, relative to its norm, are below {update_share:g} of the median of matrices "
-        "with a gradient, times the smallest factor of --rates or its group's share of the highest rate; 2 updates "
-        f"if it no longer changes at all; or it has no gradient in {gap_steps} steps in a row and {gap_factor} times "
-        f"the longest such run before, or in the first {gap_from_start}"
+        f"{window} updates in a row of a matrix, relative to its norm, are below {update_share:g} times the median of "
+        "matrices with a gradient; low rates, by --rates or of its group, lower this limit; 2 updates are enough if "
+        f"it no longer changes at all; or the matrix has no gradient in {gap_steps} steps in a row and in {gap_factor} "
+        f"times as many as ever before, or in the first {gap_from_start} steps"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
     _update_ratios: dict[str, float] = field(default_factory=dict)

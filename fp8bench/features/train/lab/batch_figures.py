@@ -43,10 +43,9 @@ class BatchMemory:
         self._unread_batches: list[_StoredBatch] = []
         # For each batch of the last 100 steps, by fingerprint: the last step that had it.
         self._last_steps: dict[float, int] = {}
-        # Counts of steps in a row: `_repeated_steps` had the batch of the step before, and `_cycled_steps` had one of
-        # the last 100 batches. The oldest of these was `_longest_cycle` steps old. `_new_batches` counts the batches
-        # that were not among the last 100. `_same_condition_steps` counts steps in a row with the same condition (see
-        # `_find_condition`).
+        # How many steps in a row had the batch of the step before (`_repeated_steps`), one of the last 100 batches
+        # (`_cycled_steps`), or an unchanged condition (`_same_condition_steps`). `_longest_cycle` is the age in steps
+        # of the oldest repeated batch. `_new_batches` counts the batches that were not among the last 100.
         self._repeated_steps = self._cycled_steps = self._longest_cycle = self._new_batches = (
             self._same_condition_steps
         ) = 0
@@ -92,7 +91,7 @@ class BatchMemory:
             return
         if target.is_floating_point():
             fingerprint = compute_fingerprint([sample_values(target)])
-            # Targets of one value, as those of a GAN's discriminator, repeat intentionally.
+            # Targets that all have one value, as those of a GAN's discriminator, repeat intentionally.
             is_same_target = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
             self._same_targets, self._last_targets = (self._same_targets + 1) * is_same_target, fingerprint
             self._watched_figures["targets_again"] = self._same_targets
@@ -155,14 +154,14 @@ class BatchMemory:
 
     def _compare_condition(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
         """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
-        fingerprint of the condition. `may_be_setting` means that it may also be a length.
+        fingerprint of the condition. A condition that may be a length or a setting (`may_be_setting`) counts only once
+        it has changed.
         """
         if math.isnan(condition):
             return
         is_same_condition = condition == self._last_condition
         self._condition_changed |= not is_same_condition and not math.isnan(self._last_condition)
-        # Lengths, masks and settings are often constant from the first step on, so they count only once they have
-        # changed.
+        # Lengths, masks and settings are often constant from the first step on.
         is_counted = is_same_condition and not is_same_batch and (self._condition_changed or not may_be_setting)
         self._same_condition_steps, self._last_condition = (
             self._same_condition_steps + 1 if is_counted else 0,
@@ -190,8 +189,8 @@ class BatchMemory:
 
 
 def _find_condition(batch: _StoredBatch) -> Tensor | None:
-    """Returns a sample of the condition of a batch: the last of its further inputs that has one number per example, or
-    a single number. The time of a diffusion model is such an input. Returns None if there is none.
+    """Returns a sample of the condition of a batch, such as the time of a diffusion model. It is the last input, except
+    the first one, that has a single number or one number per example. Returns None if no input does.
     """
     sizes = {1, *batch.shapes[0][:1]}
     conditions = [

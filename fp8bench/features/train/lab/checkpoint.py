@@ -64,7 +64,7 @@ def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], r
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        # The user can make room on a full disk, as the error asks, and resume the training.
+        # If the disk is full, the error asks the user to make room and to resume the training.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}

@@ -215,8 +215,8 @@ class Lab(Bench):
 
     @contextmanager
     def _with_switches(self, precision: Precision | None = None) -> Iterator[None]:
-        """Sets torch's global switches for a precision during the body. Then restores the switches and the random
-        state.
+        """Sets torch's global switches for a precision inside the `with` block. Then restores the switches and the
+        random state.
         """
         import torch
 

@@ -24,7 +24,7 @@ from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_
 
 # Inputs are compared by a sample of at most this many values.
 _SAMPLED_VALUES = 1 << 12
-# With fewer examples, or fewer values per example, equal examples are normal.
+# With fewer examples, or with fewer values per example, duplicate examples are normal.
 _MIN_EXAMPLES = 8
 _NORM_LAYERS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
 _TENSOR_TYPES = (Tensor, nn.Parameter)
@@ -195,7 +195,7 @@ class LoopHabits:
     def _mark_gradients(self) -> None:
         self._marks: list[GradientMark] = []
         self._without_gradient: list[Tensor] = []
-        # A single loop without function calls: it runs twice a step for every parameter.
+        # A plain loop without function calls, because it runs twice per step over all parameters.
         for parameter in list_parameters(self.optimizer):
             gradient = parameter.grad
             if gradient is None:

@@ -293,8 +293,9 @@ class EightBitWeights(HalfWeights):
 
 
 class StochasticWeights(HalfWeights):
-    """Stores weights in bf16, rounded up or down at random so that small updates are not lost. Each step sets the
-    seed."""
+    """Stores weights in bf16, rounded up or down at random so that small updates are not lost. The seed of the rounding
+    is set in each step.
+    """
 
     def _make_storage(self) -> Storage:
         self._generator = torch.Generator(self._parameters[0].device)

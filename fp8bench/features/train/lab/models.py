@@ -288,7 +288,9 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
 
 
 def _find_precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
-    """Returns how far a device supports a precision. Unit scaling is only defined for some models and options."""
+    """Returns whether a precision is native, emulated or refused on a device. Unit scaling is only defined for some
+    models and options.
+    """
     conflicts = (
         (
             settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),

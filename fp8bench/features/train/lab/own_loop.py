@@ -156,7 +156,7 @@ class OwnLoop:
         return run
 
     def _end_watching(self, error: Exception) -> None:
-        # Hooks of the optimizer cannot be removed while they run. After this they return at once.
+        # Hooks of the optimizer cannot be removed while they run. From now on they return at once.
         self._has_ended = True
         with suppress(Exception):
             self._step_hooks.close()

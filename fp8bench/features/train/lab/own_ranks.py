@@ -21,8 +21,8 @@ from fp8bench.features.train.values import UNSEEN_EVENT, Lines, StepRow, Trainin
 
 # At the end of a loop rank 0 waits at most this long for the last rows of other ranks.
 _WAIT_SECONDS = 10.0
-# Numbers the key-value stores of this process, as parts of their prefixes. All ranks run the same script, so a store
-# has the same number on every rank.
+# Gives each key-value store of this process a number, which is a part of its prefix. All ranks run the same script, so
+# a store has the same number on every rank.
 _store_numbers = itertools.count()
 
 

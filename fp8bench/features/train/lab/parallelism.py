@@ -94,7 +94,7 @@ class SeveralRanks(SingleRank):
         self.rank = group.rank
 
     def _largest_over_ranks(self, amax: Tensor) -> Tensor:
-        """Returns the largest value of all ranks. Returns infinity if the value of any rank is NaN, because a maximum
+        """Returns the maximum of `amax` over all ranks. If it is NaN on any rank, returns infinity, because a maximum
         may ignore NaN.
         """
         return self._group.max_over_ranks(torch.where(amax.isnan(), torch.inf, amax))
@@ -224,8 +224,8 @@ class TensorParallel(SeveralRanks):
         self._config = config
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Makes the scales of divided tensors depend on all ranks. All other tensors, and therefore their scales, are
-        equal on all ranks.
+        """Makes the scales of tensors that are divided among ranks depend on all ranks. All other tensors, and
+        therefore their scales, are equal on all ranks.
         """
         dimension = find_cut(f"{layer}.weight", self._config)
         roles = cut_roles(dimension) if dimension is not None else tuple(Role) if ".core." in layer else ()

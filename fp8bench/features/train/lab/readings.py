@@ -274,7 +274,7 @@ def _split_chunks(x: Tensor) -> Sequence[Tensor]:
 
 
 def _view_bits(values: Tensor) -> IntegerArray:
-    # After Tensor.numpy(), the storage could not be resized, as FSDP does.
+    # Tensor.numpy() would prevent FSDP from resizing the tensor's storage later.
     bits: Any = np.from_dlpack(values.view(torch.int16 if values.element_size() == 2 else torch.int32))
     return bits  # type: ignore[no-any-return]
 

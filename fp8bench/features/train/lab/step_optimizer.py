@@ -79,8 +79,8 @@ class Bucket:
     the parameters themselves, or the masters of a HighAccumulation. `place` is an index into the divisors of the
     model's parameters: the divisor at this index applies to all gradients of the bucket. `place` is None for a user's
     optimizer. Each gradient then has the divisor of its own parameter, and parameters without a gradient do not change.
-    `storages` hold the optimizer states that have a parameter's shape between steps. Without `storages` these states
-    stay with the optimizer.
+    Between steps, `storages` store the optimizer states whose shape is that of a parameter. Without `storages` these
+    states stay with the optimizer.
     """
 
     optimizer: Optimizer

@@ -216,8 +216,8 @@ DECIDING_LEVEL = 0.99
 SHOWN_LEVEL = 0.95
 # No verdict proposes more seeds than this.
 MAX_SEEDS = 1000
-# With the proposed number of further seeds, the probability of a decision is at least 80%, if gap and deviation are as
-# estimated: in 80 of 100 cases, chance moves the mean by no more than this many standard errors.
+# If gap and deviation are as estimated, the proposed number of further seeds decides with a probability of at least
+# 80%. In 80 of 100 cases, chance moves the mean by no more than this many standard errors.
 _POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
@@ -246,9 +246,9 @@ class Importance(StrEnum):
 class InconclusiveReason(StrEnum):
     """The reason why a comparison is inconclusive."""
 
-    SAME_BITS = "in another precision every loss is the reference's, bit for bit"
+    SAME_BITS = "although the precision differs, every loss equals the reference's, bit for bit"
     OTHER_RATE = "at another rate it has a lower loss"
-    FALLBACK = "its products are in another precision than its own"
+    FALLBACK = "its matrix products were computed in another precision than the arm's"
     FEW_PAIRS = "too few pairs of seeds"
     NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"
     DISAGREE = "the losses on training and on held-out text disagree"
