@@ -185,8 +185,8 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
             f"{name}-{role}s",
             f"{arm}: largest magnitudes of {role}s by layer",
             f"The {_MAX_DRAWN_LAYERS} layers that change most, in watched steps of the first seed: the largest "
-            "magnitude, times its scale where it has one, against the middle of its line. A scale that follows its "
-            "tensor keeps the line flat.",
+            "magnitude (times the scale, if there is one), relative to the middle of its line. A scale that follows "
+            "its tensor keeps the line flat.",
             tuple(map(units.whole, steps)),
             ChartAxis("octaves from its middle"),
             tuple(series),

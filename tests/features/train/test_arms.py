@@ -211,7 +211,7 @@ def test_what_several_ranks_can_train() -> None:
         check_training(TrainingRequest(ranks=2, settings=settings))
     for count, refused in ((2, False), (32, True)):
         arms = make_arms(TrainingRequest(("bf16", "fp16", "fp8"), **ranks(TP)), replace(H200, ranks=count))
-        assert ("takes sides in multiples of 16" in arms[-1].skip) is refused
+        assert ("needs sides in multiples of 16" in arms[-1].skip) is refused
 
 
 def test_arms_may_differ_by_what_ranks_send() -> None:

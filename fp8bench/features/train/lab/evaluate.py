@@ -47,7 +47,9 @@ class TokenWindows:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
         self._start_count = len(self._tokens) - length
         if self._start_count < 1:
-            raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
+            raise ValueError(
+                f"{text.path} has {len(self._tokens)} tokens in this part; a window of {length} tokens needs one more"
+            )
         self._start_stride = text.every
         self._length = length
         self._device = device

@@ -98,7 +98,9 @@ def check_settings(settings: TrainerSettings) -> None:
     compiled = settings.compile == "yes"
     has_attention = settings.arch in ("gpt", "moe")
     checkpointing_reason = (
-        "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
+        "batch norm would count recomputed blocks twice"
+        if settings.arch == "cnn"
+        else "an mlp keeps few activations anyway"
     )
     refusals = (
         (
@@ -135,7 +137,9 @@ def check_settings(settings: TrainerSettings) -> None:
     names |= {layer.name: None for layer in list_elementwise_layers(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
         if name == "head" and config.tied:
-            raise UsageError(f"--rates head: the head of {settings.model} is its embedding. Give a rate of embedding.")
+            raise UsageError(
+                f"--rates head: the head of {settings.model} is its embedding. Give a factor for embedding instead."
+            )
         if name not in names:
             raise UnknownName("parameters of --rates", name, names, f"{', '.join(PARAMETER_KINDS)}; {_RATE_NAMES}")
 
@@ -321,7 +325,7 @@ def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
     if not wrong_sizes:
         return ""
     sizes = " and ".join(map(str, wrong_sizes))
-    return f"native {precision.name} takes sides in multiples of {multiple}, and a rank has {sizes} features of a block"
+    return f"native {precision.name} needs sides in multiples of {multiple}, but a rank has {sizes} features of a block"
 
 
 def build_model(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:

@@ -98,7 +98,8 @@ class OwnModel(ArmModel):
             for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
                 if getattr(settings, name) != getattr(defaults, name):
                     raise UsageError(
-                        f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
+                        f"--{name.replace('_', '-')} is an option of the built-in optimizer, but "
+                        f"{self._name} has its own. Leave it out."
                     )
             optimizer = wrap_own_optimizer(
                 self._name, self.model, user_parts.optimizer, user_parts.schedule, settings.updates

@@ -218,7 +218,10 @@ def describe_not_finite(faulty: FaultyTensor | None, loss: float, norm: float) -
     else:
         symptom = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
     if faulty is None:
-        return f"{symptom}; repeated, the step was finite: it is not deterministic, or only a sum was too large"
+        return (
+            f"{symptom}; all tensors of the repeated step were finite: the step is not deterministic, or only a sum "
+            "overflowed"
+        )
     return f"{symptom}; first came {faulty.description}"
 
 

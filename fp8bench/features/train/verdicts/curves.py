@@ -47,8 +47,8 @@ class VoidReason(StrEnum):
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
     NEARLY_ZERO = "the reference's loss is nearly zero or below"
-    OTHER_TOKENS = "another number of tokens a step"
-    COPY = "the reference's losses are those of another seed bit for bit"
+    OTHER_TOKENS = "it has another number of tokens per step than the reference"
+    COPY = "the reference's losses equal those of another seed, bit for bit"
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class InconclusiveReason(StrEnum):
     """The reason why a comparison is inconclusive."""
 
     SAME_BITS = "although the precision differs, every loss equals the reference's, bit for bit"
-    OTHER_RATE = "at another rate it has a lower loss"
+    OTHER_RATE = "the arm has a lower loss at another learning rate"
     FALLBACK = "its matrix products were computed in another precision than the arm's"
     FEW_PAIRS = "too few pairs of seeds"
     NO_HELD_OUT = "too few pairs of seeds have a loss on held-out text"

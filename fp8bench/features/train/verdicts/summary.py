@@ -309,7 +309,9 @@ def _make_score_verdict(
         has_learned = _is_above_chance(new, chance, floor) or _is_above_chance(old, chance, floor)
         return _judge_score(verdict, score_gap, request.margin, at_chance=not has_learned)
     if min(old) <= 0:
-        return replace(verdict, word="open: the reference is not above 0, so that no relative difference exists")
+        return replace(
+            verdict, word="open: the reference's score is not above 0, so that no relative difference exists"
+        )
     sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
     return _judge_score(verdict, average_gaps([sign * (after / before - 1) for after, before in pairs]), request.margin)
 

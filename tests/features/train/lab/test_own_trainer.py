@@ -288,7 +288,7 @@ def test_what_cannot_be_trained_is_refused(name: str) -> None:
 
 
 def test_settings_of_the_built_in_optimizer_are_refused_with_an_own_one() -> None:
-    with pytest.raises(UsageError, match="--rate is of the built-in optimizer"):
+    with pytest.raises(UsageError, match="--rate is an option of the built-in optimizer"):
         Lab(Settings()).examine(task_of("sgd", "fp32", rate=0.5))
 
 
