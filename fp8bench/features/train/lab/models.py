@@ -165,7 +165,7 @@ def _list_elementwise_precisions(settings: TrainerSettings) -> list[str]:
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     divides_blocks = settings.parallel in CUTTING_PARALLEL
     is_sharded = settings.parallel == "fsdp"
-    parallel_option = f"--parallel {settings.parallel}"
+    parallelism = f"--parallel {settings.parallel}"
     config = make_config(settings, 1)
     rounds_elementwise = any(precisions.get(word).carried_by for word in _list_elementwise_precisions(settings))
     if not divides_blocks and config.batch % ranks:
@@ -176,13 +176,13 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (
             divides_blocks and settings.arch != "gpt",
             f"--arch {settings.arch}",
-            parallel_option,
+            parallelism,
             "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt",
         ),
         (
             divides_blocks and settings.gradients != "fp32",
             f"--gradients {settings.gradients}",
-            parallel_option,
+            parallelism,
             (
                 "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, "
                 "or --parallel zero"
@@ -191,20 +191,20 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (
             settings.parallel == "sp" and settings.dropout > 0,
             f"--dropout {settings.dropout:g}",
-            parallel_option,
+            parallelism,
             "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
         ),
         (
             rounds_elementwise and settings.parallel != "tp",
             "--precision-map",
-            parallel_option,
+            parallelism,
             "elementwise operations would be rounded with scales of each rank's own part. Leave it out",
         ),
         (settings.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see a rank's part of a batch only"),
         (
             settings.gradients != "fp32" and settings.parallel != "zero",
             f"--gradients {settings.gradients}",
-            parallel_option,
+            parallelism,
             "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do",
         ),
         (
@@ -222,19 +222,19 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
         (
             divides_blocks and settings.master == "bf16-stochastic",
             f"--master {settings.master}",
-            parallel_option,
+            parallelism,
             "weights that all ranks share would be rounded differently on each. Choose another master",
         ),
         (
             (divides_blocks or is_sharded) and parse_optimizer(settings.optimizer)[0] == "adafactor",
             "--optimizer adafactor",
-            parallel_option,
+            parallelism,
             "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one",
         ),
         (
             (divides_blocks or is_sharded) and settings.updates == "fp8",
             "--updates fp8",
-            parallel_option,
+            parallelism,
             "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
         ),
     )
@@ -245,9 +245,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
     if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if reason:
-        raise UsageError(
-            f"{parallel_option} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks."
-        )
+        raise UsageError(f"{parallelism} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:

@@ -61,8 +61,8 @@ class RankLab(RankBench, Lab):
         """Returns this rank's lines, with digests of everything that must be equal on all ranks."""
         lines = super().advance(arm, steps)
         trainer = self._get_trainer(arm)
-        # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. An error that is
-        # equal on all ranks is not found here. Tests compare ranks with one process for that.
+        # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. Digests
+        # do not show an error that is equal on all ranks. Tests compare ranks with one process for that.
         equal_figures = (
             ("the number of steps", trainer.step),
             ("the weights", trainer.digest_weights()),
