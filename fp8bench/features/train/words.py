@@ -70,8 +70,8 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
 
 
 def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
-    """Returns an upper bound of the gap of an arm with too few seeds for a verdict; '' if none is known. For a single
-    seed, the bound comes from the effect of one ulp (weights one unit in the last place apart).
+    """Returns text with an upper bound of the gap of an arm with too few seeds for a verdict; '' if no bound is known.
+    For a single seed, the bound comes from the effect of one ulp (weights one unit in the last place apart).
     """
     gap = arm.judged.gap
     if gap is None or arm.judged.why is not InconclusiveReason.FEW_PAIRS:

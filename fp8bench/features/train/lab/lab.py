@@ -56,7 +56,7 @@ class Lab(Bench):
         """
         from fp8bench.features.train.lab.trainer import Trainer
 
-        self._prepare_device(task)
+        self._begin_task(task)
         for arm in task.arms:
             try:
                 with self._with_switches():
@@ -65,7 +65,7 @@ class Lab(Bench):
                 self._unbuilt[arm.name] = describe_fault(error)
         return tuple(trainer.describe_state() for trainer in self._trainers.values())
 
-    def _prepare_device(self, task: SeedTask) -> Device:
+    def _begin_task(self, task: SeedTask) -> Device:
         self._trainers: dict[str, Trainer] = {}
         self._unbuilt: dict[str, DescribedFault] = {}
         LOADED_MODELS.clear()
@@ -81,7 +81,7 @@ class Lab(Bench):
         error if an arm cannot be trained."""
         from fp8bench.features.train.step import examine_arms
 
-        self._prepare_device(task)
+        self._begin_task(task)
         with self._with_switches():
             return examine_arms(task)
 
@@ -90,7 +90,7 @@ class Lab(Bench):
         arm is on the device.
         """
         (arm,) = task.arms
-        device = self._prepare_device(task)
+        device = self._begin_task(task)
         hardware = find_hardware(task)
         with self._with_switches(precisions.get(arm.precision)):
             # The process keeps a user's model for all arms, so load it before an arm's memory is counted.

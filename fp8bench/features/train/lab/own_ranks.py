@@ -71,8 +71,8 @@ class Ranks:
 
     def join(self, rows: list[StepRow], lines: Lines, is_last: bool = False) -> Lines:
         """Takes the rows and the other lines of this rank since the last call. On rank 0, returns the lines whose rows
-        are complete, which means that all ranks have sent theirs. With `is_last`, waits a while for missing rows. Other
-        ranks send their rows, and return no lines.
+        all ranks have sent. A rank that is several steps behind is left out. With `is_last`, waits a while for missing
+        rows. Other ranks send their rows, and return no lines.
         """
         if self._store is None:
             return (*rows, *lines)

@@ -67,12 +67,12 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """Without `inside`, only weights are watched. With a `precision`, the model is a user's: its layers are
-        measured by the recipe of this precision, unless their own casts are known. `eager` means that watched steps run
-        compiled modules without compilation, so that hooks inside them run.
+        """Without `inside`, only weights are watched. A `precision` means that a user's loop trains the model: its
+        layers are measured by the recipe of this precision, unless their own casts are known. `eager` means that
+        watched steps run compiled modules without compilation, so that hooks inside them run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
-        self.is_own_model = bool(precision)
+        self.is_user_loop = bool(precision)
         self.treatments = find_treatments(precision) if precision else {}
         self.scales: dict[str, float] = {}
         self.model = model
@@ -244,7 +244,7 @@ class WatchedStep:
         for module, path in watch.modules.items():
             self._attach_hooks(path, module, stack)
         # Compiled code would be compiled again if the attention function were replaced.
-        if watch.is_own_model and (watch.is_eager or not has_compiled_code()):
+        if watch.is_user_loop and (watch.is_eager or not has_compiled_code()):
             stack.enter_context(observe_attention(guard(self._record_attention)))
 
     def record_gradients(self, norms: Mapping[str, Tensor]) -> None:
@@ -267,7 +267,7 @@ class WatchedStep:
             self._record_tensor(
                 layer, Role.WEIGHT, local_shard(weight), self._find_cast(modules.get(layer), Role.WEIGHT)
             )
-        if self._watch.is_own_model:
+        if self._watch.is_user_loop:
             self.figures |= {("kept_scale", path): value for path, value in find_stored_scales(self._watch.model)}
         for layer in self._watch.embeddings:
             embedding_rows = self._watch.read_embedding(layer)
@@ -291,7 +291,7 @@ class WatchedStep:
         if has_arithmetic or _has_weights(module):
             hook = self._guard(partial(self._record_output, path, not has_arithmetic))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        if self._watch.is_own_model and not _is_torch_layer(module):
+        if self._watch.is_user_loop and not _is_torch_layer(module):
             begin_forward = self._guard(lambda *_: self._running_modules.append(path))
             stack.callback(module.register_forward_pre_hook(begin_forward).remove)
             end_forward = self._guard(self._end_forward)
@@ -340,7 +340,7 @@ class WatchedStep:
             self._last_input = (x, x._version, cast, self.tensors[key])
 
     def _find_cast(self, module: nn.Module | None, role: Role) -> LayerCast | None:
-        if module is None or not self._watch.is_own_model:
+        if module is None or not self._watch.is_user_loop:
             return None
         return find_cast(module, role, self._watch.treatments)
 

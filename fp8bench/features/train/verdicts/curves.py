@@ -26,7 +26,8 @@ from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
 HELD_OUT = "held-out"
-# A loss at the end is the mean of the last 1/10 of the steps. Arms are compared over the last 1/3.
+# The endpoint of a curve is the mean loss over the last 1/10 of the steps. Arms are compared by the mean loss over the
+# last 1/3.
 _TAIL_DIVISOR = 10
 _COMPARED_DIVISOR = 3
 # The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
