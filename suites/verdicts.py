@@ -21,7 +21,7 @@ from fp8bench.features.train.verdicts.curves import (
     Curve,
     CurveKey,
     Learned,
-    Pair,
+    SeedPair,
     judge_pairs,
 )
 from fp8bench.features.train.verdicts.verdicts import judge_arms, measure_speed
@@ -112,7 +112,7 @@ def share(verdicts: Container[Learned], noise: Noise, studies: int, spread: floa
     gaps = shift + spread * noise(np.random.default_rng(SEEDS), studies, SEEDS)
     count = 0
     for study in gaps.tolist():
-        pairs = [Pair(seed, *both) for seed, both in enumerate(study)]
+        pairs = [SeedPair(seed, *both) for seed, both in enumerate(study)]
         count += judge_pairs(pairs, MARGIN).learned in verdicts
     return count / studies
 

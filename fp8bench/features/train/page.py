@@ -204,8 +204,8 @@ def choose_ends(steps: int) -> tuple[int, ...]:
     the number of all steps.
     """
     magnitude = 10 ** max(0, len(str(steps)) - 3)
-    strides = (digit * magnitude for digit in (1, 2, 5, 10, 20))
-    stride = next(stride for stride in strides if steps / stride <= _MAX_CURVE_POINTS)
+    candidate_strides = (digit * magnitude for digit in (1, 2, 5, 10, 20))
+    stride = next(stride for stride in candidate_strides if steps / stride <= _MAX_CURVE_POINTS)
     return tuple(sorted({1, *range(stride, steps, stride), steps}))
 
 
@@ -269,17 +269,17 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
         flagged_marks = list(marks)
         # The indices of the points that are drawn. An alarm is shown at the last of them that is not later than the
         # alarm.
-        drawn_indices = [index for index, mark in enumerate(marks) if mark is not None]
+        drawn_indices = [index for index, last_mark in enumerate(marks) if last_mark is not None]
         rules_by_point = together(
             (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
             for event in training.alarms
             if event.arm == name
         )
         for count, rules_at_point in rules_by_point.items():
-            mark = marks[drawn_indices[count - 1]] if count else None
-            if mark is not None:
+            last_mark = marks[drawn_indices[count - 1]] if count else None
+            if last_mark is not None:
                 alarm_names = ", ".join(dict.fromkeys(rules_at_point))
-                flagged_marks[drawn_indices[count - 1]] = replace(mark, tone=Tone.BAD, flag=alarm_names)
+                flagged_marks[drawn_indices[count - 1]] = replace(last_mark, tone=Tone.BAD, flag=alarm_names)
         flagged_series.append((name, tuple(flagged_marks)))
     return _drop_empty_series(flagged_series)
 

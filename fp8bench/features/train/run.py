@@ -155,8 +155,8 @@ def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, com
     """
     device = choose_device(request, worker.probe())
     # The stored environment names the modules or files that define a user's model and optimizer.
-    targets = request.settings.make, parse_optimizer(request.settings.optimizer)[0]
-    imports = (*request.imports, *(target.rpartition(":")[0] for target in targets if ":" in target))
+    function_names = request.settings.make, parse_optimizer(request.settings.optimizer)[0]
+    imports = (*request.imports, *(target.rpartition(":")[0] for target in function_names if ":" in target))
     environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)

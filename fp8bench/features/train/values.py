@@ -164,8 +164,8 @@ class Training:
 
 @dataclass(frozen=True)
 class StreamLine:
-    """A line of a training's stream. It is about an arm in one step of a seed. `arm` is '' for a line about the
-    training itself.
+    """An observation about an arm in one step of a seed: a line of the stream, which is the file of a training. `arm`
+    is '' for an observation about the training itself.
     """
 
     arm: str
@@ -201,9 +201,9 @@ class StepRow(StreamLine):
 
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
-    """Figures of one tensor of a layer in a watched step, as defined in docs/watching.md. Shares are fractions of all
-    elements. `role` is input, weight or gradient (of the layer's output). `scale` is the geometric mean of block
-    scales; 1 without scales. `signal_to_noise` is None if nothing was rounded.
+    """Figures of one tensor of a layer in a watched step (a step in which tensors are measured), as defined in
+    docs/watching.md. Shares are fractions of all elements. `role` is input, weight or gradient (of the layer's output).
+    `scale` is the geometric mean of block scales; 1 without scales. `signal_to_noise` is None if nothing was rounded.
     """
 
     layer: str

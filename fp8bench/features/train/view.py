@@ -57,7 +57,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     # Arms that repeat the reference have no verdict. They are only on the whole page.
     rows = [summary for summary in judged.summaries if not summary.arm.is_chance_arm and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
-    store = _name_store(stored)
+    store = _format_store_option(stored)
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
@@ -78,7 +78,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     return Page("", "", (answer_part,), _list_hints(arms))
 
 
-def _name_store(stored: KeptTraining) -> str:
+def _format_store_option(stored: KeptTraining) -> str:
     """Returns ' --store DIR', with which another command finds the training. Returns '' for the default store."""
     store = Path(stored.path).parent.parent.parent
     return "" if store == Path(".fp8bench") else f" --store {shlex.quote(str(store))}"
@@ -455,4 +455,4 @@ def _list_ending(stored: KeptTraining) -> Iterator[str]:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
     else:
         yield f"stored in {stored.path}"
-        yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{_name_store(stored)}"
+        yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{_format_store_option(stored)}"

@@ -54,7 +54,7 @@ class Health:
             for rule in self._find_readers(line):
                 # A rule has to read every line that it accepts, even if its alarm will be suppressed.
                 text = rule.read_line(line)
-                if text and self._is_new(rule, line):
+                if text and self._starts_episode(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
                     alarms.setdefault(key, []).append(self._make_alarm(rule, text, line))
         return tuple(map(_merge_tensors, alarms.values()))
@@ -113,7 +113,7 @@ class Health:
                 reference = candidate_reference.name
         return WatchedArm(arm.name, reference, min_rate_factor)
 
-    def _is_new(self, rule: HealthRule[Any], line: StreamLine) -> bool:
+    def _starts_episode(self, rule: HealthRule[Any], line: StreamLine) -> bool:
         """Returns whether an alarm starts a new episode: in the last 50 steps the rule has found nothing about this
         tensor, and the rule named by its `suppressed_by` has found nothing either.
         """

@@ -30,7 +30,7 @@ class LossRule(HealthRule[Any]):
     line_types = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
     _losses: deque[float] = newest_values(_LOSS_WINDOW)
-    _rates: deque[float] = newest_values(_RATE_WINDOW)
+    _newest_rates: deque[float] = newest_values(_RATE_WINDOW)
     _is_only_optimizer: bool = True
     _guessing_loss: float = math.inf
 
@@ -44,7 +44,7 @@ class LossRule(HealthRule[Any]):
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._losses.append(line.loss)
-        self._rates.append(line.rate)
+        self._newest_rates.append(line.rate)
         return self.judge([*self._losses]) if self._is_only_optimizer else ""
 
     def judge(self, losses: list[float]) -> str:
@@ -98,8 +98,8 @@ class LossBackUp(LossRule):
         # collapsed.
         learned_loss = first_loss - self._lowest_mean
         noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
-        rate = self._rates[-1]
-        rate_words = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._rates[0] else ""
+        rate = self._newest_rates[-1]
+        rate_words = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._newest_rates[0] else ""
         lost_share, times = (
             (self.lost_share_by_rate, self.noise_factor_by_rate) if rate_words else (self.lost_share, self.noise_factor)
         )

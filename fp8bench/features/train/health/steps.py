@@ -284,12 +284,12 @@ class NotFiniteStep(HealthRule[StepRow]):
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
         faulty_figures = [name for name, value in figures.items() if not math.isfinite(value)]
         # A dynamic loss scale is found by trying: it overflows now and then.
-        is_overflow = line.skipped and line.loss_scale > 1 and faulty_figures == ["gradient_norm"]
-        if not faulty_figures or (is_overflow and self._skipped_steps < self.allowed_skips):
+        is_gradient_overflow = line.skipped and line.loss_scale > 1 and faulty_figures == ["gradient_norm"]
+        if not faulty_figures or (is_gradient_overflow and self._skipped_steps < self.allowed_skips):
             return ""
         first_figure = faulty_figures[0]
         text = f"the {first_figure.replace('_', ' ')} is {figures[first_figure]}"
-        if is_overflow:
+        if is_gradient_overflow:
             text += f" in {self._skipped_steps} steps in a row, at a loss scale of {line.loss_scale:g}"
         return text
 

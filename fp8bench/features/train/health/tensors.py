@@ -393,7 +393,7 @@ class LayerStill(HealthRule[Any]):
     _moved_layers: set[str] = field(default_factory=set)
     # By layer: the step and norm of the last gradient. Then the number of steps in a row without a gradient, now and at
     # most until now.
-    _gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
+    _last_gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
     _steps_without_gradient: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def read_line(self, line: LayerReading | StepFigure) -> str:
@@ -408,7 +408,7 @@ class LayerStill(HealthRule[Any]):
         if line.name == "rate_share":
             self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
-            self._gradients[line.layer] = line.step, line.value
+            self._last_gradients[line.layer] = line.step, line.value
         # Only a layer with readings of its weight counts as a matrix.
         if line.layer not in self._update_ratios or line.layer in self._non_matrices or not math.isfinite(line.value):
             return ""
@@ -428,14 +428,14 @@ class LayerStill(HealthRule[Any]):
         gap, longest_gap = self._steps_without_gradient.get(line.layer, (0.0, 0.0))
         longest_gap = max(longest_gap, gap) if line.value < gap else longest_gap
         self._steps_without_gradient[line.layer] = line.value, longest_gap
-        min_gap = self.gap_steps if line.layer in self._gradients else self.gap_from_start
+        min_gap = self.gap_steps if line.layer in self._last_gradients else self.gap_from_start
         if line.value < min_gap or line.value <= self.gap_factor * longest_gap:
             return ""
         return f"no gradient has reached {line.layer} in {line.value:g} steps in a row"
 
     def _judge_update(self, line: StepFigure) -> str:
-        step, gradient = self._gradients.get(line.layer, (line.step, math.nan))
-        if self._gradients and (step != line.step or math.isnan(gradient)):
+        step, gradient = self._last_gradients.get(line.layer, (line.step, math.nan))
+        if self._last_gradients and (step != line.step or math.isnan(gradient)):
             self._set_update_ratio(line.layer, math.nan)
             return ""
         # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.

@@ -224,8 +224,8 @@ class Lab(Bench):
         self._select_device(facts)
         gpus = [facts.index] if facts.accelerated else []
         precision_switches = precision_scope(precision) if precision is not None else nullcontext()
-        random_state = torch.random.fork_rng(gpus, device_type=facts.kind)
-        with random_state, restore_switches(), stdout_to_stderr(), precision_switches:
+        forked_random_state = torch.random.fork_rng(gpus, device_type=facts.kind)
+        with forked_random_state, restore_switches(), stdout_to_stderr(), precision_switches:
             yield
 
 

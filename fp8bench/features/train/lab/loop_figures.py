@@ -102,11 +102,11 @@ class LoopHabits:
 
     @contextmanager
     def watch_other_optimizers(self) -> Iterator[None]:
-        handle = register_optimizer_step_post_hook(self._record_other_optimizer)
+        hook_handle = register_optimizer_step_post_hook(self._record_other_optimizer)
         try:
             yield
         finally:
-            handle.remove()
+            hook_handle.remove()
 
     def list_figures(self, parameters: NamedParameters) -> dict[tuple[str, str], Tensor | float]:
         """Returns the parameters whose learning rate is below the highest one, each with its rate as a share of the

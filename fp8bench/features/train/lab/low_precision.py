@@ -186,8 +186,8 @@ class AutomaticScale:
 
     def finish_step(self) -> None:
         # FP8-LM adapts its scale in the same way: down at once, up slowly.
-        too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
-        next_share = torch.where(too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0))
+        has_too_many_saturated = self._saturated > MAX_SATURATED_SHARE * self._codes.numel() * self._micro_batches
+        next_share = torch.where(has_too_many_saturated, self.share / 2, (self.share * _SCALE_GROWTH).clamp(max=1.0))
         self.share = torch.where(self._inverse.isfinite(), next_share, self.share)
 
 

@@ -293,7 +293,7 @@ def _find_precision_support(settings: TrainerSettings, precision: Precision, fac
     """Returns whether a precision is native, emulated or refused on a device. Unit scaling is only defined for some
     models and options.
     """
-    conflicts = (
+    conflicting_options = (
         (
             settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
             settings.attention != "auto" and f"--attention {settings.attention}",
@@ -305,7 +305,7 @@ def _find_precision_support(settings: TrainerSettings, precision: Precision, fac
         if precision.unit_scaled
         else ()
     )
-    for option in filter(None, conflicts):
+    for option in filter(None, conflicting_options):
         return refused(
             f"{precision.mode} casts without scales, so that the whole model must be unit-scaled. That is only "
             f"defined for a GPT without {option}: choose fp8, whose scales come from the tensors"

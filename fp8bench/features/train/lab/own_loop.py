@@ -97,14 +97,16 @@ class OwnLoop:
 
     def __enter__(self) -> Self:
         guard_hook = self._guard_hook
-        handles = [
+        hook_handles = [
             self._habits.optimizer.register_step_pre_hook(guard_hook(self._begin_update)),
             self._habits.optimizer.register_step_post_hook(guard_hook(self._end_update)),
         ]
         if self._is_hookable:
-            handles.append(self._module.register_forward_pre_hook(guard_hook(self._record_inputs), with_kwargs=True))
-            handles.append(self._module.register_forward_hook(guard_hook(self._record_output)))
-        for handle in handles:
+            hook_handles.append(
+                self._module.register_forward_pre_hook(guard_hook(self._record_inputs), with_kwargs=True)
+            )
+            hook_handles.append(self._module.register_forward_hook(guard_hook(self._record_output)))
+        for handle in hook_handles:
             self._hooks.callback(handle.remove)
         self._hooks.enter_context(
             call_around_backward(guard_hook(self._begin_backward), guard_hook(self._end_backward))
@@ -273,10 +275,10 @@ class OwnLoop:
     def _read_gradients(self) -> None:
         optimizer = self._habits.optimizer
         parameters: list[Tensor] = []
-        without_gradient: list[Tensor] = []
+        parameters_without_gradient: list[Tensor] = []
         for parameter in list_parameters(optimizer):
-            (without_gradient if parameter.grad is None else parameters).append(parameter)
-        self._habits.begin_update(self._state.begin_update(optimizer, without_gradient))
+            (parameters_without_gradient if parameter.grad is None else parameters).append(parameter)
+        self._habits.begin_update(self._state.begin_update(optimizer, parameters_without_gradient))
         self._gradient_norm = None
         if not parameters:
             return

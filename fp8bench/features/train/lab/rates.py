@@ -118,14 +118,14 @@ def find_parameter_kind(name: str, dimensions: int) -> str:
     """Returns the kind of a parameter as --rates names it: 'embedding', 'head', 'norm' (fewer than two dimensions) or
     'layer'.
     """
-    first_part = name.partition(".")[0]
-    if first_part in ("embedding", "positions", "head"):
-        return "head" if first_part == "head" else "embedding"
+    first_path_part = name.partition(".")[0]
+    if first_path_part in ("embedding", "positions", "head"):
+        return "head" if first_path_part == "head" else "embedding"
     return "norm" if dimensions < 2 else "layer"
 
 
 # Parts of a matrix's path that show its kind of layer. A matrix with none of these parts belongs to an mlp.
-_KINDS_BY_PART = {"attn": "attn", "first": "conv", "second": "conv"}
+_LAYER_KIND_BY_PATH_PART = {"attn": "attn", "first": "conv", "second": "conv"}
 
 
 def _find_layer_kind(name: str, dimensions: int) -> str:
@@ -136,7 +136,9 @@ def _find_layer_kind(name: str, dimensions: int) -> str:
     return (
         kind
         if kind != "layer"
-        else next((_KINDS_BY_PART[word] for word in name.split(".") if word in _KINDS_BY_PART), "mlp")
+        else next(
+            (_LAYER_KIND_BY_PATH_PART[word] for word in name.split(".") if word in _LAYER_KIND_BY_PATH_PART), "mlp"
+        )
     )
 
 
@@ -183,7 +185,7 @@ class LossScale:
     dynamic: bool = False
     finite_steps: int = 0
 
-    def adapt(self, finite: bool) -> None:
+    def adapt_scale(self, finite: bool) -> None:
         if not self.dynamic:
             return
         # The count restarts at each overflow, as GradScaler's does.

@@ -164,8 +164,8 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
 
 def find_scaler(optimizer: torch.optim.Optimizer) -> Any:
     """Returns the GradScaler whose step calls this optimizer's step, or None."""
-    scalers = _list_instances(torch.amp.GradScaler)
-    return next((scaler for scaler in scalers if id(optimizer) in scaler._per_optimizer_states), None)
+    grad_scalers = _list_instances(torch.amp.GradScaler)
+    return next((scaler for scaler in grad_scalers if id(optimizer) in scaler._per_optimizer_states), None)
 
 
 def _list_instances(kind: type) -> list[Any]:

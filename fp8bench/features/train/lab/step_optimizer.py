@@ -349,8 +349,8 @@ def wrap_own_optimizer(
         "torch.optim.SGD(model.parameters(), lr=0.1)."
     )
     optimizer = _check_optimizer(optimizer, f"{name}: its optimizer function", advice)
-    needs_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if scheduler is not None and (needs_loss or not callable(getattr(scheduler, "step", None))):
+    scheduler_needs_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if scheduler is not None and (scheduler_needs_loss or not callable(getattr(scheduler, "step", None))):
         raise UsageError(
             f"{name}: its schedule function returns {type(scheduler).__name__}. Give a function that takes the "
             "optimizer and returns a torch scheduler whose step() takes no argument."

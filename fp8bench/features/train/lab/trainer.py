@@ -93,12 +93,12 @@ class Trainer:
         """Returns all tensors that stay in memory between two steps, by kind. Casts have no tensors before the first
         cast.
         """
-        other_tensors = {
+        tensors_by_kind = {
             "casts": [*self._list_cast_tensors()],
             "statistics": [*self.model.buffers()],
             "frozen": list_frozen_weights(self.model),
         }
-        return self.optimizer.stored_tensors() | {name: tensors for name, tensors in other_tensors.items() if tensors}
+        return self.optimizer.stored_tensors() | {name: tensors for name, tensors in tensors_by_kind.items() if tensors}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         tensors_by_purpose = self.optimizer.stored_tensors()
@@ -136,7 +136,7 @@ class Trainer:
         """Adapts the loss scale. After a step with NaN or infinity, calls `find` to find the first faulty tensor, and
         reacts as set by --on-nan.
         """
-        self.loss_scale.adapt(not row.skipped)
+        self.loss_scale.adapt_scale(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._handle_not_finite(row, casts, find)
         self._steps_skipped = self._steps_skipped + 1 if row.skipped else 0

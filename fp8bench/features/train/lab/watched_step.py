@@ -384,8 +384,8 @@ class WatchedStep:
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """Returns whether a step is watched: the first step of the training, and one random step of each further `stride`
-    steps. Random steps also show periodic effects.
+    """Returns whether a step is watched, which means that its tensors are measured: the first step of the training, and
+    one random step of each further `stride` steps. Random steps also show periodic effects.
     """
     stride_number = step // stride
     return step % stride == (random.Random(stride_number).randrange(stride) if stride_number else 0)

@@ -32,7 +32,7 @@ _TAIL_DIVISOR = 10
 _COMPARED_DIVISOR = 3
 # The training is judged as if it had ended at each of at most this many different steps: the last step, and earlier
 # ones in the last tenth.
-_MAX_ENDS = 10
+_MAX_JUDGED_ENDS = 10
 # If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
 # gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
 # stays above 0.6.
@@ -85,9 +85,9 @@ class Curve:
 
     @property
     def loss_fall(self) -> float:
-        """Returns the share by which the loss fell from the first step to the endpoint. If the share by which the
-        held-out loss fell is larger, returns that share, because the first batch may be easy. Returns NaN if the
-        endpoint is not finite.
+        """Returns the share by which the loss fell from the first step to the endpoint, which is the mean of the last
+        steps. If the share by which the held-out loss fell is larger, returns that share, because the first batch may
+        be easy. Returns NaN if the endpoint is not finite.
         """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
@@ -135,7 +135,7 @@ def _make_curve(lines: Lines, steps: int) -> Curve:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SeedPair:
     """One seed of an arm, compared with the same seed of its reference. `gap` is the share by which the arm's mean loss
     over the last third of the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without
     such a text, or if its last loss is not finite. `earlier` holds the gaps that would result if the training had ended
@@ -149,7 +149,7 @@ class Pair:
     earlier: tuple[float, ...] = ()
 
 
-def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | VoidReason:
+def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReason:
     if not (reference.is_complete and arm.is_complete):
         return VoidReason.NOT_FINISHED
     # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
@@ -164,13 +164,13 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | VoidReason:
         return VoidReason.OTHER_TOKENS
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
-    end_steps = range(arm.steps - min(_MAX_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
+    end_steps = range(arm.steps - min(_MAX_JUDGED_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
     *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
         return VoidReason.NEARLY_ZERO
     held_out = _measure_held_out_gap(reference, arm)
     same_bits = reference.losses == arm.losses
-    return Pair(seed, gap, held_out, same_bits, tuple(earlier))
+    return SeedPair(seed, gap, held_out, same_bits, tuple(earlier))
 
 
 def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
@@ -314,31 +314,31 @@ def average_gaps(gaps: Sequence[float]) -> Gap | None:
     return Gap(point, pair_count, deviation, decides, shown)
 
 
-def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True) -> JudgedArm:
+def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = True) -> JudgedArm:
     """Returns the verdict on the pairs of an arm that has not diverged. With `has_held_out`, held-out losses must
     confirm the verdict.
     """
     gap = _measure_gap_over_ends(pairs)
     held_out = average_gaps([pair.held_out for pair in pairs if pair.held_out is not None])
-    open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
+    undecided_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
     interval = find_deciding_interval(gap)
     held_out_interval = find_deciding_interval(held_out)
     if gap is None or interval is None:
-        return replace(open_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
+        return replace(undecided_arm, why=InconclusiveReason.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and held_out_interval is None:
-        return replace(open_arm, why=InconclusiveReason.NO_HELD_OUT)
+        return replace(undecided_arm, why=InconclusiveReason.NO_HELD_OUT)
     learned = classify_gap(interval, margin)
     matters = classify_importance(interval, margin)
     if learned is Learned.INCONCLUSIVE:
         return replace(
-            open_arm, matters=matters, why=InconclusiveReason.TOO_WIDE, more_seeds=count_further_seeds(gap, margin)
+            undecided_arm, matters=matters, why=InconclusiveReason.TOO_WIDE, more_seeds=count_further_seeds(gap, margin)
         )
     if has_held_out and held_out_interval and not _held_out_agrees(learned, matters, held_out_interval, margin):
-        return replace(open_arm, why=InconclusiveReason.DISAGREE)
-    return replace(open_arm, learned=learned, matters=matters)
+        return replace(undecided_arm, why=InconclusiveReason.DISAGREE)
+    return replace(undecided_arm, learned=learned, matters=matters)
 
 
-def _measure_gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
+def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
     """Returns the mean gap of the pairs. Its intervals also cover the gaps that would result if the training had ended
     some steps earlier.
     """
@@ -386,10 +386,10 @@ def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, 
     unless the held-out gap is certainly beyond the margin or certainly has the opposite sign. Any other gap is
     confirmed if the held-out gap has the same sign.
     """
-    sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
+    expected_sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Importance.NO:
-        return sign * held_out.point > 0
-    has_opposite_sign = sign > 0 > held_out.high or sign < 0 < held_out.low
+        return expected_sign * held_out.point > 0
+    has_opposite_sign = expected_sign > 0 > held_out.high or expected_sign < 0 < held_out.low
     return not has_opposite_sign and classify_importance(held_out, margin) is not Importance.YES
 
 

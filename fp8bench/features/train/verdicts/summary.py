@@ -252,7 +252,7 @@ class ScoreVerdict:
 
 
 # the scores of an arm by seed
-_SeedValues = Mapping[int, float]
+_ScoresBySeed = Mapping[int, float]
 _AT_CHANCE_WORDS = "at chance, like the reference: it shows nothing about precisions"
 _BF16_FIGURE = "quantised:bf16"
 
@@ -289,13 +289,13 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
 
 
 def _make_score_verdict(
-    request: TrainingRequest, verdict: ScoreVerdict, values: _SeedValues, old_values: _SeedValues
+    request: TrainingRequest, verdict: ScoreVerdict, values: _ScoresBySeed, old_values: _ScoresBySeed
 ) -> ScoreVerdict | None:
     """Returns the verdict on a score. `values` are the scores of the arm, and `old_values` those that they are compared
     with. Returns None if no seed has both.
     """
-    value_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
-    pairs = [pair for pair in value_pairs if math.isfinite(sum(pair))]
+    score_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
+    pairs = [pair for pair in score_pairs if math.isfinite(sum(pair))]
     name = verdict.figure
     if not pairs:
         return None
@@ -312,8 +312,10 @@ def _make_score_verdict(
         return replace(
             verdict, word="open: the reference's score is not above 0, so that no relative difference exists"
         )
-    sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
-    return _judge_score(verdict, average_gaps([sign * (after / before - 1) for after, before in pairs]), request.margin)
+    worse_sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
+    return _judge_score(
+        verdict, average_gaps([worse_sign * (after / before - 1) for after, before in pairs]), request.margin
+    )
 
 
 def _is_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:

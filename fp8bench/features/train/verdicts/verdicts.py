@@ -23,7 +23,7 @@ from fp8bench.features.train.verdicts.curves import (
     InconclusiveReason,
     JudgedArm,
     Learned,
-    Pair,
+    SeedPair,
     VoidReason,
     average_gaps,
     count_tail_steps,
@@ -42,7 +42,7 @@ _LOST_SHARE = 0.1
 _MIN_FALL = 0.1
 # Loss curves are fitted from a third of the steps to the end.
 _MIN_LOG_STEP = -math.log(3)
-_MIN_POINTS = 10
+_MIN_FITTED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ArmVerdict:
 
     arm: Arm
     judged: JudgedArm
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[SeedPair, ...] = ()
     voids: tuple[tuple[int, VoidReason], ...] = ()
     diverged_in: tuple[int, ...] = ()
     speed: AdjustedSpeed | None = None
@@ -92,7 +92,7 @@ class TrainingVerdicts:
     arms: tuple[ArmVerdict, ...]
     repeat_band: RepeatBand | None
     has_held_out: bool = True
-    chaos: Pair | None = None
+    chaos: SeedPair | None = None
     rate_count: int = 1
 
     def find_verdict(self, name: str) -> ArmVerdict | None:
@@ -132,7 +132,7 @@ def judge_arms(
     required_fall = compute_required_fall(margin)
     has_learned = not any(curve.blew_up or curve.loss_fall < required_fall for curve in best_curves.values())
     # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first seed.
-    chaos_pairs: list[Pair] = []
+    chaos_pairs: list[SeedPair] = []
     for arm in arms_by_role.get(ArmRole.CHAOS, ()):
         chaos_pairs += _pair_seeds(base_curves, arm, curves)[0]
     repeated_rows: list[tuple[StepRow, StepRow]] = []
@@ -206,7 +206,7 @@ def _judge_arm(
     has_held_out: bool,
 ) -> ArmVerdict:
     """Returns an arm's verdict. `base_curves` has the curve of the reference in each seed."""
-    pairs, voids = _pair_seeds(base_curves, arm, curves)
+    pairs, void_seeds = _pair_seeds(base_curves, arm, curves)
     required_fall = compute_required_fall(margin)
     diverged_seeds = tuple(
         seed
@@ -219,7 +219,7 @@ def _judge_arm(
     )
     # If an arm diverged, or the reference did not learn, the verdict on pairs does not count.
     judged = judge_pairs(pairs, margin, has_held_out)
-    void_reason = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
+    void_reason = Counter(reason for _, reason in void_seeds).most_common(1)[0][0] if void_seeds else None
     if judged.why is InconclusiveReason.FEW_PAIRS and void_reason in LASTING_VOIDS:
         judged = replace(judged, more_seeds=None, void=void_reason)
     has_fallen_back = any(FALLBACK_EVENT in curve.events for curve in select_curves(curves, arm.name).values())
@@ -235,29 +235,29 @@ def _judge_arm(
     speed = None
     if has_learned and not diverged_seeds and arm.native and reference.native:
         speed = measure_speed([(base_curves[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
-    return ArmVerdict(arm, judged, pairs, voids, diverged_seeds, speed)
+    return ArmVerdict(arm, judged, pairs, void_seeds, diverged_seeds, speed)
 
 
 def _pair_seeds(
     base_curves: Mapping[int, Curve], arm: Arm, curves: Curves
-) -> tuple[tuple[Pair, ...], tuple[tuple[int, VoidReason], ...]]:
+) -> tuple[tuple[SeedPair, ...], tuple[tuple[int, VoidReason], ...]]:
     """Returns the arm's pairs with the reference, and the other seeds with the reason why they have no pair. If the
     reference has equal losses in several seeds, only one of these seeds counts.
     """
-    pairs: list[Pair] = []
-    voids: list[tuple[int, VoidReason]] = []
+    pairs: list[SeedPair] = []
+    void_seeds: list[tuple[int, VoidReason]] = []
     counted_losses: set[tuple[float, ...]] = set()
     for seed, reference in base_curves.items():
         pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
         # Two seeds with equal losses are one observation: counting both would narrow the interval.
         if reference.losses in counted_losses:
-            pair = VoidReason.COPY if isinstance(pair, Pair) else pair
-        if isinstance(pair, Pair):
+            pair = VoidReason.COPY if isinstance(pair, SeedPair) else pair
+        if isinstance(pair, SeedPair):
             pairs.append(pair)
             counted_losses.add(reference.losses)
         else:
-            voids.append((seed, pair))
-    return tuple(pairs), tuple(voids)
+            void_seeds.append((seed, pair))
+    return tuple(pairs), tuple(void_seeds)
 
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
@@ -345,7 +345,7 @@ def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float
     log_steps = np.log(np.arange(1, steps + 1) / (steps - (count_tail_steps(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
     is_fitted_step = (log_steps >= _MIN_LOG_STEP) & np.isfinite(losses)
-    if is_fitted_step.sum() < _MIN_POINTS:
+    if is_fitted_step.sum() < _MIN_FITTED_STEPS:
         return None
     curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted_step], losses[is_fitted_step], 2))
     if max(slope, slope + 2 * curvature * _MIN_LOG_STEP) >= 0:

@@ -413,7 +413,7 @@ def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
         scaler.scale((weight * (torch.inf if overflow else 1.0)).sum()).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        own.adapt(not overflow)
+        own.adapt_scale(not overflow)
         assert own.scale == pytest.approx(scaler.get_scale())
 
 
@@ -421,9 +421,9 @@ def test_loss_scales_stay_within_their_bounds() -> None:
     high = LossScale(2.0**32, dynamic=True, finite_steps=rates.GROWTH_STEPS - 1)
     low = LossScale(1.0, dynamic=True)
     fixed = make_loss_scale(TrainerSettings(), 1024.0)
-    high.adapt(True)
-    low.adapt(False)
-    fixed.adapt(False)
+    high.adapt_scale(True)
+    low.adapt_scale(False)
+    fixed.adapt_scale(False)
     assert (high.scale, low.scale, fixed.scale) == (2.0**32, 1.0, 1024.0)
 
 

@@ -16,7 +16,7 @@ from fp8bench.features.train.verdicts.curves import (
     Importance,
     InconclusiveReason,
     Learned,
-    Pair,
+    SeedPair,
     average_gaps,
     bound_single_gap,
     classify_gap,
@@ -34,8 +34,8 @@ from tests.learning_curves import CANDIDATE, REFERENCE, curve, held_out, lines, 
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
 
 
-def pairs(gaps: Sequence[float], held_out: Sequence[float | None] | None = None) -> list[Pair]:
-    return [Pair(seed, *both) for seed, both in enumerate(zip(gaps, held_out or gaps, strict=True))]
+def pairs(gaps: Sequence[float], held_out: Sequence[float | None] | None = None) -> list[SeedPair]:
+    return [SeedPair(seed, *both) for seed, both in enumerate(zip(gaps, held_out or gaps, strict=True))]
 
 
 def around(middle: float, scale: float = 1.0) -> list[float]:
@@ -105,7 +105,7 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned, matte
         (pairs([*SPREAD, 0.5]), InconclusiveReason.TOO_WIDE),
     ],
 )
-def test_what_pairs_say(gaps: list[Pair], said: Learned | InconclusiveReason) -> None:
+def test_what_pairs_say(gaps: list[SeedPair], said: Learned | InconclusiveReason) -> None:
     judged = judge_pairs(gaps, 0.01)
     assert (judged.why or judged.learned) is said
     assert (judged.learned is Learned.INCONCLUSIVE) == (judged.why is not None)
@@ -257,5 +257,5 @@ def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:
     old, new = ([scale * loss for loss in range(40, 10, -1)] for scale in (1.0, 1.1))
     whole, watched = ([Curve(30, tuple(rows("a", 0, losses))[first:]) for losses in (old, new)] for first in (0, 1))
     pair = pair_curves(*watched, 0)
-    assert isinstance(pair, Pair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
-    assert isinstance(pair_curves(whole[0], watched[1], 0), Pair)
+    assert isinstance(pair, SeedPair) and pair.gap == pytest.approx(0.1) and pair == pair_curves(*whole, 0)
+    assert isinstance(pair_curves(whole[0], watched[1], 0), SeedPair)
