@@ -17,7 +17,7 @@ from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_us
 from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
 from fp8bench.features.train.beginnings import prepare_text, resolve_beginnings
 from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
-from fp8bench.features.train.lab.lab import MODULE, Lab
+from fp8bench.features.train.lab.lab import LAB_MODULE, Lab
 from fp8bench.features.train.lab.models import make_config
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
@@ -95,7 +95,9 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
         writer.go_back(point)
         sentence = f"resumed from step {point.step}"
         writer.append((TrainingEvent("", request.seed + point.number, point.step, "resumed", sentence),))
-        return True, _CompleteRun(replace(training, text=text), worker, writer, observer, resumed=True).run_training()
+        return True, _CompleteRun(
+            replace(training, text=text), worker, writer, observer, is_resumed=True
+        ).run_training()
 
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
@@ -139,7 +141,7 @@ def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Tr
         if request.ranks is not None:
             worker = RanksWorker(worker_settings, request.ranks, module=RANK_MODULE, merges=MERGES)
         elif request.isolation:
-            worker = ProcessWorker(worker_settings, module=MODULE)
+            worker = ProcessWorker(worker_settings, module=LAB_MODULE)
         else:
             worker = LocalWorker(worker_settings, Lab)
         try:
@@ -199,7 +201,7 @@ _ESTIMATE_STEPS = 3
 
 @dataclass
 class _CompleteRun(TrainingRun):
-    resumed: bool = False
+    is_resumed: bool = False
 
     def run_training(self) -> KeptTraining:
         try:
@@ -236,7 +238,7 @@ class _CompleteRun(TrainingRun):
         point = self.writer.points[-1] if self.writer.points else ResumePoint(0, 0, 0)
         excluded_arms = dict(point.out)
         pace = SeedPace()
-        from_start = not self.resumed or point.number == point.step == 0
+        from_start = not self.is_resumed or point.number == point.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None

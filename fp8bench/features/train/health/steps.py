@@ -244,25 +244,25 @@ class LossPlateau(HealthRule[Any]):
         # The noise of a loss can hide a slow fall. Four consecutive means distinguish a slow fall from a flat loss.
         part_length = length // self.mean_count
         losses = self._losses[-length:]
-        means = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
-        mean_loss = abs(fmean(means) or 1.0)
-        loss_range = (max(means) - min(means)) / mean_loss
+        part_means = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
+        mean_loss = abs(fmean(part_means) or 1.0)
+        loss_range = (max(part_means) - min(part_means)) / mean_loss
         error = measure_noise(losses) / math.sqrt(part_length) / mean_loss
         norm, previous_norm = (
             median(self._gradient_norms[-length:]),
             median(self._gradient_norms[-2 * length : -length]),
         )
-        has_nothing_to_learn = abs(means[-1]) < LEARNED_SHARE * abs(self._losses[0])
+        has_nothing_to_learn = abs(part_means[-1]) < LEARNED_SHARE * abs(self._losses[0])
         has_moved = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
         if has_nothing_to_learn or has_moved or error > self.max_error:
             return ""
         # If the entropy of predictions equals the loss, nothing more can be learned from this text.
         if (
             self._prediction_entropies
-            and abs(fmean(self._prediction_entropies) - means[-1]) < self.entropy_distance * mean_loss
+            and abs(fmean(self._prediction_entropies) - part_means[-1]) < self.entropy_distance * mean_loss
         ):
             return ""
-        return f"the loss has stayed at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
+        return f"the loss has stayed at {fmean(part_means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
 
 
 class NotFiniteStep(HealthRule[StepRow]):
@@ -404,9 +404,11 @@ class LossGap(HealthRule[StepRow]):
             ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
             if ratios and abs(median(ratios) - 1) > cls.max_difference:
                 return f"its {title} is {median(ratios):.3g} times as large"
-        clipped = fmean(row.clipped - base.clipped for base, row in pairs)
-        if abs(clipped) > cls.max_clipping:
-            return f"clipping takes {abs(clipped):.0%} {'more' if clipped > 0 else 'less'} of its gradients"
+        added_clipping = fmean(row.clipped - base.clipped for base, row in pairs)
+        if abs(added_clipping) > cls.max_clipping:
+            return (
+                f"clipping takes {abs(added_clipping):.0%} {'more' if added_clipping > 0 else 'less'} of its gradients"
+            )
         losses, base_losses = ([pair[place].loss for pair in pairs] for place in (1, 0))
         # Compare the differences between consecutive losses, because the general fall of the loss is the same in both
         # arms.

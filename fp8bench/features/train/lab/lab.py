@@ -1,6 +1,6 @@
 """The worker's side of a training, which trains all arms of one seed in turns. The parent calls `begin` first. If the
 seed was begun before, `restore` follows. Then come `advance`, `validate` and `save` in any order until the next
-`begin`. A Lab also serves the measurements of a Bench.
+`begin`. A Lab is also a Bench, so that its arms can be measured like those of a run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fp8bench.features.train.lab.trainer import Trainer
 
 # The module that a ProcessWorker runs as a lab.
-MODULE = "fp8bench.features.train.lab.lab"
+LAB_MODULE = "fp8bench.features.train.lab.lab"
 # A finished arm is timed by repeating its last 50 steps, at the final learning rate and with other batches each time.
 _REPEATED_STEPS = 50
 

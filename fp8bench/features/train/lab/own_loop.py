@@ -353,8 +353,10 @@ class OwnLoop:
             self._rows.append((row, figures))
         self._step_hooks.close()
         events = [*self._find_missing_rows(has_row), *self._find_skipping_scaler(is_skipped_by_scaler)]
-        mistakes = self._habits.pop_mistakes()
-        mistake_figures = [StepFigure(self._name, 0, self._step, word, 1.0) for word in mistakes if not self._in_step]
+        new_mistakes = self._habits.pop_mistakes()
+        mistake_figures = [
+            StepFigure(self._name, 0, self._step, word, 1.0) for word in new_mistakes if not self._in_step
+        ]
         if watched_step is not None or events or mistake_figures:
             watched_lines = self._watch.make_lines(self._step, watched_step) if watched_step is not None else ()
             self._pass_lines((*watched_lines, *mistake_figures, *events))

@@ -148,8 +148,8 @@ class OwnModel(ArmModel):
             copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [count_tokens(batch) for batch in self._held_out]
-        mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
-        yield Validation(*row_key, "held-out", mean, sum(tokens))
+        mean_loss = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
+        yield Validation(*row_key, "held-out", mean_loss, sum(tokens))
 
     def coverage(self) -> Coverage | None:
         """Returns which share of the model the arm converts. The operations of the model are counted in a step of a

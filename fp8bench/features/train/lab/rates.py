@@ -177,16 +177,16 @@ GROWTH_STEPS = 200
 
 @dataclass
 class LossScale:
-    """The factor by which a loss is multiplied before backward. It is fixed or, if `dynamic`, halved at an overflow
+    """The factor by which a loss is multiplied before backward. It is fixed or, if `is_dynamic`, halved at an overflow
     and doubled after 200 steps without an overflow.
     """
 
     scale: float
-    dynamic: bool = False
+    is_dynamic: bool = False
     finite_steps: int = 0
 
     def adapt_scale(self, finite: bool) -> None:
-        if not self.dynamic:
+        if not self.is_dynamic:
             return
         # The count restarts at each overflow, as GradScaler's does.
         self.finite_steps = self.finite_steps + 1 if finite else 0
@@ -200,7 +200,7 @@ class LossScale:
 def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossScale:
     setting = settings.loss_scale
     if setting == "dynamic":
-        return LossScale(_FIRST_LOSS_SCALE, dynamic=True)
+        return LossScale(_FIRST_LOSS_SCALE, is_dynamic=True)
     return LossScale(precision_scale if setting == "auto" else number_of(setting))
 
 

@@ -284,11 +284,11 @@ def _find_extremes(bits: IntegerArray) -> tuple[int, int]:
     compared as integers, without the highest bit, which is the sign. On a CPU this is several times as fast as
     computing magnitudes, and needs no memory.
     """
-    sign = 1 << (8 * bits.itemsize - 1)
+    sign_bit = 1 << (8 * bits.itemsize - 1)
     # All negative floats come after the positive ones as unsigned integers, and before them as signed ones.
     unsigned_bits = bits.view(f"u{bits.itemsize}")
-    smallest = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign)
-    largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign)
+    smallest = min(int(np.minimum.reduce(unsigned_bits)), int(np.minimum.reduce(bits)) + sign_bit)
+    largest = max(int(np.maximum.reduce(bits)), int(np.maximum.reduce(unsigned_bits)) - sign_bit)
     return smallest, largest
 
 

@@ -45,7 +45,7 @@ class ScriptLoops:
             if not parameters <= loop.parameters:
                 continue
             # An optimizer inside another one steps during its step, as in ZeroRedundancyOptimizer.
-            if loop.watched.is_updating:
+            if loop.own_loop.is_updating:
                 return
             # A new optimizer of the same parameters replaces their old optimizer, as in a second phase of training.
             loop.stack.close()
@@ -92,7 +92,7 @@ class ScriptLoops:
             live_page = live_page and live_page.with_name(f"{live_page.stem}.{number}{live_page.suffix}")
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
         loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
-        watched = watch(
+        watching = watch(
             module,
             optimizer,
             path,
@@ -101,8 +101,8 @@ class ScriptLoops:
             scaler=find_scaler(optimizer),
             **{**self._options, "live": live_page},
         )
-        loop.watched = loop.stack.enter_context(watched)
-        loop.watched.begin_in_step()
+        loop.own_loop = loop.stack.enter_context(watching)
+        loop.own_loop.begin_in_step()
         self._loops.append(loop)
         self._print_line(f"watching {loop.title} from its second step on: {short_path(path)}")
 
@@ -117,7 +117,7 @@ class _WatchedLoop:
     are the ids of the parameters that the loop trains.
     """
 
-    watched: OwnLoop
+    own_loop: OwnLoop
 
     def __init__(self, path: Path, title: str, parameters: frozenset[int]) -> None:
         self.path, self.title, self.parameters, self.steps = path, title, parameters, 0
@@ -138,7 +138,7 @@ def _write_page(stream: Path, store: Path) -> str:
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """Returns the outermost module that holds all parameters of an optimizer, but no parameters of other optimizers."""
     trained_ids = set(map(id, list_parameters(optimizer)))
-    modules: list[nn.Module] = _list_instances(nn.Module)
+    living_modules: list[nn.Module] = _list_instances(nn.Module)
     other_parameters = set[int]()
     for other in _list_instances(torch.optim.Optimizer):
         # A wrapper around an optimizer has the same parameters.
@@ -146,7 +146,7 @@ def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
             parameters = set(map(id, list_parameters(other)))
             other_parameters |= parameters - trained_ids
     # 1. Find the smallest module that holds all parameters.
-    parameters_by_module = {module: set(map(id, module.parameters())) for module in modules}
+    parameters_by_module = {module: set(map(id, module.parameters())) for module in living_modules}
     holders = [module for module, parameters in parameters_by_module.items() if parameters >= trained_ids]
     if not holders:
         return None

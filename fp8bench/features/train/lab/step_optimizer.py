@@ -362,10 +362,12 @@ def wrap_own_optimizer(
     parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
     if len(parameters) < len(masters):
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
-    trained = list(parameters.values())
-    holders = [masters[id(parameter)] for parameter in trained]
-    bucket = Bucket(optimizer, list[Tensor](trained), holders)
-    return StepOptimizer(parameters, [bucket], Gradients(holders), Weights(trained), updates, schedule=scheduler)
+    trained_parameters = list(parameters.values())
+    holders = [masters[id(parameter)] for parameter in trained_parameters]
+    bucket = Bucket(optimizer, list[Tensor](trained_parameters), holders)
+    return StepOptimizer(
+        parameters, [bucket], Gradients(holders), Weights(trained_parameters), updates, schedule=scheduler
+    )
 
 
 def _check_optimizer(optimizer: object, source: str, advice: str) -> Optimizer:

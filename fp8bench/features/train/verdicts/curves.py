@@ -91,12 +91,12 @@ class Curve:
         """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
-        fall = 1 - self.endpoint / self.rows[0].loss
+        training_fall = 1 - self.endpoint / self.rows[0].loss
         first_validation = self.held_out.get(0)
         last_validation = self.held_out.get(self.steps)
-        if first_validation and last_validation and math.isfinite(fall):
-            return max(fall, 1 - last_validation / first_validation)
-        return fall
+        if first_validation and last_validation and math.isfinite(training_fall):
+            return max(training_fall, 1 - last_validation / first_validation)
+        return training_fall
 
     @property
     def blew_up(self) -> bool:
@@ -165,12 +165,12 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> SeedPair | VoidReaso
     # Compute the gap as if the training had ended at each of the last steps, so that the last batch alone does not
     # decide the verdict.
     end_steps = range(arm.steps - min(_MAX_JUDGED_ENDS - 1, arm.steps // _TAIL_DIVISOR), arm.steps + 1)
-    *earlier, gap = measure_gaps(reference, arm, end_steps)
-    if any(map(math.isnan, (*earlier, gap))):
+    *earlier_gaps, gap = measure_gaps(reference, arm, end_steps)
+    if any(map(math.isnan, (*earlier_gaps, gap))):
         return VoidReason.NEARLY_ZERO
     held_out = _measure_held_out_gap(reference, arm)
     same_bits = reference.losses == arm.losses
-    return SeedPair(seed, gap, held_out, same_bits, tuple(earlier))
+    return SeedPair(seed, gap, held_out, same_bits, tuple(earlier_gaps))
 
 
 def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
@@ -310,8 +310,10 @@ def average_gaps(gaps: Sequence[float]) -> Gap | None:
         return Gap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
     deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (pair_count - 1))
-    decides, shown = (_make_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL))
-    return Gap(point, pair_count, deviation, decides, shown)
+    deciding_interval, shown_interval = (
+        _make_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL)
+    )
+    return Gap(point, pair_count, deviation, deciding_interval, shown_interval)
 
 
 def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = True) -> JudgedArm:
@@ -348,13 +350,13 @@ def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
     gaps = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
         gaps += filter(None, [average_gaps(earlier_gaps)])
-    decides = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
-    shown = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
+    deciding_interval = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
+    shown_interval = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
     # The deviation between pairs that would result in the wider interval. It is used to estimate the number of further
     # seeds.
-    half_width = (decides.high - decides.low) / 2
+    half_width = (deciding_interval.high - deciding_interval.low) / 2
     deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_LEVEL, gap.pairs - 1)
-    return replace(gap, deviation=deviation, decides=decides, shown=shown)
+    return replace(gap, deviation=deviation, decides=deciding_interval, shown=shown_interval)
 
 
 def _join_intervals(intervals: Sequence[Interval]) -> Interval:

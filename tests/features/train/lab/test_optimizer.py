@@ -418,8 +418,8 @@ def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_loss_scales_stay_within_their_bounds() -> None:
-    high = LossScale(2.0**32, dynamic=True, finite_steps=rates.GROWTH_STEPS - 1)
-    low = LossScale(1.0, dynamic=True)
+    high = LossScale(2.0**32, is_dynamic=True, finite_steps=rates.GROWTH_STEPS - 1)
+    low = LossScale(1.0, is_dynamic=True)
     fixed = make_loss_scale(TrainerSettings(), 1024.0)
     high.adapt_scale(True)
     low.adapt_scale(False)
