@@ -61,8 +61,8 @@ def export_trace(profile: Any) -> dict[str, Any]:
 
 
 def calls_operators(work: Callable[[], None]) -> bool | None:
-    """Returns whether a function calls operators of torch. Returns None if torch's profiler records nothing. It
-    records on the host only, so the profiler is not attached to a GPU.
+    """Returns whether a function calls operators of torch. Returns None if torch's profiler records nothing. The
+    profiler records on the host only, and is not attached to a GPU.
     """
     from torch.autograd.profiler import profile
 

@@ -35,7 +35,7 @@ class MemoryChange:
 
 @dataclass(frozen=True)
 class PhaseStart:
-    """The step enters a phase. The peak is searched from the first such event on."""
+    """The step enters a phase. The search for the peak of memory begins at the first PhaseStart."""
 
     phase: str
 
@@ -138,11 +138,9 @@ class _PeakFinder:
         block.end(number, self._phase_number, node)
         self._current_bytes -= block.size
 
-    def list_held_blocks(self, number: int) -> tuple[HeldBlock, ...]:
-        """Returns the allocations that are held after the event with this index. It can be called after all events
-        were read.
-        """
-        held = (block for block in self.blocks if block.start_event <= number < block.end_event)
+    def list_held_blocks(self, event_index: int) -> tuple[HeldBlock, ...]:
+        """Returns the allocations that are held after an event. Call this method only after all events were read."""
+        held = (block for block in self.blocks if block.start_event <= event_index < block.end_event)
         return tuple(map(self._describe_block, held))
 
     def _describe_block(self, block: _Allocation) -> HeldBlock:
@@ -163,8 +161,8 @@ class _PeakFinder:
 
 @dataclass(slots=True)
 class _DeviceBlock:
-    """Memory on a device. It is held as long as one of its `users` needs it: the allocation itself, or codes that are
-    stored in it.
+    """Memory on a device. It is held as long as it has `users`: the allocation itself, and low-precision tensors that
+    a real device would store in it.
     """
 
     size: int
@@ -187,7 +185,7 @@ class _DevicePeakFinder:
         self._has_begun = False
 
     def read(self, event: Event) -> None:
-        # Events come in the order of execution. So after each event the state is that of the device.
+        # Events come in the order of execution, so this object follows the memory of the device event by event.
         match event:
             case MemoryChange():
                 self._apply_change(event)
@@ -273,7 +271,7 @@ def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
     return bytes_at_starts
 
 
-# Names in torch's profiler: of an allocation or release, and of a node of a backward pass. The prefix is that of
+# The names of events in torch's profiler: an allocation or release, a node of a backward pass, and the prefix of
 # fp8bench's notes.
 _MEMORY_EVENT = "[memory]"
 _BACKWARD_EVENT = "autograd::engine::evaluate_function"
@@ -320,7 +318,7 @@ class AllocationStream:
         self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: Note) -> None:
-        """Adds a note at this point of the stream. If the stream is not listening, does nothing."""
+        """Adds a note at this point of the stream. Does nothing unless the stream is being recorded."""
         from torch.autograd.profiler import record_function
 
         if self._profile is None:
@@ -354,7 +352,7 @@ class AllocationStream:
 
 
 class StreamMeter(MemoryMeter):
-    """A memory meter that adds roles and notes to an allocation stream."""
+    """A memory meter that records allocations as a stream of events, with notes between them."""
 
     def __init__(self, *devices: str) -> None:
         self._stream = AllocationStream(*devices)
@@ -371,8 +369,10 @@ class StreamMeter(MemoryMeter):
 
 
 def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
-    """Yields time, name, fields and backward node of memory changes and notes. Children come after their parents. It
-    reads as few attributes as possible. Each read is a call into C++, and there are ten times as many other events.
+    """Yields the time, name, fields and backward node of each memory change and note. The tree has ten times as many
+    other events. An event comes before its children.
+
+    The function reads as few attributes as possible, because each read is a call into C++.
     """
     pending_events = [(event, 0) for event in reversed(tree)]
     node_count = 0
@@ -388,9 +388,9 @@ def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, 
             node_count += 1
             node = node_count
         elif node:
-            # If backward recomputes a forward operation (checkpointing), that operation counts as forward (node 0),
-            # because it has its own sequence number. The function of a backward node has the sequence number of its
-            # forward operation.
+            # The function of a backward node has the sequence number of its forward operation. If checkpointing runs
+            # a forward operation again during backward, this operation has a new sequence number. It counts as forward
+            # (node 0).
             fields = event.extra_fields
             scope_name = getattr(getattr(fields, "scope", None), "name", "")
             if scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:

@@ -44,8 +44,8 @@ class EventStamper(Stamper):
     """A clock whose stamps are events of `backend` (torch.cuda, torch.xpu). Events are used again, because making an
     event costs more than recording it.
 
-    All events are recorded on the stream that was current when `source` was called, even those of autograd's threads.
-    Asking for the current stream at each stamp would cost more than everything else.
+    All events are recorded on the stream that was current when the method `source` was called, even events of
+    autograd's threads. Asking for the current stream at each stamp would cost more than everything else.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -98,14 +98,14 @@ _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
 class Backward:
-    """A backward pass of one element on autograd's thread for a device. It allocates only at its first run."""
+    """Waits for autograd's thread of a device by a backward pass of one element. Only the first pass allocates."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> None:
-        """Runs the pass. When it returns, autograd's thread has finished all its earlier work."""
+        """Runs the backward pass. When it returns, autograd's thread has finished all its earlier work."""
         import torch
 
         if self._graph is None:
@@ -138,7 +138,7 @@ class AllocatorMeter(StreamMeter):
         self._phases: dict[str, PhaseMemory] = {}
 
     def start(self, blocks: bool = True) -> None:
-        gc.collect()  # a garbage collection later on would lower the count
+        gc.collect()  # a later garbage collection would lower the number of allocated bytes
         self._backend.synchronize(self._index)
         if blocks:
             self._backward.run()
@@ -155,8 +155,8 @@ class AllocatorMeter(StreamMeter):
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # Autograd's thread has run by now and holds a separate cuBLAS workspace, which counts. Its releases may
-            # be late and have no events. After one more backward pass they are done.
+            # By now autograd's thread holds its separate cuBLAS workspace, which counts. The thread may release memory
+            # late and without events. After one more backward pass, it has released everything.
             self._backward.run()
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()
@@ -242,7 +242,7 @@ def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
 
 
 class Gpu(Device):
-    """A kind of GPU. torch reaches it through the module `backend` (torch.cuda, torch.xpu), which has the same name."""
+    """A kind of GPU, such as cuda or xpu. `backend` is torch's module for it, such as torch.cuda."""
 
     @property
     def backend(self) -> Any:

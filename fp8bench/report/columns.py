@@ -1,5 +1,5 @@
-"""Builds tables from columns. Each column has a heading, and a function that returns its field for an item. The table
-in which a metric gets a column is named by the metric's spec.
+"""Builds tables from columns. Each column has a heading, and a function that returns its field for an item. The spec
+of a metric names the table in which the metric has a column.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def table(
 ) -> Table:
     """Makes a table with one row for each item.
 
-    A shared column is left out if all its fields are empty or dashes. If `required_headings` is given, so is every
-    other column that it does not name.
+    A shared column is left out if all its fields are empty or dashes. If `required_headings` is given, empty columns
+    with other headings are left out as well.
     """
     items = list(items)
     columns = []
@@ -145,7 +145,7 @@ def figure_tables(panel: Panel) -> Tables:
     no case of the panel has one of its metrics.
     """
     names = dict.fromkeys(spec.table for spec in METRICS.values())
-    # Such a table has the metrics of a single feature.
+    # Each table that is built here has the metrics of a single feature.
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue

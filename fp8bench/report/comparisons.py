@@ -91,8 +91,9 @@ def describe_direction(comparison: Comparison) -> str:
 
 def split_case_id(case_id: str) -> tuple[str, str]:
     """Splits 'gemm[m=512]@cpu/bf16' into 'gemm[m=512]@cpu', which all modes share, and the mode 'bf16'."""
-    # In a case's id, the mode follows the device. Without parameters in the id, the mode follows the last slash.
-    device_start = case_id.rfind("]@")  # a parameter may be a path, which contains slashes
+    # In a case's id, the mode follows the device. A parameter may be a path with slashes, so search behind the
+    # parameters. Without parameters in the id, the mode follows the last slash.
+    device_start = case_id.rfind("]@")
     mode_separator = case_id.find("/", device_start) if device_start >= 0 else case_id.rfind("/")
     return case_id[: max(mode_separator, 0)], case_id[mode_separator + 1 :]
 
@@ -134,7 +135,7 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     if listed:
         elements += _comparison_table(listed, with_reasons)
     parts = [Part("sides", *_describe_differences(compared)), Part("comparison", "", tuple(elements))]
-    # 2. List uncertain figures, and figures that only one side has.
+    # 2. Explain figures with the verdict "cannot tell", and list figures that only one side has.
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
     lines_by_title = {
@@ -189,7 +190,7 @@ def describe_side(side: Side) -> str:
     )
 
 
-# The digest of imported code and of files with callables.
+# The key of the environment's fact that has the digest of the user's code (modules of --import, and callables).
 CODE_FACT = "imports_sha256"
 
 

@@ -234,7 +234,7 @@ def find_device(devices: Iterable[DeviceFacts], key: str) -> DeviceFacts | None:
 
 
 def list_metrics(case: NamedCase) -> Iterator[Metric]:
-    # this import is slow, and every command imports the present module
+    # this import is slow, and every command imports this module
     from fp8bench.analysis.metrics import metrics_of
 
     # Ratios need the result of the group's reference, which may be missing.
@@ -379,10 +379,10 @@ def show_value(measurement: Measurement) -> str:
 
 
 def error_name(measurement: Measurement) -> str:
-    """Returns the metric of an error in words with its phase, as 'gradient error (gemm)'. A loss from a single batch
-    is marked.
+    """Returns the metric of an error in words, followed by its phase, as 'gradient error (gemm)'. If a loss is from a
+    single batch, 'one draw' follows.
     """
-    # The loss of one batch may be right by chance.
+    # The loss of a single batch may have a small error by chance.
     is_one_draw = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
     detail = measurement.phase or ("one draw" if is_one_draw else "")
     metric_name = measurement.metric.replace("_", " ")

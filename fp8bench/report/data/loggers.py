@@ -256,9 +256,9 @@ def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
 
 
 def curve_step(run: Run) -> int:
-    """Returns the x position of a run on a curve, in seconds since 1970.
+    """Returns the x position of a run on the curves of a board, in seconds since 1970.
 
-    This is the date of the commit, or the start of the run if files had uncommitted changes.
+    The position is the date of the commit, or the start of the run if files had uncommitted changes.
     """
     commit_date = run.environment.get("commit_date")
     has_changes = run.environment.get("dirty")

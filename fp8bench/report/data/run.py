@@ -171,7 +171,7 @@ def _metric_fields(metric: Metric) -> TidyRow:
     if ratio is None:
         return row
     row["ratio_to_reference"] = ratio.point
-    if ratio.level < 1:  # a level of 1 means that the ratio is exact and has no bounds
+    if ratio.level < 1:  # with a confidence of 1 the ratio is exact and has no bounds
         row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
     if metric.name == TIME and 0 < ratio.point < math.inf:
         speed = ratio.inverse

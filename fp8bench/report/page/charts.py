@@ -56,8 +56,8 @@ def stack_chart(
     parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]],
 ) -> Stacks:
-    """Makes a chart of stacked bars. A row is (label, total, value by part). `parts` has the words for each part, in
-    order.
+    """Makes a chart of stacked bars. A row is (label, total, value by part). `parts` has the title of each part of
+    a bar, in the order of drawing.
 
     If the totals differ widely, bars show shares of the total, and the label gives the total.
     """

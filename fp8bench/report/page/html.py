@@ -187,7 +187,9 @@ _TIME_IN_FOLDER_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 @dataclass(frozen=True)
 class CardAnswer:
-    """A precision with its verdict. If `about` is '', the text has both, or is the first sentence of the report."""
+    """A line of a card: a precision (`about`) and the verdict on it (`word`). If `about` is '', `word` is a sentence
+    of the report.
+    """
 
     about: str
     word: str
@@ -223,8 +225,8 @@ def make_card(page: Page) -> Card:
 
 
 def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
-    """Returns the verdict of each row of a table, the beginning of each sentence of a list up to a semicolon, or a
-    text.
+    """Returns the answers that an element has: the verdict in each row of a table, the first clause of each text in a
+    list, or a whole text. A clause ends at a semicolon.
     """
     match element:
         case Table():

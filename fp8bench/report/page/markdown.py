@@ -166,7 +166,7 @@ def _paragraph_markdown(text: str, tone: Tone = Tone.PLAIN) -> str:
 
 
 def _add_sign(text: str, tone: Tone) -> str:
-    """Puts the sign of the tone before a text. A text with the tone STRONG becomes bold."""
+    """Puts the sign of a tone, such as a triangle for GOOD, before a text. Makes a text with the tone STRONG bold."""
     if not text:
         return text
     if tone is Tone.STRONG:

@@ -1,8 +1,8 @@
 """Builds the page of a report from its sections.
 
-The material of a report is one or more runs with their findings. A section turns material into elements, and knows no
-output format. Each section is a decorated function in a module of fp8bench/report/topics, or in a feature's module
-`section`.
+The material of a report is one or more runs with their findings. A section turns material into elements, which
+are the same for all output formats. Each section is a decorated function in a module of fp8bench/report/topics, or in
+the module `section` of a feature.
 """
 
 from __future__ import annotations
@@ -293,8 +293,8 @@ def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
 
 
 def rename_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:
-    """Yields the elements with unique tables: a suffix is added to the name of each table, and a title before its
-    caption.
+    """Yields the elements. The name of each table gets a suffix, which makes it unique. Each caption begins with the
+    title.
     """
     for element in elements:
         if isinstance(element, Table):

@@ -116,7 +116,9 @@ def next_commands(entry: Entry, store_options: str) -> Sentences:
 
 
 def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
-    """Returns one answer for all these panels. It has each precision with a reason, what to do next, and the times."""
+    """Returns one answer for all these panels: a verdict with its reason for each precision, what to do next, and
+    tables of times.
+    """
     cases = list_cases(panels)
     is_timed = any(case.best_seconds for case in cases)
     coverages = chain.from_iterable(map(find_coverages, panels))

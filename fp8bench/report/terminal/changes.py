@@ -41,7 +41,7 @@ _COUNTS_LEGEND = (
     "FLOPs, bytes and launches are counted, not timed: any change raises an alarm, because the step does different work"
 )
 _FURTHER_LEGEND = (
-    "after, up to: the step lies after the one commit, and not after the other",
+    "after A and up to B: the step lies after commit A, and at or before commit B",
     _REPEAT_LEGEND,
     _COUNTS_LEGEND,
     "contradicted: the mean over all calls changed the opposite way, so the fastest calls prove nothing",
@@ -192,5 +192,7 @@ def _legend(search_result: Found, with_closed: bool) -> list[str]:
         return []
     chance_legend = "chance: that a flat series shows such a step or a clearer one"
     if expected_false_alarms := round(search_result.looked_at * FALSE_STEP_SHARE):
-        chance_legend += f"; of {search_result.looked_at} flat series about {expected_false_alarms} would show one"
+        chance_legend += (
+            f"; of {search_result.looked_at} flat series about {expected_false_alarms} would show such a step"
+        )
     return [_CHANGE_LEGEND, chance_legend, *_FURTHER_LEGEND]

@@ -33,7 +33,7 @@ _MAX_REASONS = 20
 # look equal.
 _MEDIAN_DIGITS = 4
 
-# The first line counts series whose median changed by more than this.
+# The page of all series begins with the number of series whose median changed by more than this.
 _COUNTED_CHANGE = 0.02
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
 _ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
@@ -89,7 +89,7 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
     An example: '1 of 8 series with an earlier commit changed by more than 2%; the largest change:
     gemm.Gemm.track_time(fp32, 512) +7.1%'.
     """
-    # Several machines may have a series of the same name, so count endings instead of names.
+    # Several machines may have a series of the same name, so do not count distinct names.
     changes = []
     for ending in endings:
         ratio = _change_ratio(ending.last, ending.before)
@@ -181,15 +181,15 @@ def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: 
     for title, is_broken in (("broken", True), ("worth knowing", False)):
         listed = [fault for fault in faults if fault.broken is is_broken]
         parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed))
-    parts.append(Part("sound", "", (Text(f"sound: {num_sound} of {num_files} run files"),)))
+    parts.append(Part("sound", "", (Text(f"{num_sound} of {num_files} run files are sound"),)))
     num_broken = sum(fault.broken for fault in faults)
     summary = f"{many(num_broken, 'thing is', 'things are')} broken" if num_broken else "nothing is broken"
     return Page(f"{store}: {summary}", "", tuple(parts))
 
 
 def asv_files_page(store: str, num_files: int, num_series: int, num_runs: int, skipped: Counts) -> Page:
-    counts = f"{many(num_files, 'file')} of asv's, {many(num_series, 'benchmark')}"
-    return Page(f"{store}: made {counts}, from {many(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
+    counts = f"{many(num_files, 'asv file')} with {many(num_series, 'benchmark')}"
+    return Page(f"{store}: wrote {counts} from {many(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
 
 
 def merge_page(title: str, counts: Counts) -> Page:

@@ -72,9 +72,8 @@ def answer_page(run: Run, findings: FindingsById, width: int, page_path: str = "
 def detail_page(
     detail: str, run: Run, findings: FindingsById, width: int, page_path: str = "", store_options: str = ""
 ) -> Page:
-    """Returns the page with one detail of a run, as 'memory', or with everything for 'all'.
-
-    The other parameters are those of `answer_page`.
+    """Returns the page with one kind of details of a run, such as 'memory', or with all details for 'all'. The page
+    is at most `width` columns wide.
     """
     width = max(width, layout.MIN_WIDTH)
     entry = Entry(run, findings)
@@ -178,7 +177,9 @@ _ELEMENTS_OF_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] =
 
 
 def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yields notes on the cases of a panel. A note is a tuple of its subject, its text and the name of the setting."""
+    """Yields notes on the cases of a panel. A note is a tuple of its subject, its text and the name of the case's
+    setting.
+    """
     for group in panel.groups:
         for result in group.results:
             for subject, text in _case_notes(result, panel.is_timed):
@@ -310,7 +311,7 @@ def _planned_cases(groups: Iterable[Group]) -> list[PlannedCase]:
 def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
     case = groups[0].cases[0].case
     common_params = shared_params([group.cases[0].case.params for group in groups])
-    lines = []  # for example: one group: fp32 (reference), bf16; skip nvfp4
+    lines = []  # as 'one group: fp32 (reference), bf16; skip nvfp4'
     skip_notes = []
     for group in groups:
         setting = show_params(pair for pair in group.cases[0].case.params if pair not in common_params)
@@ -331,8 +332,8 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns a table of how the device supports each precision. If other groups measure a refused precision, the
-    refusal is left out, because the list below the table names it.
+    """Returns a table of how the device supports each precision. If another group measures the precision of a skipped
+    case, the table leaves this case out, because the list below the table names it.
     """
     cases = _planned_cases(groups)
     measured_modes = {case.case.mode for case in cases if case.runs}

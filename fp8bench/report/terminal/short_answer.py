@@ -30,7 +30,7 @@ class Answer:
 
 def as_sentence(answer: Answer) -> Text:
     """Returns the answer as a sentence, as 'fp8: learns worse, loss +3.1%, could be +2.9% to +3.3%; memory +1.4%; its
-    loss is 3.14% higher'. The reason begins a line.
+    loss is 3.14% higher'. The reason, which comes last, is on a new line.
     """
     verdict = ", ".join(filter(None, (answer.verdict, answer.figure)))
     sentence = f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs)))}"

@@ -228,7 +228,7 @@ def _describe_memory(cases: Cases) -> str:
     measured_ratios = [ratio for case in cases if not case.is_emulated and (ratio := peak_ratio(case)) is not None]
     if measured_ratios:
         return f"memory {units.span(measured_ratios, units.change)}"
-    # An emulation needs other memory than hardware with the format.
+    # The memory of an emulation is not that of hardware with the format, so use the estimate for this hardware.
     estimated_ratios = [ratio for case in cases if case.is_emulated and (ratio := device_peak_ratio(case)) is not None]
     return f"memory {units.span(estimated_ratios, units.change)} (est.)" if estimated_ratios else ""
 
@@ -265,7 +265,7 @@ def find_case_reason(case: NamedCase) -> Reason | None:
 
 
 def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
-    """Returns the reason for a step's speed. `unsplit_work` names the time outside of phases, if it has a name."""
+    """Returns the reason for a step's speed. `unsplit_work` is the name for time outside of phases, or ''."""
     changes_text = _describe_gains(reason.gains, unsplit_work)
     saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
@@ -288,7 +288,7 @@ def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
 
 def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
     """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
-    casts 2.30 ms'.
+    casts 2.30 ms'. `unsplit_work` is the name for time outside of phases, or ''.
     """
     phrases = []
     previous_verb = ""
@@ -325,7 +325,8 @@ def propose_commands(cases: Cases, command: str, under_load: bool = False, budge
 
 
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
-    # 1. Propose precisions to compare, or, under load, to free the machine, because more rounds would not help.
+    # 1. If only references were measured, propose precisions to compare. Otherwise, under load, propose to free the
+    # machine, because more rounds would not help.
     is_measuring = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
     is_measuring = is_measuring and not any(f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN)
     if is_measuring and cases and all(case.is_reference for case in cases):

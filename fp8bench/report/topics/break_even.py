@@ -1,4 +1,4 @@
-"""Finds the sizes from which on each precision is faster, for the terminal, the page and other programs."""
+"""Reports from which size on each precision is faster: on the terminal, on the page, and to other programs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
     if not break_even.crossings:
         verdicts = [stretch.pays for stretch in break_even.stretches if stretch.pays is not None]
         if not verdicts:
-            return "cannot be told: every size is within the noise"
+            return "cannot tell: every size is within the noise"
         if len(break_even.stretches) == 1:
             return "at every size" if verdicts[0] else "nowhere"
         return "wherever it can be told" if verdicts[0] else "nowhere that can be told"
@@ -108,7 +108,7 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
         if break_even.within_noise:
             yield f"within the noise: {_join_sizes(break_even.within_noise)}"
         if not break_even.level:
-            yield "a quick look: in brackets is the range of the rounds, without a confidence"
+            yield "a quick run: in brackets is the range of the rounds, not a confidence interval"
     for reason, sizes in together((reason, size) for size, reason in mode.refused).items():
         yield f"no ratio at {_join_sizes(sizes)}: {reason}"
     if mode.doubted:

@@ -117,7 +117,7 @@ def _describe_missing(result: Result) -> Sentences:
     figures = energy_figures(result.record)
     label_reason = result.reason(Label.ENERGY_UNRESOLVED)
     energy_use = result.record.energy
-    # The reason of the label has more detail than the other reasons.
+    # Prefer the reason of the label, because it has more details than `why_no_energy`.
     if label_reason:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {label_reason}"
     elif figures is None and energy_use is not None and energy_use.source != NO_SOURCE:
@@ -137,7 +137,7 @@ def _describe_missing(result: Result) -> Sentences:
 def _describe_pace(result: Result) -> Sentences:
     """Yields a sentence if a step took longer or shorter in the energy windows than in the timed slots."""
     figures = energy_figures(result.record)
-    # the table of sustained speeds shows this difference already
+    # If there is a table of sustained speeds, it already compares energy windows with slots.
     if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
         return
     pace = compare_pace(figures, result.finding)

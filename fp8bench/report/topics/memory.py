@@ -250,7 +250,7 @@ def memory_section(material: Material) -> Elements:
 
 
 def _bytes_by_use(case: NamedCase) -> dict[str, float]:
-    """Returns the peak memory, divided by its uses. If the uses are unknown, the whole peak counts as the rest."""
+    """Returns the bytes of each use of memory at the peak. If the uses are unknown, all bytes count as the rest."""
     sizes = {role.value: float(size) for role, size in bytes_by_role(case).items()}
     return sizes or {MemoryRole.OTHER.value: peak_bytes(case) or 0.0}
 

@@ -82,7 +82,7 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         f"{suite}: " * bool(suite) + "data, before any scaling",
         f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
         f"all within the range of {sufficient_formats}" if sufficient_formats else "",
-        f"{join_words(unit_scaled_modes)} has them near a deviation of 1 where it casts" if unit_scaled_modes else "",
+        f"in {join_words(unit_scaled_modes)}, cast tensors have deviations near 1" if unit_scaled_modes else "",
         separator="; ",
     )
     cols: Cols[TensorStatistics] = [
@@ -182,7 +182,7 @@ def _errors_table(title: str, panel: Panel, by_mode: dict[str, _ErrorsByName]) -
     for errors in by_mode.values():
         for metric, measurements in errors.items():
             descriptions = (measurement.description for measurement in measurements if measurement.description)
-            # Only the first measurement of a metric may have its description.
+            # Often only the first measurement of a metric has the metric's description.
             hints[metric] = hints.get(metric) or next(descriptions, "")
     cols: Cols[tuple[str, _ErrorsByName]] = [
         Col("precision", itemgetter(0)),
@@ -208,8 +208,8 @@ def _error_field(row: tuple[str, _ErrorsByName], metric: str) -> Field | None:
 
 @section("scales", "Scales from data", 105)
 def scales_section(material: Material) -> Elements:
-    """Scales were found in untimed steps on a separate copy of the state, and are those after the last timed step. A
-    scale is the largest value of its format over amax: larger values saturate.
+    """Scales were found in untimed steps on a separate copy of the state. The table shows the scales after the last
+    timed step. A scale is the largest value of its format divided by amax. Values larger than amax saturate.
     """
     for title, panel in panels_with_titles(material):
         cases = [(case, case.record.scales) for case in panel.members]
@@ -217,10 +217,10 @@ def scales_section(material: Material) -> Elements:
 
 
 _STEP_ERRORS = {
-    "single": ("one step", "of one step, from the exact latent before it"),
-    "single_floor": ("its floor", "the same products in the carrier, by another kernel: smaller errors mean nothing"),
-    "free": ("sampled", "sampled from noise, with the errors of all steps before"),
-    "free_floor": ("its floor", "the same floor, sampled from noise"),
+    "single": ("one step", "error of a single step that starts from the exact latent"),
+    "single_floor": ("its floor", "error of another kernel in the carrier: errors below it are no evidence"),
+    "free": ("sampled", "error after sampling from noise, which includes the errors of earlier steps"),
+    "free_floor": ("its floor", "error of another kernel in the carrier, after sampling from noise"),
 }  # fmt: skip
 _STEP_ERROR_NAME_PATTERN = re.compile(rf"({'|'.join(_STEP_ERRORS)})_step(\d+)_error")
 SAMPLER_LEGEND = (

@@ -210,10 +210,10 @@ class _GainRow(NamedTuple):
 
 @section("gains", "Where it gains", 70)
 def gains_section(material: Material) -> Elements:
-    """The time that each phase of a native precision saves (+) or costs (-) compared with the reference, from the same
-    rounds as the verdict: the phases sum to the step. Other tables scale the phases of a case to its speed-up, so
-    their times differ a little. Grey phases do not differ clearly. Runs of few rounds have no intervals, and are left
-    out.
+    """Each table shows the time that each phase of a native precision saves (+) or costs (-) compared with the
+    reference. The times are from the same rounds as the verdict, and the phases sum to the step. Other tables scale
+    the phases of a case to its speed-up, so their times differ a little. Grey phases do not differ clearly. Runs of
+    few rounds have no intervals, and are left out.
     """
     tables = []
     for title, panel in panels_with_titles(material):

@@ -50,8 +50,8 @@ _MIN_FLUSHED_PERCENT = 0.01
 def _range_field(
     figure: Middle | Untold, show_value: Callable[[float | None], str], factor: float = 1.0, tone: Tone = Tone.PLAIN
 ) -> Field:
-    """Returns a median with its range, as '50.0% (45.0% to 55.0%)'. If it is unknown, returns the word that stands
-    for the reason.
+    """Returns the field of a median with its range, as '50.0% (45.0% to 55.0%)'. If the figure is unknown, the field
+    has a word for the reason.
     """
     if isinstance(figure, Untold):
         return Field(figure.word, tone=Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN)
@@ -59,15 +59,15 @@ def _range_field(
 
 
 def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
-    """Yields why figures in a table are unknown. A reason that leaves a dash in the table is followed by the modes
-    that it applies to.
+    """Yields why figures in a table are unknown. If the table shows a dash, a sentence gives the reason and its
+    precisions. If the table shows a word for each reason, one sentence explains all these words.
     """
     modes_by_reason: dict[Untold, list[str]] = {}
     for case, figures in rows:
         for figure in figures:
             if isinstance(figure, Untold):
                 modes_by_reason.setdefault(figure, []).append(case.mode)
-    # The table shows that a pipeline has no hidden share, and the remark on its bubble explains the waiting.
+    # Leave out pipelines: the remark on the pipeline's bubble explains how long ranks wait.
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
@@ -105,7 +105,9 @@ def tables_with_rows(*tables: Table) -> Tables:
 
 
 def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any]]:
-    """Returns a column with the median of a record's seconds. `path` is their attribute path, as 'scaling.whole'."""
+    """Returns a column with the median of an attribute of records that has seconds. `path` is the path to the
+    attribute, as 'scaling.whole'.
+    """
     get_seconds = attrgetter(f"case.record.{path}")
 
     def median_or_none(row: CaseValue[Any]) -> float | None:

@@ -131,7 +131,7 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
     its own ceiling would give at most 1.38x'.
     """
     speed = speed_up(case)
-    measured_gain = "what it gives is not clear"
+    measured_gain = "its measured gain is unclear"
     if speed is not None and find_standing(case) is not Standing.UNSURE:
         qualifier = "perhaps " if case.finding.doubtful else ""
         measured_gain = f"it {qualifier}gives {units.speed_up(speed.point)}"
@@ -192,7 +192,7 @@ def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, S
         Col(
             "limit",
             lambda row: describe_bound(row.value) or None,
-            hint="what alone would take at least half of the measured time, if the device ran at its peak",
+            hint="the resource that would take at least half of the measured time even if the device ran at its peak",
         ),
     ]
     yield from table_of_cases(f"roofline-{panel.suite}", f"{title}: each phase against the ceilings", cols, cases)
@@ -202,11 +202,11 @@ UNIT_OF_LIMIT = {**dict.fromkeys(Limit, "B/s"), Limit.PRODUCT: "FLOP/s", Limit.L
 
 
 def describe_spread(rate: Rate) -> str:
-    """Returns how much the runs of a measured peak differ, as 'spread 1.5% over 5 runs'. Notes if they differ too
-    much.
+    """Returns how much repeated measurements of a peak differ, as 'spread 1.5% over 5 runs'. Appends ': no bound' if
+    they differ too much.
     """
-    bound_remark = "" if rate.steady else ": no bound"
-    return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound_remark}"
+    unsteady_remark = "" if rate.steady else ": no bound"
+    return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{unsteady_remark}"
 
 
 def describe_shape(rate: Rate) -> str:

@@ -76,8 +76,8 @@ def _setting_elements(parts: Sequence[StepShares]) -> Elements:
 
 
 def shares_tables(parts: Sequence[tuple[str, StepShares]], captions: tuple[str, str]) -> Tables:
-    """Yields a table of shares by kind of work, and a table of shares by module. Each has a column for each (title,
-    case).
+    """Yields a table of shares by kind of work, and a table of shares by module. Both tables have a column for each
+    pair of a title and the shares of a case.
     """
     sorted_kinds = _sort_by_share([step.by_kind for _, step in parts])
     yield _shares_table("kind", captions[0], parts, [*sorted_kinds, UNATTRIBUTED])
@@ -142,9 +142,9 @@ def shares_rows(parts: Sequence[StepShares]) -> Rows:
 
 @section("shares", "The parts of a step", 62)
 def shares_section(material: Material) -> Elements:
-    """Shares come from a separate pass that looks at every operator of a step, or every kernel of a device; times are
-    estimates: these shares of the best case. Cast is all copies between dtypes, the phase cast only those of operands.
-    Unattributed is time of the host between operators.
+    """Shares come from a separate pass that looks at every operator of a step, or every kernel of a device. Times are
+    estimates: the share times the best case. Cast is all copies between dtypes; the phase cast is only the copies of
+    operands. Unattributed is time of the host between operators.
     """
     for title, panel in panels_with_titles(material):
         cases = [(case, make_step_shares(case.record, case.finding)) for case in panel.members]
@@ -248,7 +248,7 @@ def _coverage_remarks(coverage: Coverage) -> Sentences:
 
 
 def shape_remarks(coverage: Coverage) -> Sentences:
-    """Yields a line for each reason why native products would refuse the shapes of converted layers."""
+    """Yields why native products would refuse the shapes of some converted layers, with the names of these layers."""
     refused_holders = [holder for holder in coverage.holders if holder.converted and holder.native]
     for reason, names in together((holder.native, holder.name) for holder in refused_holders).items():
         yield f"{join_words(names, 3)}: {reason}"
@@ -256,6 +256,6 @@ def shape_remarks(coverage: Coverage) -> Sentences:
 
 @section("coverage", "Coverage", 15)
 def coverage_section(material: Material) -> Elements:
-    """How many of a model's products are computed in a lower precision, counted in an untimed step."""
+    """How many of a model's matrix products are computed in a lower precision was counted in an untimed step."""
     for number, (_, panel) in enumerate(material.panels()):
         yield from coverage_elements(panel, number)

@@ -56,11 +56,11 @@ def sustained_table(panel: Panel) -> Tables:
         Col("clock", "value.clock", show=_show_hertz),
         Col("power", "value.watts", show=_show_watts),
     ]
-    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
+    caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature were steady before"
     if all(row.value.by_energy_windows for row in rows):
         cols.append(Col("in slots", lambda row: show_speed(speed_up(row.case))))
         cols.append(Col("clock in slots", lambda row: _clock_in_slots(row.case), show=_show_hertz))
-        caption = "sustained: a step in the seconds of its energy windows, at the clock and power that it then has"
+        caption = "sustained: a step in its energy windows, which last for seconds, at their clock and power"
     cols.append(Col("turns", describe_turns))
     yield add_figure_columns(table("sustained", caption, cols, rows), [row.case for row in rows])
 

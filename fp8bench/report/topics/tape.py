@@ -77,14 +77,14 @@ def _setting_elements(taped: Sequence[Taped]) -> Elements:
 
 
 class _Counts(NamedTuple):
-    """A row of the table of counts. `value` is the recorded step."""
+    """A row of the table of counts. `value` has the counts of a whole step."""
 
     case: Taped
     value: Tape
 
 
 def _count_columns() -> Iterator[Col[Any]]:
-    """Yields the columns of counts. The `value` of a row is the recorded step, or the counts of one phase."""
+    """Yields the columns of counts. The `value` of a row has the counts of a whole step or of one phase."""
 
     def intensity(row: Any) -> float | None:
         counts: Tape | PhaseCount = row.value
@@ -138,7 +138,7 @@ def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
 
 @section("tape", "Operators of a step", 77)
 def tape_section(material: Material) -> Elements:
-    """Counted operator by operator in an untimed step; `fp8bench show RUN --tape` has the operators."""
+    """The work is counted operator by operator in an untimed step. `fp8bench show RUN --tape` lists the operators."""
 
     def phase_field(row: CaseValue[Tape | PhaseCount]) -> Field | str:
         if isinstance(row.value, PhaseCount):
@@ -164,7 +164,7 @@ def tape_section(material: Material) -> Elements:
 
 @section("traces", "Traces", 130)
 def traces_section(material: Material) -> Elements:
-    """Traces of a few steps of each case, in a pass that is not timed. Recording makes steps longer."""
+    """A few steps of each case were traced in an untimed pass. Recording makes steps longer."""
     runs = [entry.run for entry in material.entries]
     traced_runs = [run for run in runs if any(record.trace for record in run.records)]
     folders = [run.request.trace for run in traced_runs if run.request.trace]

@@ -46,14 +46,20 @@ TENSOR_METRICS = {
     "cosine_loss": ("1 - cosine", "between the tensor and what is left of it"),
     "slope": ("slope", "1 if values neither shrink nor stretch on the whole"),
     UNDERFLOW_METRIC: ("underflow", "values that became zero"),
-    "underflow_nonzero_percent": ("of non-zeros", "the same, of the values that were not zero"),
+    "underflow_nonzero_percent": ("of non-zeros", "share of the values other than zero that became zero"),
     SATURATION_METRIC: ("saturated", "beyond the format's largest, before the clamp"),
     "subnormal_percent": ("subnormal", "below the format's smallest normal number"),
     "not_finite_percent": ("lost", "numbers that became infinite or NaN"),
     "utilisation_percent": ("utilisation", "largest magnitude over the format's largest; of blocks, the middle one"),
     "dynamic_range_octaves": ("range", "octaves from the smallest magnitude that is not zero to the largest"),
-    "scale_drift_octaves": ("scale drift", "the most octaves that a scale of earlier steps moved in a step"),
-    "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
+    "scale_drift_octaves": (
+        "scale drift",
+        "of scales from earlier steps: the largest change between steps, in octaves",
+    ),
+    "scale_lag_octaves": (
+        "scale lag",
+        "of scales from earlier steps: by how many octaves a scaled amax exceeded the format's largest",
+    ),
 }
 # Options of a precision that has one format and one scaling, and the values of these options that stand for the
 # default.
@@ -87,8 +93,8 @@ _TERMINAL_COLUMNS = (
 
 
 class TensorCell(NamedTuple):
-    """The format of a precision, and its name in tables, as 'e4m3fn row'. A recipe with several formats keeps its own
-    name.
+    """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. For a recipe
+    with several formats, both are the full name of the recipe.
     """
 
     fmt: str
@@ -262,7 +268,7 @@ def _divide_columns(widths: Sequence[int], max_width: int) -> Sequence[Sequence[
 def tensors_section(material: Material) -> Elements:
     """SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is
     left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
-    cast is about the times.
+    cast measures the times of casts.
     """
     panels = [(title, panel) for title, panel in panels_with_titles(material) if not panel.is_timed]
     for title, panel in panels:

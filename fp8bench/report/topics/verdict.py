@@ -177,7 +177,7 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
     finding = result.finding
     if result.is_emulated or not result.is_ok:
         return
-    # The answer names the load once for the whole run.
+    # The answer mentions the load of the machine once for the whole run, so do not repeat it for each case.
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
     is_doubted = find_standing(result) is Standing.DOUBTED
     labels = [label for label in result.labels if is_doubted and label.casts_doubt]

@@ -201,7 +201,7 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.LAUNCH_BOUND: LabelWords(
         "enqueuing a step took more than half of its time, so part of that time is the host's",
-        "short kernels on a fast GPU", "read `replayed`; a larger case; `--set compile=yes`",
+        "short kernels on a fast GPU", "see the column `replayed`; a larger case; `--set compile=yes`",
     ),
     Label.BELOW_FLOOR: LabelWords(
         f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",

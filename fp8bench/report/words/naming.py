@@ -20,9 +20,9 @@ from fp8bench.report.elements import Tone
 from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find_device, join_parts, together
 
 COMMIT_LETTERS = 8
-# Values of parameters that mean "off" or "torch decides". The second constant is the name of the parameter that holds
-# the text data.
+# Values of parameters that mean "off" or "torch decides".
 _OFF_VALUES = frozenset({"no", "auto", "none"})
+# The name of the parameter that holds text data.
 _DATA_PARAM = "data"
 # Shortens 'Intel(R) Xeon(R) CPU @ 2.20GHz' to 'Intel Xeon'.
 _TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
@@ -223,8 +223,8 @@ def phase_words(phase: str) -> str:
 
 
 def name_unsplit_work(case: NamedCase) -> str:
-    """Returns what the time outside of phases consists of, if the reference is a model of the user's own. Only its
-    data, casts and optimizer are phases. Otherwise returns ''.
+    """Names the work outside of phases, as 'forward and backward', if the reference is a model of the user. Only data
+    loading, casts and the optimizer are phases of such a model. Otherwise returns ''.
     """
     if case.group.reference != UNTOUCHED:
         return ""

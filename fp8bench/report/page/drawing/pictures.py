@@ -43,10 +43,10 @@ _SETTINGS: dict[Any, Any] = {
     "path.simplify": False,
 }
 _MATPLOTLIB_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
-# For each format, the metadata key of a description, and the keys of dates, which are left out because they would
-# make files differ.
+# The metadata key of a chart's description, by file format.
 _DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
-_NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+# The metadata keys of dates, by file format. Dates are left out, because they would make files differ.
+_OMITTED_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _MIN_BOLD_WEIGHT = 550
 
 Style = Mapping[str, str]
@@ -56,14 +56,15 @@ def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
     """Returns the bytes of a picture file: the chart, with its title above and its description below."""
     sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # matplotlib warns of characters that the font lacks, and draws boxes for them
+        # Without this, matplotlib warns of each character that the font lacks. It draws boxes for them.
+        warnings.simplefilter("ignore")
         # The settings of a user's matplotlibrc must not affect the file.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
         figure = sheet.to_figure(draw_on(sheet, chart), chart.title)
         titles = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
         file = BytesIO()
-        metadata = {key: _printable_line(text) for key, text in titles.items()} | _NO_DATES[file_format]
+        metadata = {key: _printable_line(text) for key, text in titles.items()} | _OMITTED_DATES[file_format]
         figure.savefig(file, format=file_format, dpi=_FILE_PIXELS_PER_INCH, metadata=metadata)
     return file.getvalue()
 

@@ -72,7 +72,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     series = [(name, _find_drawable_marks(marks[-MAX_PLACES:])) for name, marks in chart.series[:MAX_SERIES]]
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
-    # 2. Fit the value axis to the settled places. If they have no marks, fit it to all places.
+    # 2. Fit the value axis to the places from `settled` on. If these have no marks, fit it to all places.
     first_settled = chart.settled - len(chart.places[:-MAX_PLACES])
     values = _values_and_ends(series, first_settled) or _values_and_ends(series, 0)
     if not values:
@@ -113,7 +113,7 @@ def _values_and_ends(series: Series, first_place: int) -> list[float]:
 
 
 def _write_flags(plot: _LinePlot) -> None:
-    """Writes the events of marks next to them."""
+    """Writes the name of each mark's event next to the mark."""
     x, y = plot.x, plot.y
     texts = []
     for name, marks in plot.series:
@@ -127,8 +127,8 @@ def _write_flags(plot: _LinePlot) -> None:
 
 
 def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
-    """Returns the x scale of a line chart. It leaves room for the ticks of the y axis on the left, and for the last
-    values on the right.
+    """Returns the scale of a line chart's x axis. Its values are the indices of places, such as runs. The scale leaves
+    room for the ticks of the y axis on the left, and for the last values on the right.
     """
     tick_width = max(sheet.measure_text(text) for _, text in y.ticks(6)) + 14
     last_values = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
@@ -183,8 +183,8 @@ def _unbroken_stretches(marks: Marks) -> list[Marks]:
 
 
 def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
-    """Draws the intervals of a stretch of marks. If all marks have intervals, it draws a band. Otherwise it draws a
-    whisker for each mark that has one.
+    """Draws the intervals of consecutive marks: a band if all marks have intervals, otherwise a whisker for each mark
+    that has an interval.
     """
     whiskers = []
     for place, mark in stretch:

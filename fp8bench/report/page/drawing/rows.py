@@ -246,10 +246,10 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
 
 
 def _part_classes(chart: Stacks) -> list[str]:
-    """Returns the CSS class of each part, which determines its colour.
+    """Returns the CSS class of each part of the chart's bars. The class determines the colour of the part.
 
     The first word of a part may be the name of a phase. A phase has the same colour in all charts. Other parts get
-    the free colours in order.
+    the remaining colours in order.
     """
     phases = [part.partition(" ")[0] for part in chart.parts]
     free_colors = (
@@ -268,7 +268,9 @@ def _part_classes(chart: Stacks) -> list[str]:
 
 
 def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:
-    """Draws each part of a row as one shape. In a timeline a part has a rectangle for each of its pieces."""
+    """Draws one bar. Each of its parts, such as a phase, is one shape. In a timeline, a part that occurs several times
+    has several rectangles.
+    """
     start = 0.0
     edges_by_part: dict[int, list[tuple[float, float]]] = {}
     sums = defaultdict[int, float](float)

@@ -50,8 +50,9 @@ class Sheet:
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
         self._name = f"chart-{chart.name}"
-        self._drawn: list[tuple[int, str]] = []  # pairs of a layer and an SVG element
-        self._markers: dict[str, str] = {}  # the SVG id of each marker, by the path of its outline
+        self._elements: list[tuple[int, str]] = []  # pairs of a layer and an SVG element
+        # The SVG id of each marker, by the path of its outline.
+        self._markers: dict[str, str] = {}
         self._role = "img"
         self._omitted = ""
 
@@ -59,7 +60,7 @@ class Sheet:
         self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
         steps = line_commands(lines, closed)
-        self._drawn.append((layer, f'<path class="{style}" d="{_path_data(steps)}"{self._hint_attributes(hint)}/>'))
+        self._elements.append((layer, f'<path class="{style}" d="{_path_data(steps)}"{self._hint_attributes(hint)}/>'))
 
     def add_box(
         self, style: str, x: float, y: float, width: float, height: float, layer: int = 1, hint: str = ""
@@ -72,7 +73,7 @@ class Sheet:
         # Hundreds of points use a few shapes, so this keeps the page small.
         marker = self._markers.setdefault(_marker_path(shape, size), f"{self._name}-m{len(self._markers)}")
         position = f'href="#{marker}" x="{_to_decimals(x)}" y="{_to_decimals(y)}"'
-        self._drawn.append((2, f'<use class="{style}" {position}{self._hint_attributes(hint)}/>'))
+        self._elements.append((2, f'<use class="{style}" {position}{self._hint_attributes(hint)}/>'))
 
     def add_text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
         """Writes a line of text whose lowercase letters are centred vertically on `y`."""
@@ -83,7 +84,7 @@ class Sheet:
         attributes = f' class="{style}"' if style else ""
         attributes += f' x="{text_x}" y="{text_y}"'
         attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self._drawn.append((3, f"<text{attributes}>{escape(text)}</text>"))
+        self._elements.append((3, f"<text{attributes}>{escape(text)}</text>"))
 
     def measure_text(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
@@ -104,7 +105,7 @@ class Sheet:
         marker_paths = "".join(f'<path id="{name}" d="{path}"/>' for path, name in self._markers.items())
         svg_elements = [f"<defs>{marker_paths}</defs>"] if marker_paths else []
         # Shapes of a higher layer cover those of a lower one. Within a layer, later shapes cover earlier ones.
-        svg_elements += [element for _, element in sorted(self._drawn, key=lambda drawn: drawn[0])]
+        svg_elements += [element for _, element in sorted(self._elements, key=lambda pair: pair[0])]
         svg_lines = "\n".join(svg_elements)
         return (
             f'<svg class="of-{type(self._chart).__name__.lower()}" id="{self._name}" role="{self._role}"'
