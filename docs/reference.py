@@ -25,7 +25,7 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
 from fp8bench.model.words import REMARKS
 from fp8bench.report.panels import together
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.legend import WORDS_BY_LABEL
 from fp8bench.store.runs.run_file import _FIELDS_NOT_IN_HEADER
 from fp8bench.store.series import ASV_UNITS
 
@@ -181,7 +181,9 @@ def labels_page() -> str:
     def grade(label: Any) -> str:
         return "remark" if label in REMARKS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
 
-    rows = [(code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in LABELS.items()]
+    rows = [
+        (code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in WORDS_BY_LABEL.items()
+    ]
     return (
         "# Labels\n\nA label qualifies a verdict: a remark changes nothing, a doubt makes it *perhaps*, and a hard "
         "label removes it. [Method](../method.md) explains how each is found.\n\n"

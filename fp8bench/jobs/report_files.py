@@ -32,7 +32,7 @@ from fp8bench.report.page.html import (
     index_page,
     list_charts,
     read_card,
-    show_begin,
+    show_folder_time,
 )
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
@@ -160,7 +160,7 @@ def _make_index(reports: Path) -> Page:
     dated_pages = []
     for path in reports.glob(f"*/{PAGE}"):
         # Pages of streams do not have the start of their run in their folder's name. Use the time of writing instead.
-        start = show_begin(path.parent.name)
+        start = show_folder_time(path.parent.name)
         if not start:
             start = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
         dated_pages.append((start, path))

@@ -144,15 +144,18 @@ class _PeakFinder:
         return tuple(map(self._describe_block, held))
 
     def _describe_block(self, block: _Allocation) -> HeldBlock:
-        next_backward = bisect_right(self.backward_events, block.start_event)
-        is_awaited = next_backward < len(self.backward_events) and block.end_event > self.backward_events[next_backward]
+        next_backward_index = bisect_right(self.backward_events, block.start_event)
+        is_held_by_backward = (
+            next_backward_index < len(self.backward_events)
+            and block.end_event > self.backward_events[next_backward_index]
+        )
         is_in_phase = bool(block.phase)
         return HeldBlock(
             block.address,
             block.size,
             block.phase,
             block.node > 0,
-            is_in_phase and not block.node and is_awaited,
+            is_in_phase and not block.node and is_held_by_backward,
             is_in_phase and block.is_brief,
             block.end_event == math.inf,
             tuple(block.roles),
@@ -161,13 +164,13 @@ class _PeakFinder:
 
 @dataclass(slots=True)
 class _DeviceBlock:
-    """Memory on a device. It is held as long as it has `users`: the allocation itself, and low-precision tensors that
+    """Memory on a device. It is held as long as it has users: the allocation itself, and low-precision tensors that
     a real device would store in it.
     """
 
     size: int
-    counts: bool = True
-    users: int = 1
+    is_counted: bool = True
+    num_users: int = 1
 
 
 class _DevicePeakFinder:
@@ -206,7 +209,7 @@ class _DevicePeakFinder:
                 self._current_bytes += event.size
             case Laid() if event.address in self._held:
                 block = self._layouts[event.key] = self._held[event.address]
-                block.users += 1
+                block.num_users += 1
             case Lifted():
                 if event.key in self._layouts:
                     self._release(self._layouts.pop(event.key))
@@ -228,13 +231,13 @@ class _DevicePeakFinder:
     def _end_emulation(self, replaced: Sequence[int]) -> None:
         for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
-                block.counts = True
+                block.is_counted = True
                 self._current_bytes += block.size
         self._emulation_blocks = None
 
     def _release(self, block: _DeviceBlock) -> None:
-        block.users -= 1
-        if not block.users and block.counts:
+        block.num_users -= 1
+        if not block.num_users and block.is_counted:
             self._current_bytes -= block.size
 
 

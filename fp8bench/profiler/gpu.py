@@ -97,7 +97,7 @@ _END_NOTE = PhaseStart("the end")
 _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
-class Backward:
+class BackwardPass:
     """Waits for autograd's thread of a device by a backward pass of one element. Only the first pass allocates."""
 
     def __init__(self, device: str) -> None:
@@ -132,7 +132,7 @@ class AllocatorMeter(StreamMeter):
         self._index = index
         self._end_workspaces = end_workspaces
         super().__init__(key)
-        self._backward = Backward(key)
+        self._backward = BackwardPass(key)
         self._bytes_at_start = 0
         self._phase = ""
         self._phases: dict[str, PhaseMemory] = {}

@@ -14,10 +14,10 @@ from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Reruns, Status, Verdict
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import CaseValue, Result, join_parts
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.legend import WORDS_BY_LABEL
 
 
-class Standing(StrEnum):
+class CaseStatus(StrEnum):
     """The status of a case. FASTER, SLOWER and SAME are certain. If a label casts doubt on one of these, the status
     is DOUBTED instead.
     """
@@ -38,19 +38,19 @@ class Standing(StrEnum):
 # show them once.
 _LABELS_WITH_LONG_REASONS = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
 # The status of a case with this verdict, unless a label casts doubt on the verdict.
-_STANDING_BY_VERDICT = {
-    Verdict.FASTER: Standing.FASTER,
-    Verdict.SLOWER: Standing.SLOWER,
-    Verdict.SAME: Standing.SAME,
-    Verdict.UNSURE: Standing.UNSURE,
+_STATUS_BY_VERDICT = {
+    Verdict.FASTER: CaseStatus.FASTER,
+    Verdict.SLOWER: CaseStatus.SLOWER,
+    Verdict.SAME: CaseStatus.SAME,
+    Verdict.UNSURE: CaseStatus.UNSURE,
 }
 # The tone of a status. Other statuses are grey, because they are doubtful or not about speed.
-_STANDING_TONES = {
-    Standing.FASTER: Tone.GOOD,
-    Standing.SLOWER: Tone.BAD,
-    Standing.FAILED: Tone.BAD,
-    Standing.SAME: Tone.PLAIN,
-    Standing.REFERENCE: Tone.PLAIN,
+_STATUS_TONES = {
+    CaseStatus.FASTER: Tone.GOOD,
+    CaseStatus.SLOWER: Tone.BAD,
+    CaseStatus.FAILED: Tone.BAD,
+    CaseStatus.SAME: Tone.PLAIN,
+    CaseStatus.REFERENCE: Tone.PLAIN,
 }
 
 
@@ -65,32 +65,32 @@ def row_cost_tone(row: CaseValue[Any]) -> Tone:
     return cost_tone(row.case)
 
 
-def find_standing(result: Result) -> Standing:
+def find_case_status(result: Result) -> CaseStatus:
     """Returns the most serious status that applies to a case."""
     if not result.is_ok:
-        return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
+        return CaseStatus.FAILED if result.record.status is Status.FAILED else CaseStatus.SKIPPED
     if result.is_emulated:
-        return Standing.EMULATED
+        return CaseStatus.EMULATED
     if result.is_reference:
-        return Standing.REFERENCE
+        return CaseStatus.REFERENCE
     finding = result.finding
     if finding.is_judged and finding.doubtful:
-        return Standing.DOUBTED
-    return _STANDING_BY_VERDICT.get(finding.verdict, Standing.UNTIMED)
+        return CaseStatus.DOUBTED
+    return _STATUS_BY_VERDICT.get(finding.verdict, CaseStatus.UNTIMED)
 
 
-def standing_tone(result: Result) -> Tone:
+def status_tone(result: Result) -> Tone:
     """Returns the tone of a case's status. It is green or red only if the verdict is certain, but a failure is always
     red.
     """
-    return _STANDING_TONES.get(find_standing(result), Tone.DOUBT)
+    return _STATUS_TONES.get(find_case_status(result), Tone.DOUBT)
 
 
 def speed_up(result: Result) -> Interval | None:
     """Returns how many times as fast as its reference a case is, with an interval. Returns None if the case has no
     speed.
     """
-    if find_standing(result) in (*_STANDING_BY_VERDICT.values(), Standing.DOUBTED):
+    if find_case_status(result) in (*_STATUS_BY_VERDICT.values(), CaseStatus.DOUBTED):
         return invert_ratio(result.finding.ratio)
     return None
 
@@ -168,14 +168,14 @@ def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
 
 def status_words(result: Result) -> str:
     """Returns the status of a case, as 'perhaps faster', 'FAILED' or 'emulated'. Returns '-' without a verdict."""
-    status = find_standing(result)
-    if status is Standing.FAILED:
+    status = find_case_status(result)
+    if status is CaseStatus.FAILED:
         return "FAILED"
-    if status is Standing.SKIPPED and result.record.support.level is Level.REFUSED:
+    if status is CaseStatus.SKIPPED and result.record.support.level is Level.REFUSED:
         return Level.REFUSED.value
-    if status is Standing.EMULATED and result.is_reference:
+    if status is CaseStatus.EMULATED and result.is_reference:
         return f"{Verdict.REFERENCE}, emulated"
-    if status in (Standing.SKIPPED, Standing.EMULATED):
+    if status in (CaseStatus.SKIPPED, CaseStatus.EMULATED):
         return status.value
     # Without samples, or if its reference was not measured, a case has no verdict.
     return units.NONE if result.finding.verdict is Verdict.NONE else result.finding.verdict_words
@@ -184,7 +184,7 @@ def status_words(result: Result) -> str:
 def describe_doubts(result: Result) -> tuple[str, ...]:
     """Returns the meaning of each label that casts doubt on a case, followed by the reason for the verdict."""
     sentences = [
-        f"{label}: {LABELS[label].meaning}" + (f" ({reason})" if (reason := result.reason(label)) else "")
+        f"{label}: {WORDS_BY_LABEL[label].meaning}" + (f" ({reason})" if (reason := result.reason(label)) else "")
         for label in result.labels
         if label.casts_doubt
     ]

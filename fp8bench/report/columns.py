@@ -149,7 +149,7 @@ def figure_tables(panel: Panel) -> Tables:
     for name in names:
         if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue
-        cases_table = table(name, figure_words(name), case_columns(case_path=""), panel.members)
-        extended_table = add_figure_columns(cases_table, panel.members)
-        if len(extended_table.columns) > len(cases_table.columns):
-            yield extended_table
+        cases_table = table(name, figure_words(name), case_columns(case_path=""), panel.named_cases)
+        table_with_metrics = add_figure_columns(cases_table, panel.named_cases)
+        if len(table_with_metrics.columns) > len(cases_table.columns):
+            yield table_with_metrics

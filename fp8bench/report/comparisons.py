@@ -162,9 +162,13 @@ def _explain_missing_verdicts(compared: Compared) -> Texts:
     """If the two sides were measured under different conditions, yields a sentence that explains why times have no
     verdict. The sentence has the range of their ratios.
     """
-    unjudged = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
-    ratios = [comparison.ratio.point for comparison in unjudged if comparison.metric == TIME and comparison.ratio]
-    if unjudged:
+    unjudged_comparisons = [
+        comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS
+    ]
+    ratios = [
+        comparison.ratio.point for comparison in unjudged_comparisons if comparison.metric == TIME and comparison.ratio
+    ]
+    if unjudged_comparisons:
         ratio_text = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
         explanation = (
             f"times differ, which is not a regression{ratio_text}. Different conditions: {compared.conditions}. "

@@ -118,7 +118,7 @@ class ResultGroup:
         return next((result for result in self.results if result.mode == self.reference), None)
 
     @cached_property
-    def members(self) -> tuple[NamedCase, ...]:
+    def named_cases(self) -> tuple[NamedCase, ...]:
         return tuple(NamedCase(result.record, result.finding, self) for result in self.results)
 
 
@@ -200,16 +200,16 @@ class Panel:
         return self.groups[0].error_metric
 
     @cached_property
-    def members(self) -> tuple[NamedCase, ...]:
-        return tuple(chain.from_iterable(group.members for group in self.groups))
+    def named_cases(self) -> tuple[NamedCase, ...]:
+        return tuple(chain.from_iterable(group.named_cases for group in self.groups))
 
     @cached_property
     def measurements(self) -> list[Measurement]:
-        return list(chain.from_iterable(case.record.measurements for case in self.members))
+        return list(chain.from_iterable(case.record.measurements for case in self.named_cases))
 
     def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
         """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""
-        return [CaseValue(case, value) for case in self.members if (value := get_value(case)) is not None]
+        return [CaseValue(case, value) for case in self.named_cases if (value := get_value(case)) is not None]
 
     @cached_property
     def common_params(self) -> Params:
@@ -226,7 +226,7 @@ class Panel:
 
 
 def list_cases(panels: Iterable[Panel]) -> list[NamedCase]:
-    return list(chain.from_iterable(panel.members for panel in panels))
+    return list(chain.from_iterable(panel.named_cases for panel in panels))
 
 
 def find_device(devices: Iterable[DeviceFacts], key: str) -> DeviceFacts | None:
@@ -254,8 +254,10 @@ class Figures(dict[str, Metric]):
         super().__init__()
         # Do not show a rate if its work was only declared and never checked, or if the check contradicts the
         # declaration.
-        unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
-        self._sound = not unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*case.labels}
+        is_unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
+        self._sound = not is_unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {
+            *case.labels
+        }
         for metric in list_metrics(case):
             if metric.phase == STEP and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
@@ -276,9 +278,9 @@ class Figures(dict[str, Metric]):
 def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
     # 1. Group results by setting. If the reference of a group was not measured, take the planned reference.
     planned_references = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
-    by_setting = together((record.case.setting, record) for record in run.records)
+    records_by_setting = together((record.case.setting, record) for record in run.records)
     groups = []
-    for setting, records in by_setting.items():
+    for setting, records in records_by_setting.items():
         results = [
             Result(record, findings.get(record.case.id) or Finding(record.case, Verdict.NONE)) for record in records
         ]
@@ -286,7 +288,7 @@ def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
         groups.append(ResultGroup(tuple(results), next(references, planned_references.get(setting, ""))))
     # 2. Combine neighbouring groups that can share a table.
     panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(_name_settings(tuple(members))) for _, members in panels)
+    return tuple(Panel(_name_settings(tuple(panel_groups))) for _, panel_groups in panels)
 
 
 def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
@@ -383,8 +385,8 @@ def error_name(measurement: Measurement) -> str:
     single batch, 'one draw' follows.
     """
     # The loss of a single batch may have a small error by chance.
-    is_one_draw = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
-    detail = measurement.phase or ("one draw" if is_one_draw else "")
+    is_single_batch_loss = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
+    detail = measurement.phase or ("one draw" if is_single_batch_loss else "")
     metric_name = measurement.metric.replace("_", " ")
     if detail:
         return f"{metric_name} ({detail})"

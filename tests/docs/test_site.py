@@ -15,7 +15,7 @@ import pytest
 from docs import reference
 from fp8bench.cli.main import COMMANDS
 from fp8bench.model import Label
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.legend import WORDS_BY_LABEL
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,7 +52,7 @@ def test_the_schema_holds_for_stored_runs_and_for_nothing_else(schema: jsonschem
 
 
 def test_every_label_has_a_remedy_and_every_command_a_page() -> None:
-    assert set(LABELS) == set(Label) and all(all(words) for words in LABELS.values())
+    assert set(WORDS_BY_LABEL) == set(Label) and all(all(words) for words in WORDS_BY_LABEL.values())
     made = dict(reference.pages())
     assert {f"command-{name}" for name in COMMANDS} | {"options", *reference.PAGES} == set(made)
     assert "`--precision-map" in made["command-suite"] and "$ fp8bench gate" in made["command-gate"]

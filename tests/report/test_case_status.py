@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Reruns, Status, Support, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import Standing, describe_intervals, find_standing, speed_up, standing_tone
+from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, speed_up, status_tone
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
 from tests.counts import for_each
@@ -34,21 +34,21 @@ def result(
 @for_each(
     ("case_result", "expected", "tone"),
     [
-        (result(Verdict.FASTER), Standing.FASTER, Tone.GOOD),
-        (result(Verdict.SLOWER), Standing.SLOWER, Tone.BAD),
-        (result(Verdict.SAME), Standing.SAME, Tone.PLAIN),
-        (result(Verdict.UNSURE), Standing.UNSURE, Tone.DOUBT),
-        (result(Verdict.NONE), Standing.UNTIMED, Tone.DOUBT),
-        *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
-        (result(Verdict.FASTER, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
-        (result(Verdict.REFERENCE, reference=True), Standing.REFERENCE, Tone.PLAIN),
-        (result(Verdict.REFERENCE, reference=True, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
-        (result(Verdict.FASTER, status=Status.FAILED), Standing.FAILED, Tone.BAD),
-        (result(Verdict.FASTER, status=Status.SKIPPED, support=REFUSED), Standing.SKIPPED, Tone.DOUBT),
+        (result(Verdict.FASTER), CaseStatus.FASTER, Tone.GOOD),
+        (result(Verdict.SLOWER), CaseStatus.SLOWER, Tone.BAD),
+        (result(Verdict.SAME), CaseStatus.SAME, Tone.PLAIN),
+        (result(Verdict.UNSURE), CaseStatus.UNSURE, Tone.DOUBT),
+        (result(Verdict.NONE), CaseStatus.UNTIMED, Tone.DOUBT),
+        *((result(Verdict.FASTER, label), CaseStatus.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
+        (result(Verdict.FASTER, support=EMULATED), CaseStatus.EMULATED, Tone.DOUBT),
+        (result(Verdict.REFERENCE, reference=True), CaseStatus.REFERENCE, Tone.PLAIN),
+        (result(Verdict.REFERENCE, reference=True, support=EMULATED), CaseStatus.EMULATED, Tone.DOUBT),
+        (result(Verdict.FASTER, status=Status.FAILED), CaseStatus.FAILED, Tone.BAD),
+        (result(Verdict.FASTER, status=Status.SKIPPED, support=REFUSED), CaseStatus.SKIPPED, Tone.DOUBT),
     ],
 )
-def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
-    assert find_standing(case_result) is expected and standing_tone(case_result) is tone
+def test_standing(case_result: Result, expected: CaseStatus, tone: Tone) -> None:
+    assert find_case_status(case_result) is expected and status_tone(case_result) is tone
 
 
 @for_each(("level", "words"), [(0.99, "the 99% interval of this run, over 2 sessions"), (0.0, "over 2 sessions")])
@@ -71,7 +71,7 @@ def test_an_interval_names_the_runs_behind_it(own_runs: int | None, words: str) 
 @for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     labelled = result(verdict, label)
-    assert find_standing(labelled) is Standing.DOUBTED and standing_tone(labelled) is Tone.DOUBT
+    assert find_case_status(labelled) is CaseStatus.DOUBTED and status_tone(labelled) is Tone.DOUBT
 
 
 def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:

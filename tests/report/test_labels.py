@@ -11,7 +11,7 @@ from fp8bench.report.elements import Items
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.verdict import compare_precisions
 from fp8bench.report.words import legend
-from fp8bench.report.words.legend import LABELS, explain_label
+from fp8bench.report.words.legend import WORDS_BY_LABEL, explain_label
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, of_kind, part
@@ -79,15 +79,15 @@ def test_labels() -> Told:
 
 def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
-    assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.NO_VERDICT}\n" in text
+    assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.NO_VERDICT_LEGEND}\n" in text
 
 
 @for_each("label", sorted(REMARKS))
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
-    assert f"labels: {label}" in text and LABELS[label].meaning in text
-    assert describe_doubts(group_into_panels(run, findings)[0].members[1]) == ()
+    assert f"labels: {label}" in text and WORDS_BY_LABEL[label].meaning in text
+    assert describe_doubts(group_into_panels(run, findings)[0].named_cases[1]) == ()
 
 
 def eager() -> Made:

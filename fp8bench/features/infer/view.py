@@ -22,7 +22,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Page, Table, Tone
 from fp8bench.report.terminal.short_answer import Answer, short_answer
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.legend import WORDS_BY_LABEL
 
 _LEGEND = (
     "prompt: time to first token (TTFT), without queue, tokeniser and sampler; tokens/s in: its tokens over TTFT",
@@ -106,7 +106,7 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
             return "speed unknown", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
     # 2. Collect objections. Some do not change the verdict.
-    notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]
+    notes = [WORDS_BY_LABEL[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
         notes.append(f"unlike its line, measured {direction} at {', '.join(map(str, crossing.contrary))}")

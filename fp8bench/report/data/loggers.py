@@ -151,7 +151,7 @@ class ScalarLogger:
         self._say, self._consequence = say, consequence
         self._sinks: dict[LogTarget, Sink] = {}
         for target in targets:
-            with self._dropping_on_failure(target):
+            with self._drop_failing_sink(target):
                 self._sinks[target] = _SINKS[target.kind](target.place, source)
 
     def log(self, name: str, step: int, value: float) -> None:
@@ -159,18 +159,18 @@ class ScalarLogger:
         if not math.isfinite(value):
             return
         for target, sink in list(self._sinks.items()):
-            with self._dropping_on_failure(target):
+            with self._drop_failing_sink(target):
                 sink.log(name, step, value)
 
     def close(self) -> None:
         sinks, self._sinks = self._sinks, {}
         for target, sink in sinks.items():
-            with self._dropping_on_failure(target):
+            with self._drop_failing_sink(target):
                 sink.close()
                 self._say(f"logged to {target}")
 
     @contextmanager
-    def _dropping_on_failure(self, target: LogTarget) -> Iterator[None]:
+    def _drop_failing_sink(self, target: LogTarget) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -203,7 +203,7 @@ def check_package(name: str, requirement: str, *modules: str, option: str) -> No
 def run_log_source(run: Run) -> LogSource:
     devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
     config = {**logged_facts(run.environment), "command": run.command, "devices": devices}
-    return LogSource(run.id, f"{run.request.suite} {run.id}", curve_step(run), config)
+    return LogSource(run.id, f"{run.request.suite} {run.id}", curve_position(run), config)
 
 
 def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedScalar]:
@@ -211,7 +211,7 @@ def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedSca
     # this import is slow, and the command line imports this module
     from fp8bench.analysis.metrics import metrics_of
 
-    step = curve_step(run)
+    step = curve_position(run)
     references = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
     for record in run.records:
         if not record.is_ok:
@@ -255,7 +255,7 @@ def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
         yield f"{ratio_name}_high", metric.interval.high
 
 
-def curve_step(run: Run) -> int:
+def curve_position(run: Run) -> int:
     """Returns the x position of a run on the curves of a board, in seconds since 1970.
 
     The position is the date of the commit, or the start of the run if files had uncommitted changes.

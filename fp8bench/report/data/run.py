@@ -76,7 +76,7 @@ def tidy_rows(run: Run, findings: FindingsById) -> list[TidyRow]:
     device_names = {facts.key: facts.name for facts in run.devices}
     rows = []
     for panel in group_into_panels(run, findings):
-        for case in panel.members:
+        for case in panel.named_cases:
             case_fields = empty_row | _case_fields(case.record, panel.reference)
             case_fields["device_name"] = device_names.get(panel.device)
             # Leave out metrics whose figure is repeated from a different row. Readers who sum rows would count such a

@@ -23,7 +23,7 @@ from fp8bench.report.elements import (
 )
 
 # A chart needs at least this many values. Fewer values are easier to read as numbers.
-_MIN_VALUES = 3
+_MIN_CHART_VALUES = 3
 # If the largest total exceeds the smallest by more than this factor, each bar shows shares of its total instead of
 # absolute values.
 _MAX_RATIO_OF_BARS = 8.0
@@ -31,7 +31,7 @@ _MAX_RATIO_OF_BARS = 8.0
 
 def is_worth_drawing(chart: AnyChart) -> bool:
     """Returns whether a chart has enough values. A chart of few values would show no more than a table of them."""
-    return _count_values(chart) >= _MIN_VALUES
+    return _count_values(chart) >= _MIN_CHART_VALUES
 
 
 def _count_values(chart: AnyChart) -> int:
@@ -61,9 +61,9 @@ def stack_chart(
 
     If the totals differ widely, bars show shares of the total, and the label gives the total.
     """
-    totals = [total for _, total, _ in rows]
+    row_totals = [total for _, total, _ in rows]
     # On a common axis, one long step would make the parts of short steps too thin to see.
-    draws_shares = max(totals) > _MAX_RATIO_OF_BARS * min(totals)
+    draws_shares = max(row_totals) > _MAX_RATIO_OF_BARS * min(row_totals)
     bars = []
     for label, total, value_by_part in rows:
         values = [value_by_part.get(part, 0.0) for part in parts]

@@ -89,12 +89,12 @@ def load_template() -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters: dict[str, Callable[..., str]] = {
+    template_filters: dict[str, Callable[..., str]] = {
         "sort_value": _sort_value,
         "kind": lambda element: type(element).__name__,
         "marked": _mark_code,
     }
-    environment.filters |= filters
+    environment.filters |= template_filters
     return environment.from_string(_read_asset("page.html.j2"))
 
 
@@ -140,9 +140,9 @@ def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -
             yield _PageBlock(element, anchor, _make_html_table(element, anchor))
         elif isinstance(element, Chart):
             anchor = ids.make_unique(element.name)
-            numbers_sheet = _make_html_table(numbers_table(element), ids.make_unique(f"{anchor}-numbers"))
+            numbers_html = _make_html_table(numbers_table(element), ids.make_unique(f"{anchor}-numbers"))
             # Begin each id within the drawing with the id of the chart, so that it is unique on the page.
-            yield _PageBlock(element, anchor, numbers_sheet, draw(replace(element, name=anchor)))
+            yield _PageBlock(element, anchor, numbers_html, draw(replace(element, name=anchor)))
         else:
             yield _PageBlock(element)
 
@@ -255,7 +255,7 @@ def read_card(page_start: str) -> Card | None:
         return None
 
 
-def show_begin(folder: str) -> str:
+def show_folder_time(folder: str) -> str:
     match = _TIME_IN_FOLDER_PATTERN.match(folder)
     return "{}-{}-{} {}:{}".format(*match.groups()) if match else ""
 
@@ -278,10 +278,15 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
         Col("answer", join_answers),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]
-    required = {"date (UTC)", "report"}
+    required_headings = {"date (UTC)", "report"}
     elements: list[Element] = [
         table(
-            "reports", many(len(listed_reports), "report"), cols, listed_reports, main=True, required_headings=required
+            "reports",
+            many(len(listed_reports), "report"),
+            cols,
+            listed_reports,
+            main=True,
+            required_headings=required_headings,
         )
     ]
     if num_unlisted:

@@ -85,12 +85,12 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     if num_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
         lines = block.split("\n")
         header = lines[:2] if block.startswith("| ") else []
-        further_lines = "\n".join([*header, *lines[num_lines:]])
-        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [further_lines, *blocks[num_visible + 1 :]]
-    first_hidden = num_visible
-    while first_hidden > 1 and blocks[first_hidden - 1].startswith("#"):
-        first_hidden -= 1
-    return blocks[:first_hidden], blocks[first_hidden:]
+        remaining_lines = "\n".join([*header, *lines[num_lines:]])
+        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [remaining_lines, *blocks[num_visible + 1 :]]
+    first_hidden_index = num_visible
+    while first_hidden_index > 1 and blocks[first_hidden_index - 1].startswith("#"):
+        first_hidden_index -= 1
+    return blocks[:first_hidden_index], blocks[first_hidden_index:]
 
 
 def _part_blocks(part: Part) -> Sentences:
@@ -114,9 +114,9 @@ def _element_blocks(element: Element) -> Sentences:
             )
         case Code():
             # In Markdown, the marks around a code block must be longer than any run of backticks in the code.
-            fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)
+            code_fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", element.text)), 3)
             lines = ("\t".join(map(printable, line.split("\t"))) for line in element.text.rstrip("\n").split("\n"))
-            yield "\n".join([fence, *lines, fence])
+            yield "\n".join([code_fence, *lines, code_fence])
         case Table():
             if element.caption:
                 yield _heading_markdown(3, element.caption)

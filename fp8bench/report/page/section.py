@@ -63,10 +63,10 @@ class Section:
         elements = tuple(self.elements(material))
         if not elements:
             return None
-        lead_text = ""
+        lead_paragraph = ""
         if not all(isinstance(element, Text) for element in elements):
-            lead_text = self.lead if isinstance(self.lead, str) else self.lead(material)
-        return Part(self.name, self.title, elements, lead_text)
+            lead_paragraph = self.lead if isinstance(self.lead, str) else self.lead(material)
+        return Part(self.name, self.title, elements, lead_paragraph)
 
 
 _sections: dict[str, Section] = {}
@@ -139,7 +139,7 @@ def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
     tables are folded.
     """
     for element in part.elements:
-        if isinstance(element, Table) and not element.main and len(element.rows) > _MAX_OPEN_ROWS:
+        if isinstance(element, Table) and not element.main and len(element.rows) > _MAX_UNFOLDED_ROWS:
             yield replace(element, folded=True)
         elif not isinstance(element, Chart) or is_worth_drawing(element):
             yield element
@@ -148,7 +148,7 @@ def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
             yield replace(numbers_table(element), caption=element.title, folded=element.folded)
 
 
-_MAX_OPEN_ROWS = 24  # a table with more rows than this is folded
+_MAX_UNFOLDED_ROWS = 24  # a table with more rows than this is folded
 _MAX_SUITES_IN_TITLE = 4
 _MAX_DEVICES_IN_TITLE = 3
 _MAX_LABELS = 8
@@ -253,10 +253,10 @@ def label_runs(runs: Sequence[Run]) -> list[str]:
         if all(labels) and len({*labels}) == len(runs):
             return labels
     ids = [run.id or "run" for run in runs]
-    occurrences = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
+    occurrence_numbers = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
     return [
         f"{name} ({occurrence})" if ids.count(name) > 1 else name
-        for name, occurrence in zip(ids, occurrences, strict=True)
+        for name, occurrence in zip(ids, occurrence_numbers, strict=True)
     ]
 
 
@@ -281,13 +281,15 @@ def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
 
     If two panels would have the same title, the reference is added.
     """
-    titled: list[tuple[str, Panel]] = []
+    titled_panels: list[tuple[str, Panel]] = []
     for entry in material.entries:
         has_devices = len({panel.device for panel in entry.panels}) > 1
         suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
-        titled += [(f"{panel.suite}{f' on {panel.device}' * has_devices}{suffix}", panel) for panel in entry.panels]
-    panels_by_title = Counter(title for title, _ in titled)
-    for title, panel in titled:
+        titled_panels += [
+            (f"{panel.suite}{f' on {panel.device}' * has_devices}{suffix}", panel) for panel in entry.panels
+        ]
+    panels_by_title = Counter(title for title, _ in titled_panels)
+    for title, panel in titled_panels:
         is_unique = panels_by_title[title] == 1 or not panel.reference
         yield title if is_unique else f"{title} against {panel.reference}", panel
 

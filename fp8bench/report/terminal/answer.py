@@ -18,13 +18,13 @@ from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
-from fp8bench.report.case_status import Standing, find_standing, list_speeds, speed_up, standing_tone, status_words
+from fp8bench.report.case_status import CaseStatus, find_case_status, list_speeds, speed_up, status_tone, status_words
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
-from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers
+from fp8bench.report.topics.answers import PRECISION_QUESTION, QUESTION_OF_CALLABLES, find_answers
 from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import explain_missing_energy, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables
@@ -48,8 +48,8 @@ from fp8bench.report.words.naming import (
     usual_params,
 )
 
-_FASTER_AND_SLOWER = frozenset({Standing.FASTER, Standing.SLOWER})
-_UNCERTAIN = frozenset({Standing.DOUBTED, Standing.UNSURE})
+_FASTER_AND_SLOWER = frozenset({CaseStatus.FASTER, CaseStatus.SLOWER})
+_UNCERTAIN_STATUSES = frozenset({CaseStatus.DOUBTED, CaseStatus.UNSURE})
 # The table of speeds has at most this many rows. `show --all` and the page have all groups.
 _MAX_GROUPS = 16
 # If a panel has more tensors than this, the answer names only the best precision of each width.
@@ -132,7 +132,7 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
     for panel in panels:
         warnings += describe_sustained_speed(panel)
         warnings += [state for state in describe_device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
-    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else QUESTION
+    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else PRECISION_QUESTION
     comparison = describe_comparison(panels)
     return short_answer(
         _answer_heading(panels, entry.run),
@@ -160,10 +160,10 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
         params_text = join_parts(params, params_text, separator="; ")
     suites = ", ".join(dict.fromkeys(panel.suite for panel in panels))
     # 2. Name the machine.
-    on_cpu = any(key.startswith("cpu") for key in device_keys)
+    runs_on_cpu = any(key.startswith("cpu") for key in device_keys)
     machine = join_parts(
         describe_devices(devices) or join_words(sorted(device_keys)),
-        many(run.request.threads, "thread") if on_cpu else "",
+        many(run.request.threads, "thread") if runs_on_cpu else "",
         f"{run.request.ranks} ranks (the slowest counts)" if run.request.ranks else "",
         f"torch {devices[0].torch.partition('+')[0]}" if devices else "",
     )
@@ -181,11 +181,11 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
     """Yields one line with the power cap of a GPU, its clocks, and why the GPU lowered them. The line is red if the
     cap was lowered.
     """
-    clocks: list[float] = []
+    clock_rates: list[float] = []
     throttle_reasons: list[str] = []
-    for case in panel.members:
+    for case in panel.named_cases:
         if (watch := case.record.watch) is not None:
-            clocks += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
+            clock_rates += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
             throttle_reasons += reasons_in(watch.throttle or 0)
 
     def setting(name: str) -> float | None:
@@ -198,9 +198,9 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
     if power_cap is not None:
         share_of_default = f", {units.percent(power_cap / default_cap, 0)} of its default" if default_cap else ""
         facts.append(f"{'POWER CAP' if is_lowered else 'power cap'} {units.count(power_cap, 'W')}{share_of_default}")
-    if clocks:
+    if clock_rates:
         max_clock_text = f" of {units.count(max_clock, 'Hz')}" if max_clock is not None else ""
-        facts.append(f"SM clock {units.span(clocks, partial(units.count, unit='Hz'))}{max_clock_text}")
+        facts.append(f"SM clock {units.span(clock_rates, partial(units.count, unit='Hz'))}{max_clock_text}")
     if throttle_reasons:
         facts.append(f"held back by {join_words(throttle_reasons)}")
     if facts:
@@ -228,12 +228,12 @@ def _speed_table(panels: Sequence[Panel], is_timed: bool) -> Elements:
     cases_by_row: dict[str, list[NamedCase]] = {}
     if len(panels) == 1:
         for group in panels[0].groups[:_MAX_GROUPS]:
-            cases_by_row[group.setting_name] = list(group.members)
+            cases_by_row[group.setting_name] = list(group.named_cases)
     else:
         has_devices = len({panel.device for panel in panels}) > 1
         for panel in panels:
             name = f"{panel.suite} on {panel.device}" if has_devices else panel.suite
-            cases_by_row.setdefault(name, []).extend(panel.members)
+            cases_by_row.setdefault(name, []).extend(panel.named_cases)
     # Precisions with a speed get a column for this speed. References get a column for their time.
     cases = list(chain.from_iterable(cases_by_row.values()))
     modes = [case.mode for case in cases if case.is_reference or not is_timed or speed_up(case) is not None]
@@ -261,14 +261,14 @@ def _speed_field(cases: Cases) -> Field:
     if len(cases) == 1 and first_case.is_reference and first_case.best_seconds and not first_case.is_emulated:
         return Field(units.seconds(first_case.best_seconds))
     # The field has one word for all cases, so this word must be true for each of them.
-    standings = list(map(find_standing, cases))
+    statuses = list(map(find_case_status, cases))
     speeds = [speed.point for speed in list_speeds(cases)]
-    if Standing.FAILED in standings or not speeds:
-        named_case = min(cases, key=lambda case: find_standing(case) is not Standing.FAILED)
-        return Field(status_words(named_case), tone=standing_tone(named_case))
-    qualifier = ""
-    if not _UNCERTAIN.isdisjoint(standings):
-        qualifier = "cannot tell, " if {*standings} == {Standing.UNSURE} else "perhaps "
+    if CaseStatus.FAILED in statuses or not speeds:
+        named_case = min(cases, key=lambda case: find_case_status(case) is not CaseStatus.FAILED)
+        return Field(status_words(named_case), tone=status_tone(named_case))
+    doubt_words = ""
+    if not _UNCERTAIN_STATUSES.isdisjoint(statuses):
+        doubt_words = "cannot tell, " if {*statuses} == {CaseStatus.UNSURE} else "perhaps "
     # If some cases are faster and others slower, show the range, because a median would describe none of them.
-    shown_speeds = speeds if _FASTER_AND_SLOWER.issubset(standings) else [statistics.median(speeds)]
-    return Field(f"{qualifier}{units.span(shown_speeds, units.speed_up)}", tone=common_tone(map(standing_tone, cases)))
+    shown_speeds = speeds if _FASTER_AND_SLOWER.issubset(statuses) else [statistics.median(speeds)]
+    return Field(f"{doubt_words}{units.span(shown_speeds, units.speed_up)}", tone=common_tone(map(status_tone, cases)))

@@ -60,10 +60,12 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
     groups = _group_changes(search_result)
     for title in _SECTION_TITLES if with_closed else _SECTION_TITLES[:4]:
         # List changes between the same two commits next to each other.
-        by_commits = together((_describe_commits(change, len(machines) > 1), change) for change in groups[title])
+        changes_by_commits = together(
+            (_describe_commits(change, len(machines) > 1), change) for change in groups[title]
+        )
         rows = []
-        for commits, members in by_commits.items():
-            rows += [(commits, change) for change in members]
+        for commits, changes in changes_by_commits.items():
+            rows += [(commits, change) for change in changes]
         if rows:
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
     ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.left))
@@ -72,7 +74,7 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
     if first_alarm is not None:
         parts.append(Part("summary", "", tuple(_next_steps(first_alarm, store_options))))
-    return Page(f"{store}: {_summarize(search_result)}", "", tuple(parts), _legend(search_result, with_closed))
+    return Page(f"{store}: {_summarize(search_result)}", "", tuple(parts), _legend_lines(search_result, with_closed))
 
 
 def _describe_commits(change: Change, with_machine: bool) -> str:
@@ -135,28 +137,31 @@ def _summarize(search_result: Found) -> str:
     if not num_series:
         return "no series was long enough to look for changes"
     groups = _group_changes(search_result)
-    counts = [many(len(groups[_WORSE]), "regression"), many(len(groups[_BETTER]), "improvement")]
-    if groups[_FEWER]:
-        counts.insert(1, f"{many(len(groups[_FEWER]), 'count')} that went down")
+    counts = [
+        many(len(groups[_REGRESSIONS_TITLE]), "regression"),
+        many(len(groups[_IMPROVEMENTS_TITLE]), "improvement"),
+    ]
+    if groups[_LOWER_COUNTS_TITLE]:
+        counts.insert(1, f"{many(len(groups[_LOWER_COUNTS_TITLE]), 'count')} that went down")
     num_acknowledged = len(groups[ChangeState.ACKNOWLEDGED])
-    num_ignored = sum(search_result.left.values())
+    num_ignored_series = sum(search_result.left.values())
     return join_parts(
         f"{join_words(counts)} in {count_series(num_series)}",
         f"{many(num_acknowledged, 'change')} acknowledged" if num_acknowledged else "",
-        f"{count_series(num_ignored)} not looked at" if num_ignored else "",
+        f"{count_series(num_ignored_series)} not looked at" if num_ignored_series else "",
         separator="; ",
     )
 
 
-_WORSE = "regressions"
+_REGRESSIONS_TITLE = "regressions"
 # A count of operations that went down may be an improvement, or the step may do different work.
-_FEWER = "counts that went down"
-_BETTER = "improvements"
+_LOWER_COUNTS_TITLE = "counts that went down"
+_IMPROVEMENTS_TITLE = "improvements"
 # The titles of the sections of changes. The first four are always listed.
 _SECTION_TITLES = (
-    _WORSE,
-    _FEWER,
-    _BETTER,
+    _REGRESSIONS_TITLE,
+    _LOWER_COUNTS_TITLE,
+    _IMPROVEMENTS_TITLE,
     ChangeState.CONTRADICTED,
     ChangeState.ACKNOWLEDGED,
     ChangeState.REVERTED,
@@ -168,7 +173,9 @@ def _group_changes(search_result: Found) -> dict[str, list[Change]]:
     """Returns the changes by the title of their section: open changes by their direction, other changes by state."""
     groups: dict[str, list[Change]] = {title: [] for title in _SECTION_TITLES}
     for change in search_result.changes:
-        direction = _WORSE if change.is_worse else _FEWER if change.is_counted else _BETTER
+        direction = (
+            _REGRESSIONS_TITLE if change.is_worse else _LOWER_COUNTS_TITLE if change.is_counted else _IMPROVEMENTS_TITLE
+        )
         groups[direction if change.state is ChangeState.OPEN else change.state].append(change)
     return groups
 
@@ -186,7 +193,7 @@ def _change_notes(change: Change) -> Iterator[str]:
         yield f"acknowledged {change.ack.when[:10]}{because}"
 
 
-def _legend(search_result: Found, with_closed: bool) -> list[str]:
+def _legend_lines(search_result: Found, with_closed: bool) -> list[str]:
     states = {change.state for change in search_result.changes}
     if ChangeState.OPEN not in states and not (with_closed and states):
         return []

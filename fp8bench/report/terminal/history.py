@@ -131,7 +131,7 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
     # If the run does not show whether files had uncommitted changes, assume that they had.
     if run.environment.get("dirty") is not False and commit != "none":
         commit += "+dirty"
-    by_status = Counter(record.status for record in run.records)
+    record_counts = Counter(record.status for record in run.records)
     remark = ""
     if not run.finished and is_being_written:
         remark = "being measured now"
@@ -140,7 +140,7 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
         missing_text = f"; {many(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
         remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
     started = run.started[:19].replace("T", " ")
-    counts = [str(by_status[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
+    counts = [str(record_counts[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
     machine = environment_fact(run, "machine")
     texts = [run.id, started or units.NONE, commit, run.origin, run.request.suite, *counts, machine or units.NONE]
     return tuple(map(Field, [*texts, remark]))
@@ -226,8 +226,8 @@ def _show_change(figure: Figure, previous: Figure | None) -> str:
     if figure.source != previous.source:
         return "new source"
     ratio = _change_ratio(figure, previous)
-    is_rough = ratio is not None and (figure.hasty or previous.hasty)
-    return _SIGN_OF_ROUGH_FIGURE * is_rough + units.change(ratio)
+    is_rough_change = ratio is not None and (figure.hasty or previous.hasty)
+    return _SIGN_OF_ROUGH_FIGURE * is_rough_change + units.change(ratio)
 
 
 def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:

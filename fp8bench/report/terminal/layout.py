@@ -164,9 +164,9 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
         widths = [max(column_width, len(field.text)) for column_width, field in zip(widths, fields, strict=True)]
         rows.append(fields)
     num_shown = len(columns)
-    while num_shown > 1 and _room_for_name(widths[:num_shown], width) < min(widths[0], _MIN_NAME_WIDTH):
+    while num_shown > 1 and _width_for_name(widths[:num_shown], width) < min(widths[0], _MIN_NAME_WIDTH):
         num_shown -= 1
-    name_width = _room_for_name(widths[:num_shown], width)
+    name_width = _width_for_name(widths[:num_shown], width)
     name_lengths = [len(fields[0].text) for fields in rows]
     widths[0] = max(
         [
@@ -209,7 +209,7 @@ def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int
     return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
 
 
-def _room_for_name(widths: Sequence[int], width: int) -> int:
+def _width_for_name(widths: Sequence[int], width: int) -> int:
     return width - len(INDENT) - sum(len(GAP) + column_width for column_width in widths[1:])
 
 

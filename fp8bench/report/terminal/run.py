@@ -129,15 +129,15 @@ def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     if measurements := _list_other_measurements(panel):
         yield Part("numbers", "numbers", tuple(measurements))
     if bounds := [*roofline.describe_bounds(panel), *roofline.describe_gains(panel)]:
-        yield from list_of("roofline", "what limits it", [*bounds, *roofline.cite_peaks(panel.members)])
+        yield from list_of("roofline", "what limits it", [*bounds, *roofline.cite_peaks(panel.named_cases)])
 
 
 def _reference_line(panel: Panel) -> str:
     reference = panel.reference
-    if not any(case.is_reference for case in panel.members):
+    if not any(case.is_reference for case in panel.named_cases):
         reference = f"none ({reference or 'none planned'} was not measured)"
     floor = f"noise floor (A/A): {describe_noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
-    intervals = describe_intervals(panel.members)
+    intervals = describe_intervals(panel.named_cases)
     return join_parts(
         f"reference: {reference}", floor, f"[low, high]: {intervals}" if intervals else "", separator="; "
     )
@@ -217,11 +217,12 @@ def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
 
 # Lines of the legend, each with the outputs below which it is shown.
 _LEGEND_BY_OUTPUT = (
-    ("answer all", legend.BEST_TIME), ("all", legend.CACHE), ("answer all", legend.SPEED_UP),
-    ("answer all", legend.VERDICT), ("answer all", legend.PHASES), ("answer all", legend.BELOW_FLOOR),
-    ("answer all", legend.NO_VERDICT), ("all", legend.REPLAYED), ("answer all", legend.EMULATED),
-    ("all", f"pays: {legend.BREAK_EVEN}"), ("energy all", legend.ENERGY), ("energy all", legend.ENERGY_VERSUS),
-    ("memory all", legend.MEMORY), ("data all", legend.DATA),
+    ("answer all", legend.BEST_TIME_LEGEND), ("all", legend.CACHE_LEGEND), ("answer all", legend.SPEED_UP_LEGEND),
+    ("answer all", legend.VERDICT_LEGEND), ("answer all", legend.PHASES_LEGEND),
+    ("answer all", legend.BELOW_FLOOR_LEGEND), ("answer all", legend.NO_VERDICT_LEGEND),
+    ("all", legend.REPLAYED_LEGEND), ("answer all", legend.EMULATED_LEGEND),
+    ("all", f"pays: {legend.BREAK_EVEN_LEGEND}"), ("energy all", legend.ENERGY_LEGEND),
+    ("energy all", legend.ENERGY_RATIO_LEGEND), ("memory all", legend.MEMORY_LEGEND), ("data all", legend.DATA_LEGEND),
 )  # fmt: skip
 
 
@@ -271,12 +272,12 @@ _MAX_PANELS_IN_FULL = 2
 
 
 def plan_page(plan: Plan, facts: Sequence[DeviceFacts], expected_time: str = "") -> Page:
-    by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
-    panels = [tuple(members) for _, members in by_panel]
+    groups_by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
+    panels = [tuple(groups) for _, groups in groups_by_panel]
     # The full plan of all suites would fill several screens.
     parts = [_plan_overview(panels)]
     if len(panels) <= _MAX_PANELS_IN_FULL:
-        parts = list(chain.from_iterable(_planned_panel(members, facts) for members in panels))
+        parts = list(chain.from_iterable(_planned_panel(groups, facts) for groups in panels))
     num_measured = sum(case.runs for case in _planned_cases(plan))
     counts = f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
     lines = filter(None, (*(f"note: {note}" for note in plan.notes), counts, expected_time))
@@ -323,8 +324,8 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
             else:
                 skipped_modes.append(planned.case.mode)
                 skip_notes.append((f"{planned.case.mode} skipped", planned.skip, setting))
-        skips = f"skip {', '.join(skipped_modes)}" if skipped_modes else ""
-        lines.append(f"{setting or 'one group'}: {join_parts(', '.join(measured_modes), skips, separator='; ')}")
+        skips_text = f"skip {', '.join(skipped_modes)}" if skipped_modes else ""
+        lines.append(f"{setting or 'one group'}: {join_parts(', '.join(measured_modes), skips_text, separator='; ')}")
     lines += merge_notes(skip_notes, len(groups))
     title = panel_heading(case.workload, common_params, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))

@@ -22,12 +22,12 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.specs import BEYOND_ROUNDING_ERROR, DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import (
-    Standing,
-    find_standing,
+    CaseStatus,
+    find_case_status,
     has_bounds,
     list_speeds,
     speed_up,
-    standing_tone,
+    status_tone,
     status_words,
 )
 from fp8bench.report.elements import Sentences, Tone
@@ -37,7 +37,7 @@ from fp8bench.report.topics.energy import ratio_to_reference
 from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
 from fp8bench.report.words.naming import common_tone, name_unsplit_work, shorten_line
 
-QUESTION = "Does low precision pay here?"
+PRECISION_QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
 # Two errors count as equal unless the larger one exceeds the smaller one by this factor.
 _EQUAL_ERROR_RATIO = 1.05
@@ -75,8 +75,8 @@ _PHASE_NOUNS = {
 
 def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
     """Returns an answer for each precision except the reference. All cases of a precision share one answer."""
-    by_mode = together((case.mode, case) for case in cases if case.mode != case.group.reference)
-    return list(map(find_answer, by_mode.values()))
+    cases_by_mode = together((case.mode, case) for case in cases if case.mode != case.group.reference)
+    return list(map(find_answer, cases_by_mode.values()))
 
 
 def find_answer(cases: Cases) -> Answer:
@@ -93,7 +93,7 @@ def find_answer(cases: Cases) -> Answer:
     return Answer(
         cases[0].mode,
         f"{'WRONG, ' * is_wrong}{_describe_verdicts(cases)}",
-        Tone.BAD if is_wrong else common_tone(map(standing_tone, cases)),
+        Tone.BAD if is_wrong else common_tone(map(status_tone, cases)),
         speed_text,
         (accuracy, _describe_memory(cases), _describe_energy(cases)),
         shorten_line(reasons.pop(), MAX_REASON_LENGTH) if len(reasons) == 1 else "",
@@ -137,7 +137,7 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
     the reference.
     """
     for panel in panels:
-        for case in panel.members:
+        for case in panel.named_cases:
             if case.is_reference:
                 continue
             speed = speed_up(case)
@@ -159,12 +159,12 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 
 def verdict_word(result: Result) -> str:
     """Returns the verdict on a case in words that need no knowledge of this tool, as 'as fast' for 'same'."""
-    word_by_standing = {
-        Standing.EMULATED: "speed unknown",
-        Standing.SAME: "as fast",
-        Standing.UNTIMED: "not timed",
+    word_by_status = {
+        CaseStatus.EMULATED: "speed unknown",
+        CaseStatus.SAME: "as fast",
+        CaseStatus.UNTIMED: "not timed",
     }
-    return word_by_standing.get(find_standing(result)) or status_words(result).replace(Verdict.SAME, "as fast")
+    return word_by_status.get(find_case_status(result)) or status_words(result).replace(Verdict.SAME, "as fast")
 
 
 def describe_speed(speed: Interval) -> str:
@@ -173,8 +173,8 @@ def describe_speed(speed: Interval) -> str:
     """
     if not has_bounds(speed):
         return units.speed_up(speed.point)
-    certainty = "could be" if speed.level else "seen"
-    return f"{units.speed_up(speed.point)}, {certainty} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
+    range_word = "could be" if speed.level else "seen"
+    return f"{units.speed_up(speed.point)}, {range_word} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
 
 
 def _describe_accuracy(cases: Cases) -> str:
@@ -216,9 +216,9 @@ def _describe_callable_accuracy(cases: Cases) -> str:
         return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
     if max(error, reference_error) <= _EQUAL_ERROR_RATIO * min(error, reference_error):
         return f"{difference_text}; as exact: both off float64 by {show_error(error)}"
-    comparative = "more" if error < reference_error else "less"
+    comparative_word = "more" if error < reference_error else "less"
     errors_text = f"off float64 by {show_error(error)}, {mode} by {show_error(reference_error)}"
-    return f"{difference_text}; {comparative} exact: {errors_text}"
+    return f"{difference_text}; {comparative_word} exact: {errors_text}"
 
 
 def _describe_memory(cases: Cases) -> str:
@@ -274,8 +274,8 @@ def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
         case Cause.CASTS:
             gained_seconds = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
             cast_seconds = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
-            takes_all = saved_seconds <= 0 and cast_seconds >= gained_seconds
-            return f"{changes_text}: casts take {'all' if takes_all else 'most'} of the gain"
+            casts_take_all = saved_seconds <= 0 and cast_seconds >= gained_seconds
+            return f"{changes_text}: casts take {'all' if casts_take_all else 'most'} of the gain"
         case Cause.SMALL_SHARE:
             (first_gain, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
@@ -341,7 +341,7 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
         unsure_cases = [
             case
             for case in cases
-            if find_standing(case) is Standing.UNSURE
+            if find_case_status(case) is CaseStatus.UNSURE
             and not {*case.finding.hard} - {Label.CONTENDED}
             and not case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
         ]
@@ -379,7 +379,7 @@ def _seconds_to_settle(speed: Interval, budget: float) -> int:
 
 def _propose_changes(case: NamedCase, command: str) -> Sentences:
     reason = find_case_reason(case)
-    if reason is None or find_standing(case) is Standing.FASTER:
+    if reason is None or find_case_status(case) is CaseStatus.FASTER:
         return
     params = dict(case.record.case.params)
     slower_phases = {gain.phase for gain in reason.gains if gain.saved_seconds < 0}

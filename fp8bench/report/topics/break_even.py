@@ -12,7 +12,7 @@ from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Tables, Tone
 from fp8bench.report.page.section import Material, panels_with_titles, section
 from fp8bench.report.panels import FindingsById, Panel, ResultGroup, describe_params, group_into_panels, together
-from fp8bench.report.words.legend import BREAK_EVEN
+from fp8bench.report.words.legend import BREAK_EVEN_LEGEND
 from fp8bench.report.words.naming import join_words
 
 SweptModes = tuple[Sweep, Sequence[SweptMode]]
@@ -41,8 +41,8 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         return
 
     def describe_sweep(row: _SweptRow) -> str:
-        held_params = describe_params(pair for pair in row.sweep.held if pair not in panel.common_params)
-        return f"over {row.sweep.axis}{' at ' * bool(held_params)}{held_params}"
+        constant_params = describe_params(pair for pair in row.sweep.held if pair not in panel.common_params)
+        return f"over {row.sweep.axis}{' at ' * bool(constant_params)}{constant_params}"
 
     def describe_sizes(row: _SweptRow) -> str:
         points = row.sweep.places
@@ -73,19 +73,19 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
         if len(break_even.stretches) == 1:
             return "at every size" if verdicts[0] else "nowhere"
         return "wherever it can be told" if verdicts[0] else "nowhere that can be told"
-    ranges = []
-    range_start = ""
+    size_ranges = []
+    start_text = ""
     for crossing in break_even.crossings:
         size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
         end = f"{size} ({low} to {high})"
         if crossing.begins:
-            range_start = f"from {axis} = {end}"
+            start_text = f"from {axis} = {end}"
         else:
-            ranges.append(f"{range_start} to {end}" if range_start else f"up to {axis} = {end}")
-            range_start = ""
-    if range_start:
-        ranges.append(f"{range_start} on")
-    return " and ".join(ranges)
+            size_ranges.append(f"{start_text} to {end}" if start_text else f"up to {axis} = {end}")
+            start_text = ""
+    if start_text:
+        size_ranges.append(f"{start_text} on")
+    return " and ".join(size_ranges)
 
 
 def _show_size(size: float) -> str:
@@ -150,18 +150,18 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
         for sweep, modes in list_swept_modes(panel):
             sizes = [size for size, _ in sweep.places]
             for mode in modes:
-                row_start = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
+                first_fields = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
                 break_even = mode.found
                 sweep_text = describe_crossings(sweep.axis, break_even) if break_even else ""
                 level = break_even.level or None if break_even else None
-                row_end = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
+                last_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
                 for crossing in break_even.crossings if break_even else ():
-                    yield BreakEvenRow(*row_start, sweep_text, *crossing, *row_end)
+                    yield BreakEvenRow(*first_fields, sweep_text, *crossing, *last_fields)
                 if not break_even or not break_even.crossings:
-                    yield BreakEvenRow(*row_start, sweep_text, None, None, None, None, *row_end)
+                    yield BreakEvenRow(*first_fields, sweep_text, None, None, None, None, *last_fields)
 
 
-@section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN)
+@section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN_LEGEND)
 def break_even_section(material: Material) -> Elements:
     for title, panel in panels_with_titles(material):
         yield from break_even_table(panel, f"{title}: ")

@@ -96,7 +96,7 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     """
     doubts: list[tuple[str, str]] = []
     unclear_ratios = []
-    for case in group.members:
+    for case in group.named_cases:
         sentences = [*_describe_missing(case), *_describe_pace(case)]
         phases = case_phase_energies(case)
         if phases is not None and phases.void:
@@ -167,7 +167,7 @@ def _show_windows(row: _EnergyRow) -> str:
 
 
 def energy_table(panel: Panel) -> Tables:
-    sources = list_sources(panel.members)
+    sources = list_sources(panel.named_cases)
     if not sources:
         return
     caption = f"energy of a step, by {SOURCE_NAMES.get(sources[0], sources[0])}"
@@ -181,7 +181,7 @@ def energy_table(panel: Panel) -> Tables:
     def metric_column(spec: str, heading: str) -> Col[_EnergyRow]:
         return Col(heading, lambda row: row.case.figures[spec].shown, number=True)
 
-    def show_demand(row: _EnergyRow) -> Field:
+    def demand_field(row: _EnergyRow) -> Field:
         if row.ratio:
             return Field(row.ratio.demand.value, tone=DEMAND_TONES[row.ratio.demand])
         return Field(name_incomparable(row.case))
@@ -197,7 +197,7 @@ def energy_table(panel: Panel) -> Tables:
     cols: Cols[_EnergyRow] = [
         *case_columns(),
         metric_column(ENERGY, "per step"),
-        Col(f"vs {panel.reference or 'reference'}", show_demand),
+        Col(f"vs {panel.reference or 'reference'}", demand_field),
         Col("", ratio_field),
         metric_column(specs.ENERGY_NET, "net/step"),
         *(metric_column(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in work_counts),

@@ -143,7 +143,7 @@ def _show_device_batch(row: _CaseCapacity) -> str | None:
 
 
 def has_memory_by_role(panel: Panel) -> bool:
-    return any(len(bytes_by_role(case)) > 1 for case in panel.members)
+    return any(len(bytes_by_role(case)) > 1 for case in panel.named_cases)
 
 
 def memory_table(panel: Panel) -> Tables:
@@ -185,8 +185,8 @@ def memory_table(panel: Panel) -> Tables:
 
 
 def capacity_tables(panel: Panel) -> Elements:
-    searches = panel.find_values(lambda result: result.record.capacity)
-    if not searches:
+    batch_searches = panel.find_values(lambda result: result.record.capacity)
+    if not batch_searches:
         return
 
     def describe_setting(row: _CaseCapacity) -> str:
@@ -204,15 +204,15 @@ def capacity_tables(panel: Panel) -> Elements:
         Col(MAX_BATCH_MEMORY.heading, "value.peak", unit="B"),
         Col("does not fit", lambda row: explain_batch_limit(row.value)),
     ]
-    if any(search.value.on_device for search in searches):
+    if any(search.value.on_device for search in batch_searches):
         device_batch_column = Col(
             DEVICE_MAX_BATCH.heading, _show_device_batch, number=True, hint=DEVICE_MAX_BATCH.description
         )
         cols.insert(4, device_batch_column)
-    capacity_table = table("capacity", batch_title(searches[0].value), cols, searches)
-    yield add_figure_columns(capacity_table, [search.case for search in searches])
-    yield from own_batch_table(make_own_batch(case, search) for case, search in searches)
-    if any(search.case.is_emulated for search in searches):
+    capacity_table = table("capacity", batch_title(batch_searches[0].value), cols, batch_searches)
+    yield add_figure_columns(capacity_table, [search.case for search in batch_searches])
+    yield from own_batch_table(make_own_batch(case, search) for case, search in batch_searches)
+    if any(search.case.is_emulated for search in batch_searches):
         yield Text(_EMULATIONS_LEGEND)
 
 
@@ -234,7 +234,7 @@ def memory_section(material: Material) -> Elements:
     panels = []
     measured_roles: set[str] = set()
     for title, panel in timed_panels(material):
-        cases = [case for case in panel.members if peak_bytes(case) is not None]
+        cases = [case for case in panel.named_cases if peak_bytes(case) is not None]
         measured_roles.update(*map(_bytes_by_use, cases))
         panels.append((title, panel, cases))
     # All charts of the page have the same parts, so that each use of memory has one colour.

@@ -68,16 +68,16 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     A format has a column only if some value lies outside its range.
     """
     # 1. Find the largest value of each statistic over all groups.
-    all_statistics = [case.record.statistics for case in panel.members if case.record.statistics]
+    all_statistics = [case.record.statistics for case in panel.named_cases if case.record.statistics]
     tensors_by_role = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
     largest_by_role = [_largest_statistics(tensors) for tensors in tensors_by_role.values()]
     if not largest_by_role:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
-    all_outside = chain.from_iterable(tensor.outside for tensor in largest_by_role)
-    outside = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside)
+    all_outside_shares = chain.from_iterable(tensor.outside for tensor in largest_by_role)
+    outside = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside_shares)
     sufficient_formats = ", ".join(fmt for fmt, shares in outside.items() if not any(shares))
-    unit_scaled_modes = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
+    unit_scaled_modes = [case.mode for case in panel.named_cases if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
         f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
@@ -103,9 +103,9 @@ def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics
     """Combines the statistics of tensors of one kind and role in several groups. Returns the largest value of each
     statistic.
     """
-    all_outside = chain.from_iterable(tensor.outside for tensor in tensors)
+    all_outside_shares = chain.from_iterable(tensor.outside for tensor in tensors)
     shares: dict[str, list[Any]] = {}
-    for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside):
+    for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside_shares):
         shares[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
     return replace(
         tensors[0],
@@ -147,16 +147,16 @@ def numbers_section(material: Material) -> Elements:
     )
     if tables:
         yield Text("The data", Tone.STRONG)
-        yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
+        yield Text(f"{legend.DATA_LEGEND[:1].upper()}{legend.DATA_LEGEND[1:]}.")
     yield from tables
 
 
 def _panel_errors(title: str, panel: Panel) -> Elements:
-    by_mode = _errors_by_mode(panel)
-    if not by_mode:
+    errors_by_mode = _errors_by_mode(panel)
+    if not errors_by_mode:
         return
-    yield _errors_table(title, panel, by_mode)
-    errors = [(case.name, case.error_value) for case in panel.members if case.error_value is not None]
+    yield _errors_table(title, panel, errors_by_mode)
+    errors = [(case.name, case.error_value) for case in panel.named_cases if case.error_value is not None]
     not_finite = [f"{name} ({error})" for name, error in errors if not math.isfinite(error)]
     if not_finite:
         yield Text(
@@ -166,20 +166,20 @@ def _panel_errors(title: str, panel: Panel) -> Elements:
 
 def _errors_by_mode(panel: Panel) -> dict[str, _ErrorsByName]:
     """Returns the error measurements of all groups, by precision and then by error name."""
-    by_mode: dict[str, _ErrorsByName] = {}
-    for case in panel.members:
+    errors_by_mode: dict[str, _ErrorsByName] = {}
+    for case in panel.named_cases:
         for measurement in case.record.measurements:
             is_error = measurement.unit not in _OTHER_UNITS and not is_sampler_step_error(measurement.metric)
             if is_error and median_value(measurement) is not None:
-                errors = by_mode.setdefault(case.mode, {})
+                errors = errors_by_mode.setdefault(case.mode, {})
                 errors.setdefault(error_name(measurement), []).append(measurement)
-    return by_mode
+    return errors_by_mode
 
 
-def _errors_table(title: str, panel: Panel, by_mode: dict[str, _ErrorsByName]) -> Table:
-    levels = {case.mode: case.record.support.level.value for case in panel.members}
+def _errors_table(title: str, panel: Panel, errors_by_mode: dict[str, _ErrorsByName]) -> Table:
+    levels = {case.mode: case.record.support.level.value for case in panel.named_cases}
     hints: dict[str, str] = {}
-    for errors in by_mode.values():
+    for errors in errors_by_mode.values():
         for metric, measurements in errors.items():
             descriptions = (measurement.description for measurement in measurements if measurement.description)
             # Often only the first measurement of a metric has the metric's description.
@@ -192,7 +192,7 @@ def _errors_table(title: str, panel: Panel, by_mode: dict[str, _ErrorsByName]) -
         Col(metric, partial(_error_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()
     ]
     groups_text = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
-    return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{groups_text}", cols, by_mode.items())
+    return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{groups_text}", cols, errors_by_mode.items())
 
 
 def _error_field(row: tuple[str, _ErrorsByName], metric: str) -> Field | None:
@@ -212,7 +212,7 @@ def scales_section(material: Material) -> Elements:
     timed step. A scale is the largest value of its format divided by amax. Values larger than amax saturate.
     """
     for title, panel in panels_with_titles(material):
-        cases = [(case, case.record.scales) for case in panel.members]
+        cases = [(case, case.record.scales) for case in panel.named_cases]
         yield from table_of_cases(f"scales-{panel.suite}", f"{title}: scales by layer and role", _SCALE_COLUMNS, cases)
 
 
@@ -249,16 +249,16 @@ def sampler_step_seconds(timing: Timing) -> tuple[float, ...]:
     """
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     blocks = timing.segments.blocks
-    last_blocks = [
+    step_end_blocks = [
         block for block, phase in zip(blocks, timing.segments.phases, strict=True) if phase == Phase.ACCUMULATE
     ]
-    if not calls or not last_blocks or timing.varying:
+    if not calls or not step_end_blocks or timing.varying:
         return ()
     # Blocks of a step after the last ACCUMULATE belong to the last step of the sampler.
-    step_of_block = [min(bisect_left(last_blocks, block), len(last_blocks) - 1) for block in blocks]
+    step_of_block = [min(bisect_left(step_end_blocks, block), len(step_end_blocks) - 1) for block in blocks]
     sums_by_call = []
     for call in calls:
-        step_sums = [0] * len(last_blocks)
+        step_sums = [0] * len(step_end_blocks)
         for part, nanoseconds in zip(step_of_block, call, strict=True):
             step_sums[part] += nanoseconds
         sums_by_call.append(step_sums)
@@ -285,7 +285,7 @@ def sampler_elements(panel: Panel) -> Elements:
     """Yields a table with a row for each step of a diffusion sampler, and how to read the table. Without a sampler,
     yields nothing.
     """
-    steps = list(chain.from_iterable(map(_sampler_steps, panel.members)))
+    steps = list(chain.from_iterable(map(_sampler_steps, panel.named_cases)))
     if steps:
         yield _sampler_table(panel, steps)
         yield Text(SAMPLER_LEGEND)

@@ -29,7 +29,7 @@ COMPILED_REMARK = (
 
 def phases_table(panel: Panel, native_only: bool = False) -> Tables:
     """Yields a table with the time of each case in each phase. `native_only` leaves out emulated cases."""
-    cases = [case for case in panel.members if case.best_seconds and not (native_only and case.is_emulated)]
+    cases = [case for case in panel.named_cases if case.best_seconds and not (native_only and case.is_emulated)]
     if not cases:
         return
     used_phases: set[str] = set()
@@ -64,7 +64,7 @@ def phases_section(material: Material) -> Elements:
     panels = []
     used_phases = {UNATTRIBUTED}
     for title, panel in timed_panels(material):
-        cases = [case for case in panel.members if 0 < (case.best_seconds or 0.0) < math.inf]
+        cases = [case for case in panel.named_cases if 0 < (case.best_seconds or 0.0) < math.inf]
         panels.append((title, cases))
         for case in cases:
             used_phases |= {name for name, seconds in case.finding.phases if seconds}
@@ -75,12 +75,12 @@ def phases_section(material: Material) -> Elements:
 
 
 def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Elements:
-    native = [case for case in cases if not case.is_emulated]
-    if native:
-        yield _phases_chart(f"{title}: a step by phase", native, parts)
+    native_cases = [case for case in cases if not case.is_emulated]
+    if native_cases:
+        yield _phases_chart(f"{title}: a step by phase", native_cases, parts)
     timelines: list[Stacks] = []
-    for setting, members in together((case.setting_name, case) for case in native).items():
-        timelines += _timelines(f"{title} {setting}".rstrip(), members, folded=bool(timelines))
+    for setting, cases_of_setting in together((case.setting_name, case) for case in native_cases).items():
+        timelines += _timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
     yield from timelines[:_MAX_TIMELINES]
     num_hidden = len(timelines) - _MAX_TIMELINES
     if num_hidden > 0:
@@ -120,7 +120,7 @@ _MIN_PHASES = 3
 _STEP_IN_ORDER = (
     "One timed step of each precision, the one of median length, with its phases in the order in which they ran."
 )
-_VARYING_STEPS = (
+_VARYING_STEPS_DESCRIPTION = (
     "One timed step of each precision, the one of median length. Steps differed in their phases, so only sums were "
     "stored: this is not the order of a step."
 )
@@ -139,7 +139,7 @@ def _timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
             steps.append((case.mode, step))
             used_phases.update(phase for phase, _ in step)
             if timing.varying:
-                description = _VARYING_STEPS
+                description = _VARYING_STEPS_DESCRIPTION
     if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
         return
     # 2. Make a row of pieces from each step, with the sum of each phase.
@@ -197,7 +197,7 @@ class _GainRow(NamedTuple):
     interval: str = units.NONE
 
     @property
-    def saving(self) -> float:
+    def saved_seconds(self) -> float:
         return self.reference_seconds - self.seconds
 
     @property
@@ -217,7 +217,7 @@ def gains_section(material: Material) -> Elements:
     """
     tables = []
     for title, panel in panels_with_titles(material):
-        cases = [case for case in panel.members if _has_gains_of_phases(case)]
+        cases = [case for case in panel.named_cases if _has_gains_of_phases(case)]
         tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MAX_GAINS_TABLES]
     if len(tables) > _MAX_GAINS_TABLES:
@@ -243,7 +243,7 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
         Col("phase", "name", tone=attrgetter("tone")),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
-        Col("saved", "saving", show=_show_saving, unit="s", tone=attrgetter("tone")),
+        Col("saved", "saved_seconds", show=_show_saving, unit="s", tone=attrgetter("tone")),
         Col("interval", "interval", hint="99% for all phases together", number=True),
         Col("speed-up", "speed", show=units.speed_up, unit="x", hint=speed_hint),
     ]

@@ -144,14 +144,14 @@ _CaseMessages = CaseValue[Sequence[Sent]]
 def _sent_table(panel: Panel) -> Table:
     """Returns a table of the bytes that the ranks send in a step, by operation and dtype."""
     rows: list[_CaseMessages] = []
-    for case in panel.members:
+    for case in panel.named_cases:
         messages_by_kind = together(((message.operation, message.dtype), message) for message in case.record.sent)
         rows += [CaseValue(case, messages) for messages in messages_by_kind.values()]
 
     def min_bytes(row: _CaseMessages) -> float:
         # A rank that sends nothing has no message.
-        sends_all = len(row.value) == panel.case.ranks
-        return min(message.bytes for message in row.value) if sends_all else 0.0
+        all_ranks_send = len(row.value) == panel.case.ranks
+        return min(message.bytes for message in row.value) if all_ranks_send else 0.0
 
     def largest_message(row: _CaseMessages) -> Sent:
         return max(row.value, key=attrgetter("bytes"))
@@ -175,9 +175,9 @@ def _times_table(panel: Panel) -> Table:
     timed_cases = panel.find_values(lambda result: result.record.timing)
     rows: list[_TimedRanks] = [CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))]
 
-    def max_waiting(row: _TimedRanks) -> float | None:
-        communicates = row.case.figures[specs.COMMUNICATION].value is not None
-        return max(rank.waiting for rank in row.value) if communicates else None
+    def longest_wait(row: _TimedRanks) -> float | None:
+        has_communication = row.case.figures[specs.COMMUNICATION].value is not None
+        return max(rank.waiting for rank in row.value) if has_communication else None
 
     cols: Cols[_TimedRanks] = [
         *case_columns(""),
@@ -185,7 +185,7 @@ def _times_table(panel: Panel) -> Table:
         Col("fastest", lambda row: min(rank.step for rank in row.value), unit="s"),
         case_figure_column(specs.RANK_SKEW),
         case_figure_column(specs.COMMUNICATION),
-        Col("waiting", max_waiting, unit="s", hint="of the rank that waits most"),
+        Col("waiting", longest_wait, unit="s", hint="of the rank that waits most"),
     ]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
@@ -216,12 +216,12 @@ def _name_format(case: NamedCase, is_counted: bool) -> str:
 
 def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
     saturated = case.figures[_SATURATED_METRIC].value or 0.0
-    flushed = case.figures[_FLUSHED_METRIC].value or 0.0
+    flushed_percent = case.figures[_FLUSHED_METRIC].value or 0.0
     return join_parts(
         units.size(wire_bytes),
         units.decibels(sqnr),
         f"saturated {units.describe(saturated, 'ppm')}" if saturated else "",
-        f"flushed {units.percentage(flushed)}" if flushed >= _MIN_FLUSHED_PERCENT else "",
+        f"flushed {units.percentage(flushed_percent)}" if flushed_percent >= _MIN_FLUSHED_PERCENT else "",
     )
 
 
@@ -230,10 +230,10 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
     error. Only messages of the largest size are compared.
     """
     all_rows = panel.find_values(lambda result: result.record.transfer)
-    by_collective = together(
+    rows_by_collective = together(
         (dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite), row) for row in all_rows
     )
-    for collective, rows in by_collective.items():
+    for collective, rows in rows_by_collective.items():
         sizes = {row.value.logical for row in rows}
         cost_by_text: dict[str, tuple[float, float]] = {}
         for case, transfer in rows:

@@ -13,7 +13,7 @@ from fp8bench.report.case_status import (
     row_cost_tone,
     show_speed,
     speed_up,
-    standing_tone,
+    status_tone,
     status_words,
 )
 from fp8bench.report.columns import (
@@ -54,16 +54,18 @@ _TitledCase = CaseValue[str]
 
 
 def cases_table(panel: Panel) -> Table:
-    floor_title = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
+    noise_floor_title = "  noise floor (A/A): " if len(panel.groups) > 1 else ""
     cols: Cols[NamedCase] = [
         Col(
             "group",
-            lambda case: floor_title and f"{case.setting_name}{floor_title}{describe_noise_floor(case.group)}",
+            lambda case: (
+                noise_floor_title and f"{case.setting_name}{noise_floor_title}{describe_noise_floor(case.group)}"
+            ),
             shared=True,
         ),
         Col("case", "mode"),
-        Col("verdict", status_words, tone=standing_tone),
-        Col("speed-up", lambda case: show_speed(speed_up(case)) or None, tone=standing_tone),
+        Col("verdict", status_words, tone=status_tone),
+        Col("speed-up", lambda case: show_speed(speed_up(case)) or None, tone=status_tone),
         Col("best", "best_seconds", unit="s"),
         Col("replayed", lambda case: case.figures[REPLAY].best, unit="s"),
         Col("error", "error_value", show=units.relative_error),
@@ -73,7 +75,7 @@ def cases_table(panel: Panel) -> Table:
     ]
     required_headings = {"group", "case", "verdict", "best", "spread", "labels"}
     return add_figure_columns(
-        table("cases", "", cols, panel.members, required_headings=required_headings), panel.members
+        table("cases", "", cols, panel.named_cases, required_headings=required_headings), panel.named_cases
     )
 
 
@@ -113,15 +115,17 @@ def results_section(material: Material) -> Elements:
         suite = panel.suite if len(shared_by_suite) > 1 else ""
         device = panel.device if has_devices else ""
         label = "" if material.is_single_run or entry.label == suite else entry.label
-        for case in panel.members:
-            differing = [pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]]
-            setting = f"{suite} {describe_params(differing)}".strip()
+        for case in panel.named_cases:
+            differing_params = [pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]]
+            setting = f"{suite} {describe_params(differing_params)}".strip()
             rows.append(CaseValue(case, join_parts(case.mode, setting, device, label)))
     cases = [row.case for row in rows]
     # 3. Show the answers in one table and all other metrics in a second table. A short table cannot be filtered.
     is_main = len(rows) > _MAX_UNFILTERED_ROWS
-    required = {"case", "verdict"}
-    yield table("results-table", "All cases", _answer_columns(), rows, main=is_main, required_headings=required)
+    required_headings = {"case", "verdict"}
+    yield table(
+        "results-table", "All cases", _answer_columns(), rows, main=is_main, required_headings=required_headings
+    )
     yield from _compare_with_earlier(cases, material)
     details = list(_detail_columns(cases))
     yield table("details", "More figures of every case", details, rows, folded=True, required_headings={"case"})
@@ -154,7 +158,7 @@ def _answer_columns() -> list[Col[_TitledCase]]:
     """Returns the columns that have the answer for each case, in the same words as on the terminal."""
     return [
         Col("case", "value"),
-        Col("verdict", _verdict_field, hint=legend.VERDICT.removeprefix("verdict: ")),
+        Col("verdict", _verdict_field, hint=legend.VERDICT_LEGEND.removeprefix("verdict: ")),
         Col("speed-up", _speed_field, unit="x"),
         Col("a step", "case.best_seconds", unit="s", tone=row_cost_tone),
         Col("why, and at what cost", lambda row: _explain_case(row.case), below=True),
@@ -163,12 +167,12 @@ def _answer_columns() -> list[Col[_TitledCase]]:
 
 def _verdict_field(row: _TitledCase) -> Field:
     describe_verdict = status_words if row.case.is_reference else verdict_word
-    return Field(describe_verdict(row.case), tone=standing_tone(row.case))
+    return Field(describe_verdict(row.case), tone=status_tone(row.case))
 
 
 def _speed_field(row: _TitledCase) -> Field | None:
     speed = speed_up(row.case)
-    return Field(show_speed(speed), speed.point, standing_tone(row.case)) if speed is not None else None
+    return Field(show_speed(speed), speed.point, status_tone(row.case)) if speed is not None else None
 
 
 def _explain_case(case: NamedCase) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from fp8bench import units
 from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, compute_gain, find_datasheet, phase_roofs
 from fp8bench.model import Limit, Rate, Run
-from fp8bench.report.case_status import Standing, find_standing, speed_up
+from fp8bench.report.case_status import CaseStatus, find_case_status, speed_up
 from fp8bench.report.columns import Col, Cols
 from fp8bench.report.elements import Elements, Sentences, Text, bullet_list
 from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
@@ -34,14 +34,14 @@ def describe_bound(roof: PhaseRoof) -> str:
 
 
 def describe_bounds(panel: Panel) -> Sentences:
-    for case in panel.members:
+    for case in panel.named_cases:
         bounds = _describe_case_bounds(case)
         if bounds and not case.is_emulated:
             yield f"{case.mode}{_show_setting(panel, case)} is {bounds}."
 
 
 def describe_gains(panel: Panel) -> Sentences:
-    for case in panel.members:
+    for case in panel.named_cases:
         gain = _find_gain(case)
         if gain is not None:
             yield _describe_gain(case, _show_setting(panel, case), gain)
@@ -73,7 +73,7 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
 
 def _find_gain(case: NamedCase) -> Gain | None:
     reference = case.reference_result
-    if reference is None or find_standing(reference) is not Standing.REFERENCE:
+    if reference is None or find_case_status(reference) is not CaseStatus.REFERENCE:
         return None
     if case.is_reference or case.is_emulated:
         return None
@@ -132,9 +132,9 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
     """
     speed = speed_up(case)
     measured_gain = "its measured gain is unclear"
-    if speed is not None and find_standing(case) is not Standing.UNSURE:
-        qualifier = "perhaps " if case.finding.doubtful else ""
-        measured_gain = f"it {qualifier}gives {units.speed_up(speed.point)}"
+    if speed is not None and find_case_status(case) is not CaseStatus.UNSURE:
+        doubt_word = "perhaps " if case.finding.doubtful else ""
+        measured_gain = f"it {doubt_word}gives {units.speed_up(speed.point)}"
     if gain.cast_bytes:
         product_speeds = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"
         moved_bytes = f"casts move {units.size(gain.cast_bytes)}, products {units.size(gain.product_bytes)}"
@@ -154,7 +154,7 @@ def roofline_section(material: Material) -> Elements:
     """
     for title, panel in panels_with_titles(material):
         cases = []
-        for case in panel.members:
+        for case in panel.named_cases:
             roofs = () if case.is_emulated else phase_roofs(case.record, case.finding)
             if any(roof.bound for roof in roofs):
                 cases.append((case, roofs))

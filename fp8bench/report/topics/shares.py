@@ -60,8 +60,8 @@ _CSV_COLUMNS = (
 
 def shares_page(run: Run, parts: Sequence[StepShares]) -> Page:
     sections = []
-    for number, (setting, members) in enumerate(together((part.case.setting, part) for part in parts).items()):
-        sections.append(Part(f"setting-{number}", setting, tuple(_setting_elements(members))))
+    for number, (setting, parts_of_setting) in enumerate(together((part.case.setting, part) for part in parts).items()):
+        sections.append(Part(f"setting-{number}", setting, tuple(_setting_elements(parts_of_setting))))
     return Page(f"the parts of a step of run {run.id}", "", tuple(sections), _LEGEND)
 
 
@@ -147,16 +147,16 @@ def shares_section(material: Material) -> Elements:
     operands. Unattributed is time of the host between operators.
     """
     for title, panel in panels_with_titles(material):
-        cases = [(case, make_step_shares(case.record, case.finding)) for case in panel.members]
+        cases = [(case, make_step_shares(case.record, case.finding)) for case in panel.named_cases]
         cases = [(case, parts) for case, parts in cases if parts.shares is not None]
         if cases:
             yield from _panel_shares(title, panel.suite, cases)
 
 
 def _panel_shares(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepShares]]) -> Elements:
-    named_cases = [(mark_emulation(case, case.name), parts) for case, parts in cases]
+    named_parts = [(mark_emulation(case, case.name), parts) for case, parts in cases]
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
-    for shares in shares_tables(named_cases, captions):
+    for shares in shares_tables(named_parts, captions):
         yield replace(shares, name=f"share-{shares.name}-{suite}")
     yield from bullet_list(join_remarks(((case.name, parts.remarks) for case, parts in cases), ", ".join), Tone.DOUBT)
 
@@ -170,7 +170,7 @@ _LAYER_KINDS = {
 }
 _OUTSIDE_OF_LAYERS = "outside of layers"
 # A reason for not converting, the names of the weights or products that it applies to, and their FLOPs.
-Unconverted = tuple[str, list[str], int]
+UnconvertedProducts = tuple[str, list[str], int]
 
 
 def find_coverages(panel: Panel) -> list[tuple[str, Coverage]]:
@@ -201,10 +201,10 @@ def coverage_elements(panel: Panel, number: int = 0) -> Elements:
 
 
 def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
-    holders_by_kind = Counter(holder.kind for holder in coverage.holders)
+    layer_counts = Counter(holder.kind for holder in coverage.holders)
     rows: list[tuple[str, int | None, int, int]] = []
     for kind, flops in coverage.by_kind().items():
-        rows.append((_LAYER_KINDS.get(kind, kind), holders_by_kind[kind], *flops))
+        rows.append((_LAYER_KINDS.get(kind, kind), layer_counts[kind], *flops))
     if coverage.others:
         rows.append((_OUTSIDE_OF_LAYERS, None, sum(product.flops or 0 for product in coverage.others), 0))
     cols: Cols[tuple[str, int | None, int, int]] = [
@@ -217,7 +217,7 @@ def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
     return table(name, f"what is converted in {modes}", cols, rows)
 
 
-def list_unconverted_products(coverage: Coverage) -> list[Unconverted]:
+def list_unconverted_products(coverage: Coverage) -> list[UnconvertedProducts]:
     """Returns the products that are not converted as (reason, names, FLOPs). The largest FLOPs come first."""
     products = [(holder.reason, (holder.name, holder.flops)) for holder in coverage.holders if not holder.converted]
     for product in coverage.others:
@@ -229,8 +229,8 @@ def list_unconverted_products(coverage: Coverage) -> list[Unconverted]:
     return sorted(rows, key=lambda row: -row[2])
 
 
-def _unconverted_table(name: str, modes: str, reasons: Sequence[Unconverted], coverage: Coverage) -> Table:
-    cols: Cols[Unconverted] = [
+def _unconverted_table(name: str, modes: str, reasons: Sequence[UnconvertedProducts], coverage: Coverage) -> Table:
+    cols: Cols[UnconvertedProducts] = [
         Col("not converted", lambda row: join_words(row[1], 3)),
         Col("share", lambda row: row[2] / max(coverage.flops, 1), show=units.percent),
         Col("why", itemgetter(0), below=True),

@@ -18,13 +18,13 @@ from fp8bench.model import Interval
 from fp8bench.model.run import BENCH
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import (
-    Standing,
+    CaseStatus,
     describe_doubts,
-    find_standing,
+    find_case_status,
     invert_ratio,
     show_speed,
     speed_up,
-    standing_tone,
+    status_tone,
 )
 from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables, Text, Texts
@@ -84,23 +84,27 @@ def describe_sustained_speed(panel: Panel) -> Texts:
     The sentence lists each precision as 'fp8 1.33x to 1.63x at 1.44 GHz and 690 W'.
     """
     rows = panel.find_values(lambda result: sustained_figures(result.record, result.finding))
-    by_mode = together((row.case.mode, row) for row in rows if row.value.by_energy_windows)
-    over_seconds = []
-    in_slots = []
-    for mode, members in by_mode.items():
-        cases = [row.case for row in members]
-        clocks = _show_range((row.value.clock for row in members), _show_hertz)
-        conditions = join_words(filter(None, (clocks, _show_range((row.value.watts for row in members), _show_watts))))
-        speed = _show_speed_range(map(_sustained_ratio, cases))
-        over_seconds.append(f"{mode} {speed or '(reference)'} at {conditions}")
-        clocks = _show_range(map(_clock_in_slots, cases), _show_hertz)
-        in_slots.append(
-            f"{mode} {join_parts(_show_speed_range(map(speed_up, cases)), clocks and f'at {clocks}', separator=' ')}"
+    rows_by_mode = together((row.case.mode, row) for row in rows if row.value.by_energy_windows)
+    sustained_phrases = []
+    slot_phrases = []
+    for mode, rows_of_mode in rows_by_mode.items():
+        cases = [row.case for row in rows_of_mode]
+        clock_range = _show_range((row.value.clock for row in rows_of_mode), _show_hertz)
+        conditions = join_words(
+            filter(None, (clock_range, _show_range((row.value.watts for row in rows_of_mode), _show_watts)))
         )
-    has_reference = any(row.case.is_reference for row in chain.from_iterable(by_mode.values()))
-    if has_reference and len(over_seconds) > 1:
+        speed = _show_speed_range(map(_sustained_ratio, cases))
+        sustained_phrases.append(f"{mode} {speed or '(reference)'} at {conditions}")
+        clock_range = _show_range(map(_clock_in_slots, cases), _show_hertz)
+        slot_phrases.append(
+            f"{mode} "
+            f"{join_parts(_show_speed_range(map(speed_up, cases)), clock_range and f'at {clock_range}', separator=' ')}"
+        )
+    has_reference = any(row.case.is_reference for row in chain.from_iterable(rows_by_mode.values()))
+    if has_reference and len(sustained_phrases) > 1:
         yield Text(
-            f"Sustained over seconds: {'; '.join(over_seconds)}. In slots of milliseconds: {'; '.join(in_slots)}."
+            f"Sustained over seconds: {'; '.join(sustained_phrases)}. "
+            f"In slots of milliseconds: {'; '.join(slot_phrases)}."
         )
 
 
@@ -142,12 +146,12 @@ def speedup_section(material: Material) -> Elements:
 def _timed_cases(material: Material) -> Iterator[_TitledCase]:
     for (entry, panel), (title, _) in zip(material.panels(), panels_with_titles(material), strict=True):
         if panel.is_timed:
-            for case in panel.members:
+            for case in panel.named_cases:
                 yield _TitledCase(f"{entry.label} {panel.device}", title, case)
 
 
 def _find_speed(case: NamedCase) -> Interval | None:
-    return _REFERENCE_SPEED if find_standing(case) is Standing.REFERENCE else speed_up(case)
+    return _REFERENCE_SPEED if find_case_status(case) is CaseStatus.REFERENCE else speed_up(case)
 
 
 def _name_reference(case: NamedCase) -> str:
@@ -158,9 +162,9 @@ def _speed_charts(cases: Sequence[_TitledCase]) -> Iterator[Bars]:
     """Yields a bar chart for each reference. Groups in which no case has a speed are left out."""
     timed_groups = {id(row.case.group) for row in cases if speed_up(row.case) is not None}
     drawn_cases = [row for row in cases if id(row.case.group) in timed_groups and _find_speed(row.case) is not None]
-    by_reference = together((_name_reference(row.case), row) for row in drawn_cases)
-    for number, (reference, members) in enumerate(by_reference.items(), 1):
-        yield _speed_chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", reference, members)
+    rows_by_reference = together((_name_reference(row.case), row) for row in drawn_cases)
+    for number, (reference, rows_of_chart) in enumerate(rows_by_reference.items(), 1):
+        yield _speed_chart(f"speed-up-{number}" if len(rows_by_reference) > 1 else "speed-up", reference, rows_of_chart)
 
 
 def _speed_chart(name: str, reference: str, cases: Sequence[_TitledCase]) -> Bars:
@@ -200,7 +204,7 @@ def _speed_mark(case: NamedCase) -> Mark:
         hints.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
     has_interval = speed is not _REFERENCE_SPEED and math.isfinite(speed.high)
     low, high = (speed.low, speed.high) if has_interval else (None, None)
-    return Mark(case.mode, speed.point, low, high, standing_tone(case), "; ".join(hints), samples=samples)
+    return Mark(case.mode, speed.point, low, high, status_tone(case), "; ".join(hints), samples=samples)
 
 
 def _error_charts(cases: Iterable[_TitledCase]) -> Iterator[Scatter]:
@@ -212,12 +216,16 @@ def _error_charts(cases: Iterable[_TitledCase]) -> Iterator[Scatter]:
     for row in cases:
         case = row.case
         # An emulated case has an error but no speed, so it is drawn in the margin.
-        is_drawable = _find_speed(case) is not None or find_standing(case) is Standing.EMULATED
+        is_drawable = _find_speed(case) is not None or find_case_status(case) is CaseStatus.EMULATED
         if is_drawable and case.error_value is not None and 0 < case.error_value < math.inf:
             rows_by_axes.setdefault((case.group.error_metric, row.run, _name_reference(case)), []).append(row)
-    charts = [members for members in rows_by_axes.values() if any(speed_up(row.case) is not None for row in members)]
-    for number, members in enumerate(charts, 1):
-        yield _error_chart(f"trade-off-{number}", members)
+    rows_by_chart = [
+        rows_of_chart
+        for rows_of_chart in rows_by_axes.values()
+        if any(speed_up(row.case) is not None for row in rows_of_chart)
+    ]
+    for number, rows_of_chart in enumerate(rows_by_chart, 1):
+        yield _error_chart(f"trade-off-{number}", rows_of_chart)
 
 
 def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
@@ -246,11 +254,9 @@ def _error_point(row: _TitledCase, with_title: bool) -> ChartPoint:
     hint = f"error {units.relative_error(error)}"
     speed = _find_speed(case)
     if speed is None:
-        return ChartPoint(case.mode, label, None, error, standing_tone(case), f"{hint}; speed unknown")
+        return ChartPoint(case.mode, label, None, error, status_tone(case), f"{hint}; speed unknown")
     hint = "; ".join([f"{units.speed_up(speed.point)}, {hint}", *describe_doubts(case)])
-    return ChartPoint(
-        case.mode, label, speed.point, error, standing_tone(case), hint, x_low=speed.low, x_high=speed.high
-    )
+    return ChartPoint(case.mode, label, speed.point, error, status_tone(case), hint, x_low=speed.low, x_high=speed.high)
 
 
 @section("sustained", "Sustained", 96)

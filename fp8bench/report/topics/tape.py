@@ -149,7 +149,7 @@ def tape_section(material: Material) -> Elements:
     for title, panel in panels_with_titles(material):
         remarks = []
         rows = []
-        for case in panel.members:
+        for case in panel.named_cases:
             tape = case.record.tape
             if tape is None or not tape.phases:
                 continue

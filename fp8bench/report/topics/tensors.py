@@ -92,7 +92,7 @@ _TERMINAL_COLUMNS = (
 )
 
 
-class TensorCell(NamedTuple):
+class NamedFormat(NamedTuple):
     """The format of a precision, as 'e4m3fn', and the name of the precision in tables, as 'e4m3fn row'. For a recipe
     with several formats, both are the full name of the recipe.
     """
@@ -101,35 +101,35 @@ class TensorCell(NamedTuple):
     name: str
 
 
-def name_precision(result: Result) -> TensorCell:
+def name_precision(result: Result) -> NamedFormat:
     """Returns the format and the short name of a result's precision."""
     case = result.record.case
     if case.precision_map:
-        return TensorCell(case.mode, case.mode)
+        return NamedFormat(case.mode, case.mode)
     return _split_precision(case.precision)
 
 
 @cache
-def _split_precision(mode: str) -> TensorCell:
+def _split_precision(mode: str) -> NamedFormat:
     """Returns the format and the short name of a precision. If this version does not know the precision, the name is
     the mode itself.
     """
-    unsplit = TensorCell(mode, mode)
+    unsplit_name = NamedFormat(mode, mode)
     try:
         precision = precisions.get(mode)
     except UsageError:
-        return unsplit
+        return unsplit_name
     options = precision.chosen
     if not {_FORMAT_OPTION, _SCALING_OPTION} <= {*options} or any(
         options.get(role, _SAME_FORMAT) != _SAME_FORMAT for role in _ROLE_OPTIONS
     ):
-        return unsplit
+        return unsplit_name
     # The name has the rounding of scales, because MX formats can round their scales in different ways.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
     rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING else str(scaling.rounding)
     fmt = str(options[_FORMAT_OPTION])
-    return TensorCell(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding}".strip())
+    return NamedFormat(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding}".strip())
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
@@ -141,12 +141,12 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
     params_of_namesakes = [
         neighbour for neighbour in all_params if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
     ]
-    differing = [
+    differing_params = [
         f"{name}={value}"
         for name, value in params.items()
         if any(namesake.get(name) != value for namesake in params_of_namesakes)
     ]
-    return " ".join([str(params[_TENSOR_PARAM]), *differing])
+    return " ".join([str(params[_TENSOR_PARAM]), *differing_params])
 
 
 def show_metric(result: Result, metric: str) -> tuple[str, float | None]:
@@ -225,12 +225,12 @@ def tensor_tables(panel: Panel, width: int) -> Elements:
         Col("precision", lambda case: name_precision(case).name),
         *starmap(metric_column, _TERMINAL_COLUMNS),
     ]
-    yield table("tensors", "", cols, panel.members)
+    yield table("tensors", "", cols, panel.named_cases)
 
 
 def _sqnr_tables(panel: Panel, width: int) -> Tables:
     """Yields tables of SQNRs that fit the width: a row for each precision, and a column for each tensor."""
-    case_by_mode = {case.mode: case for case in panel.members}
+    case_by_mode = {case.mode: case for case in panel.named_cases}
     names = [tensor_name(panel, group) for group in panel.groups]
     name_width = max(len(name_precision(result).name) for result in case_by_mode.values())
 
@@ -297,5 +297,5 @@ def _metrics_table(title: str, panel: Panel) -> Table:
         Col("precision", lambda case: name_precision(case).name),
         *(metric_column(metric) for metric in TENSOR_METRICS if metric in panel.metrics and metric != SQNR_METRIC),
     ]
-    rows = [case for case in panel.members if show_metric(case, SQNR_METRIC)[1] is not None]
+    rows = [case for case in panel.named_cases if show_metric(case, SQNR_METRIC)[1] is not None]
     return table(f"figures-{panel.suite}", f"{title}: all other figures", cols, rows, folded=True)

@@ -18,7 +18,7 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
-from fp8bench.report.case_status import Standing, describe_intervals, find_standing, list_speeds, speed_up
+from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, list_speeds, speed_up
 from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
 from fp8bench.report.page.section import Entry, Material, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
@@ -27,7 +27,7 @@ from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propo
 from fp8bench.report.topics.ranks import CPU_REMARK
 from fp8bench.report.topics.tensors import name_best_precisions
 from fp8bench.report.words import legend
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.words.legend import WORDS_BY_LABEL
 from fp8bench.report.words.naming import (
     count_statuses,
     describe_missing_records,
@@ -43,7 +43,7 @@ from fp8bench.report.words.naming import (
 _MAX_SENTENCES = 12
 
 
-def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, status_word: str) -> list[str]:
+def describe_cases_without_result(cases: Sequence[NamedCase], status: CaseStatus, status_word: str) -> list[str]:
     """Returns sentences on the cases that have this status, with the reason of each case.
 
     An example: 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'.
@@ -51,16 +51,16 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, 
     cases_by_reason = together(
         (shorten_line(case.record.reason, MAX_REASON_LENGTH) or "no reason was given", case)
         for case in cases
-        if find_standing(case) is status
+        if find_case_status(case) is status
     )
     lines = []
-    for reason, members in cases_by_reason.items():
-        modes = {case.mode: "" for case in members}
-        suites = {case.suite: "" for case in members}
+    for reason, failed_cases in cases_by_reason.items():
+        modes = {case.mode: "" for case in failed_cases}
+        suites = {case.suite: "" for case in failed_cases}
         num_cases = sum(case.mode in modes and case.suite in suites for case in cases)
-        count_text = f"in {len(members)} of {num_cases} cases of" if num_cases > 1 else "on"
-        settings = join_words(name_setting(case.group) for case in members)
-        settings_text = f" ({settings})" if len(members) < num_cases else ""
+        count_text = f"in {len(failed_cases)} of {num_cases} cases of" if num_cases > 1 else "on"
+        settings = join_words(name_setting(case.group) for case in failed_cases)
+        settings_text = f" ({settings})" if len(failed_cases) < num_cases else ""
         lines.append(f"{status_word}: {join_words(modes)} {count_text} {join_words(suites)}{settings_text}: {reason}")
     num_hidden = len(lines) - _MAX_SENTENCES + 1
     if num_hidden > 1:
@@ -71,15 +71,17 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, 
 def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
     emulated_cases = [case for case in cases if case.is_emulated]
     # If errors of an emulation are infinite or NaN, even its numbers are not right.
-    broken_modes = {case.mode for case in emulated_cases if not math.isfinite(case.error_value or 0.0)}
+    non_finite_modes = {case.mode for case in emulated_cases if not math.isfinite(case.error_value or 0.0)}
     lines = []
-    for is_broken, members in together((case.mode in broken_modes, case) for case in emulated_cases).items():
+    for has_non_finite_errors, cases_of_kind in together(
+        (case.mode in non_finite_modes, case) for case in emulated_cases
+    ).items():
         modes = []
-        for reason, names in together((case.record.support.reason, case.mode) for case in members).items():
+        for reason, names in together((case.record.support.reason, case.mode) for case in cases_of_kind).items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
-        validity = "errors are not all finite" if is_broken else "errors are real"
+        validity_text = "errors are not all finite" if has_non_finite_errors else "errors are real"
         costs = "the speed is unknown, and (est.) means estimated for hardware with this precision"
-        lines.append(f"emulated: {'; '.join(modes)}: {validity}, {costs}")
+        lines.append(f"emulated: {'; '.join(modes)}: {validity_text}, {costs}")
     return lines
 
 
@@ -127,7 +129,7 @@ def propose_next_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
 
 def is_decided(cases: Cases) -> bool:
     """Returns whether no verdict on these cases is missing or in doubt."""
-    return not {find_standing(case) for case in cases} & {Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED}
+    return not {find_case_status(case) for case in cases} & {CaseStatus.DOUBTED, CaseStatus.UNSURE, CaseStatus.UNTIMED}
 
 
 def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) -> Sentences:
@@ -136,11 +138,11 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
     """
     # 1. Name references that were not measured.
     for panel in panels:
-        if not any(case.is_reference for case in panel.members):
+        if not any(case.is_reference for case in panel.named_cases):
             yield f"no reference ({panel.reference or 'none planned'} was not measured)"
-            for case in panel.members:
+            for case in panel.named_cases:
                 # Failures are left out, because the answer has already listed them with their reasons.
-                if case.record.reason and find_standing(case) is not Standing.FAILED:
+                if case.record.reason and find_case_status(case) is not CaseStatus.FAILED:
                     yield f"{case.mode}: {case.record.reason}"
     # 2. Name doubts about the whole run: the load of the machine, other runs that disturbed this run, and newer runs.
     on_cpu = any(panel.device.startswith("cpu") for panel in panels)
@@ -179,18 +181,18 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
         return
     # The answer mentions the load of the machine once for the whole run, so do not repeat it for each case.
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
-    is_doubted = find_standing(result) is Standing.DOUBTED
+    is_doubted = find_case_status(result) is CaseStatus.DOUBTED
     labels = [label for label in result.labels if is_doubted and label.casts_doubt]
-    other_kind = next((label for label in labels if label in OF_ANOTHER_KIND), None)
-    if other_kind:
-        meaning, _, remedy = LABELS[other_kind]
-        yield f"{result.reason(other_kind) or meaning}. Remedy: {remedy}"
+    decisive_label = next((label for label in labels if label in OF_ANOTHER_KIND), None)
+    if decisive_label:
+        meaning, _, remedy = WORDS_BY_LABEL[decisive_label]
+        yield f"{result.reason(decisive_label) or meaning}. Remedy: {remedy}"
     elif not is_explained_by_load and finding.why:
         yield finding.why
     elif not is_explained_by_load and labels:
-        yield LABELS[labels[0]].meaning
+        yield WORDS_BY_LABEL[labels[0]].meaning
     elif not under_load and Label.CONTENDED in result.labels:
-        yield LABELS[Label.CONTENDED].meaning
+        yield WORDS_BY_LABEL[Label.CONTENDED].meaning
     if result.record.detail and result.best_seconds:
         yield result.record.detail
 
@@ -260,7 +262,7 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
     cases = list_cases(entry.panels)
     doubts = [*explain_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
     doubts += describe_emulations(cases)
-    doubts += describe_cases_without_result(cases, Standing.SKIPPED, "skipped")
+    doubts += describe_cases_without_result(cases, CaseStatus.SKIPPED, "skipped")
     doubts += [warning.text for warning in warn_of_false_verdicts(entry)]
     yield from bullet_list(doubts, Tone.DOUBT)
 
@@ -270,7 +272,7 @@ def report_failures(entry: Entry) -> Elements:
     num_failed = sum(record.status is Status.FAILED for record in records)
     if num_failed:
         yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
-        failures = describe_cases_without_result(list_cases(entry.panels), Standing.FAILED, "FAILED")
+        failures = describe_cases_without_result(list_cases(entry.panels), CaseStatus.FAILED, "FAILED")
         yield from bullet_list(failures, Tone.BAD)
     if missing_records := describe_missing_records(entry.run):
         yield Text(f"{missing_records[0].upper()}{missing_records[1:]}.", Tone.BAD)
@@ -282,8 +284,12 @@ def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
     """Returns a sentence for each precision of a panel, as 'bf16: faster, 1.62x, could be 1.60x to 1.64x; memory
     +1.1%'. Failed and skipped cases have none. The sentence names `place` unless it is ''.
     """
-    by_mode = together((case.mode, case) for case in panel.members if case.mode != panel.reference and case.is_ok)
-    return [_compare_precision(cases, place) for cases in by_mode.values()] or _describe_lone_reference(panel, place)
+    cases_by_mode = together(
+        (case.mode, case) for case in panel.named_cases if case.mode != panel.reference and case.is_ok
+    )
+    return [_compare_precision(cases, place) for cases in cases_by_mode.values()] or _describe_lone_reference(
+        panel, place
+    )
 
 
 def _compare_precision(cases: Sequence[NamedCase], place: str) -> Text:
@@ -317,8 +323,8 @@ def _doubtful_labels(result: Result) -> list[Label]:
 
 
 def _describe_lone_reference(panel: Panel, place: str) -> list[Text]:
-    timed_cases = [case for case in panel.members if case.best_seconds is not None]
-    num_references = sum(find_standing(case) is Standing.REFERENCE for case in timed_cases)
+    timed_cases = [case for case in panel.named_cases if case.best_seconds is not None]
+    num_references = sum(find_case_status(case) is CaseStatus.REFERENCE for case in timed_cases)
     if not num_references:
         return []
     cases = f"{many(num_references, 'case')} of {place or panel.suite}"

@@ -48,17 +48,17 @@ def _error_size(metric: str, error: float) -> int:
     return bisect_left(spec_of(metric).error_sizes, error)
 
 
-BEST_TIME = (
+BEST_TIME_LEGEND = (
     "best: time of an undisturbed step: the sum over its parts between marks of phases, each as the mean of its "
     "fastest quarter of rounds (less than most single steps); for a case, the reference's best / its speed-up; spread: "
     "distance of the quartiles / median, over all calls; throughput: of the best case"
 )
-CACHE = (
+CACHE_LEGEND = (
     "cache: content of the last cache when a call begins; hot (the default): as the previous call left it; cold: "
     "overwritten between calls; rotating: each call takes the next of several states"
 )
-REPLAYED = f"replayed: {REPLAY.description}"
-VERDICT = (
+REPLAYED_LEGEND = f"replayed: {REPLAY.description}"
+VERDICT_LEGEND = (
     f"verdict: faster or slower if the whole interval is outside +-{units.percent(BAND)} (or outside the proven "
     f"difference between the reference and its control), same if inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
@@ -66,24 +66,26 @@ RANGE_OF_ROUNDS = (
     f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
     f"{LEAST_ROUNDS} rounds, or other programs disturbed them"
 )
-BREAK_EVEN = (
+BREAK_EVEN_LEGEND = (
     "The sizes at which a precision takes less time than its rival (bf16 for lower precisions, if it was measured, "
     "else the reference). Between two sizes the logarithm of the speed-up is interpolated linearly over that of the "
     "size; in brackets: where the crossing may be, from the intervals of the ratios, 0.5%, and the bend of the curve. "
     "Sizes outside the measured range are not judged."
 )
-NO_VERDICT = (
+NO_VERDICT_LEGEND = (
     "no verdict: if identical code differed, the hardware throttled, the host limited the device, less than a fifth of "
     "a core was free, clocks differed, or a case does not do what it declares; also if that holds for its reference"
 )
-EMULATED = (
+EMULATED_LEGEND = (
     "emulated: the error is real; ignore time and memory, which are the cost of emulation; (est.): estimated for "
     "hardware that has the format"
 )
-PHASES = "time of a step: shares of its total; other: time outside of all phases; -: no such phase, or a part of other"
-BELOW_FLOOR = f"<: too short for a share, below {BELOW_FLOOR_MARKERS} times the cost of marking it"
+PHASES_LEGEND = (
+    "time of a step: shares of its total; other: time outside of all phases; -: no such phase, or a part of other"
+)
+BELOW_FLOOR_LEGEND = f"<: too short for a share, below {BELOW_FLOOR_MARKERS} times the cost of marking it"
 
-DATA = (
+DATA_LEGEND = (
     "data: the tensors of a step; amax: the largest magnitude; under a format: % overflow (above its largest value) / "
     "% underflow (not zero, but would become zero); -: none"
 )
@@ -102,23 +104,23 @@ _MEMORY_ROLES: dict[str, tuple[str, str]] = {
 }
 MEMORY_TITLES = {role: title for role, (title, _) in _MEMORY_ROLES.items()}
 MEMORY_WORDS = {role: words for role, (_, words) in _MEMORY_ROLES.items()}
-MEMORY = (
+MEMORY_LEGEND = (
     "memory: tensors allocated through torch at the highest point of a step, by use, including the state; low w, low "
     "a: copies of weights and activations cast for products; work: buffers of running operations; in: the phase of "
     "the highest point"
 )
-ENERGY = (
+ENERGY_LEGEND = (
     "energy: of the device for one step, the median of the windows (gross); net: without the device's idle energy with "
     "the same states in memory; per token, TFLOP or GB: gross; power: while steps ran; (+-): uncertainty of a window"
 )
 
 
-ENERGY_VERSUS = (
+ENERGY_RATIO_LEGEND = (
     "energy vs the reference: below 1x is less; [low, high]: over all pairs of windows, with their uncertainty; less "
     "or more if the windows of the two differ by more than those of either, else unclear; emulated cases are not "
     "compared"
 )
-SPEED_UP = (
+SPEED_UP_LEGEND = (
     "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high], or 'could be': 99% "
     f"interval, at least as wide as earlier runs differ; {RANGE_OF_ROUNDS}"
 )
@@ -136,11 +138,11 @@ def explain_label(label: Label, heading: str = "", addition: str = "") -> str:
     """Returns the explanation of a label, as 'noisy: the A/A interval ... Usual cause: other work on the machine.
     Remedy: free the machine'.
     """
-    meaning, cause, remedy = LABELS[label]
+    meaning, cause, remedy = WORDS_BY_LABEL[label]
     return f"{heading or label}: {meaning}{addition}. Usual cause: {cause}. Remedy: {remedy}"
 
 
-LABELS: dict[Label, LabelWords] = {
+WORDS_BY_LABEL: dict[Label, LabelWords] = {
     Label.NOISY: LabelWords(
         "the interval of identical code (A/A) reaches further than 3% from 1",
         "other work on the machine, or steps of microseconds", "free the machine; `--rounds 96`; a larger case",

@@ -96,8 +96,10 @@ def describe_replays(record: Record) -> str:
         return f"not replayed: {replays.why}"
     total = sum(seconds for _, seconds in replays.phases)
     shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
-    loading = f"replayed without loading {replays.loaded}, which are already on the device" if replays.loaded else ""
-    return join_parts(loading, f"phases of a replay: {shares}" if shares else "", separator="; ")
+    loading_text = (
+        f"replayed without loading {replays.loaded}, which are already on the device" if replays.loaded else ""
+    )
+    return join_parts(loading_text, f"phases of a replay: {shares}" if shares else "", separator="; ")
 
 
 def show_start(run: Run) -> str:

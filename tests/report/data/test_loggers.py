@@ -20,7 +20,7 @@ from fp8bench.report.data.loggers import (
     LogTarget,
     ScalarLogger,
     check_target,
-    curve_step,
+    curve_position,
     run_log_source,
     run_scalars,
 )
@@ -71,8 +71,8 @@ def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
 def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
     """Unless its files differed or the commit is unknown: then at its start."""
     run = replace(transformer()[0], environment=Environment(facts))
-    assert curve_step(run) == at
-    assert curve_step(replace(run, started="then")) == (at if at == 1700000000 else 0)
+    assert curve_position(run) == at
+    assert curve_position(replace(run, started="then")) == (at if at == 1700000000 else 0)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
         return replace(case, precision="untouched") if case.precision == "fp32" else case
 
     suite = judged((Verdict.FASTER, 0.5))
-    named = [group_into_panels(*made)[0].members[1] for made in (suite, recased(suite, to_own_model))]
+    named = [group_into_panels(*made)[0].named_cases[1] for made in (suite, recased(suite, to_own_model))]
     assert [name_unsplit_work(case) for case in named] == ["", "forward and backward"]
     reason = find_reason([gain("unattributed", 20, 40), gain("cast", 1, 0), gain("optimizer_step", 9, 9)])
     assert reason is not None and "the rest of the step saves 20.0 ms" in describe_reason(reason)
@@ -68,7 +68,7 @@ def unsettled(low: float, point: float, high: float, level: float = 0.99, **chan
 
 
 def proposals(made: Made, command: str, **options: Any) -> list[str]:
-    return list(propose_commands(group_into_panels(*made)[0].members, command, **options))
+    return list(propose_commands(group_into_panels(*made)[0].named_cases, command, **options))
 
 
 @for_each(

@@ -153,7 +153,7 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     bf16, *others = run.records
     reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device(200 * MIB)))
     (panel,) = group_into_panels(replace(run, records=(reference, *others)), findings)
-    cases = {case.mode: case for case in panel.members}
+    cases = {case.mode: case for case in panel.named_cases}
     assert peak_ratio(cases["fp16"]) is None
     assert (device_peak_ratio(cases["bf16"]), device_peak_ratio(cases["fp8"])) == (1.0, 0.5)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Record, Status, Verdict
-from fp8bench.report.case_status import Standing
+from fp8bench.report.case_status import CaseStatus
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import NamedCase, group_into_panels
 from fp8bench.report.topics.verdict import (
@@ -85,17 +85,17 @@ def test_failures_and_skips() -> Told:
     made = list_cases(group_into_panels(*gemm()))
 
     def failures(cases: Sequence[NamedCase]) -> list[str]:
-        return describe_cases_without_result(cases, Standing.FAILED, "FAILED")
+        return describe_cases_without_result(cases, CaseStatus.FAILED, "FAILED")
 
     yield "a failure says where and why", failures(made)
     yield "alike ones share a sentence", failures(of(*(failed("fp8", "no\n memory", m=size) for size in range(1, 8))))
     yield "a reason is one line that ends", failures(of(failed("fp8", "x" * 1000), failed("bf16", "")))
-    yield "a skip says its reason once", describe_cases_without_result(made, Standing.SKIPPED, "skipped")
+    yield "a skip says its reason once", describe_cases_without_result(made, CaseStatus.SKIPPED, "skipped")
     two = [
         Record(case(suite, mode, {}), REFUSED, Status.SKIPPED, reason="no hardware")
         for suite, mode in (("gemm", "mxfp4"), ("mlp", "nvfp4"))
     ]
-    yield "of two suites, too", describe_cases_without_result(of(*two), Standing.SKIPPED, "skipped")
+    yield "of two suites, too", describe_cases_without_result(of(*two), CaseStatus.SKIPPED, "skipped")
 
 
 @as_before

@@ -22,8 +22,8 @@ class Box:
     bottom: float
 
     def overlaps(self, box: Box) -> bool:
-        is_beside = self.left >= box.right or box.left >= self.right
-        return not is_beside and self.top < box.bottom and box.top < self.bottom
+        is_side_by_side = self.left >= box.right or box.left >= self.right
+        return not is_side_by_side and self.top < box.bottom and box.top < self.bottom
 
     def contains(self, box: Box) -> bool:
         fits_width = self.left <= box.left and box.right <= self.right
@@ -37,7 +37,7 @@ TextPosition = tuple[Box, str, float]
 def write_labels(
     sheet: Sheet,
     texts: Iterable[tuple[float, float, str, str]],
-    occupied: list[Box],
+    occupied_boxes: list[Box],
     frames: Sequence[Box],
     find_boxes: Callable[[float, float, float, float], Iterable[TextPosition]],
 ) -> None:
@@ -54,8 +54,8 @@ def write_labels(
             continue
         for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):
             is_inside = any(frame.contains(box) for frame in frames)
-            if is_inside and not any(map(box.overlaps, occupied)):
-                occupied.append(box)
+            if is_inside and not any(map(box.overlaps, occupied_boxes)):
+                occupied_boxes.append(box)
                 sheet.add_text(anchor_x, (box.top + box.bottom) / 2, text, style, anchor=anchor)
                 num_written += 1
                 break

@@ -36,7 +36,7 @@ _TITLE_SIZE = 17.0
 _DESCRIPTION_SIZE = 12.0
 _LINE_HEIGHT = 17.0
 # These settings of matplotlib keep texts as texts, embed fonts as journals require, and make files reproducible.
-_SETTINGS: dict[Any, Any] = {
+_MATPLOTLIB_SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "svg.hashsalt": "fp8bench",
@@ -60,11 +60,11 @@ def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
         warnings.simplefilter("ignore")
         # The settings of a user's matplotlibrc must not affect the file.
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        matplotlib.rcParams.update(_MATPLOTLIB_SETTINGS)
         figure = sheet.to_figure(draw_on(sheet, chart), chart.title)
-        titles = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
+        metadata_texts = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
         file = BytesIO()
-        metadata = {key: _printable_line(text) for key, text in titles.items()} | _OMITTED_DATES[file_format]
+        metadata = {key: _printable_line(text) for key, text in metadata_texts.items()} | _OMITTED_DATES[file_format]
         figure.savefig(file, format=file_format, dpi=_FILE_PIXELS_PER_INCH, metadata=metadata)
     return file.getvalue()
 
@@ -124,14 +124,18 @@ class _PictureSheet(Sheet):
                 patch.set(transform=transform, zorder=layer)
                 figure.add_artist(patch)
         texts = list(self._texts)
-        title_options = {"color": css_properties("text", "")["fill"], "fontsize": _TITLE_SIZE, "fontweight": "bold"}
+        title_text_options = {
+            "color": css_properties("text", "")["fill"],
+            "fontsize": _TITLE_SIZE,
+            "fontweight": "bold",
+        }
         texts += [
-            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _MARGIN - top, line, title_options)
+            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _MARGIN - top, line, title_text_options)
             for n, line in enumerate(title_lines)
         ]
-        description_options = {"color": css_properties("text", "quiet")["fill"], "fontsize": _DESCRIPTION_SIZE}
+        description_text_options = {"color": css_properties("text", "quiet")["fill"], "fontsize": _DESCRIPTION_SIZE}
         texts += [
-            (0.0, height + 12 + _LINE_HEIGHT * (n + 0.7), line, description_options)
+            (0.0, height + 12 + _LINE_HEIGHT * (n + 0.7), line, description_text_options)
             for n, line in enumerate(description_lines)
         ]
         for x, y, text, options in texts:
@@ -161,15 +165,17 @@ def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
         points += pairs or [points[0]]
         codes += _MATPLOTLIB_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
-    cap_style = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
+    line_cap_style = {"square": "projecting"}.get(
+        look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt")
+    )
     return PathPatch(
         Path(points, codes),
         facecolor=fill,
         edgecolor=stroke,
         linewidth=width if stroke[1] else 0.0,
-        capstyle=cap_style,
+        capstyle=line_cap_style,
         joinstyle="round",
-        snap=False if cap_style == "round" else None,
+        snap=False if line_cap_style == "round" else None,
     )
 
 

@@ -73,8 +73,8 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
     sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
     # 2. Fit the value axis to the places from `settled` on. If these have no marks, fit it to all places.
-    first_settled = chart.settled - len(chart.places[:-MAX_PLACES])
-    values = _values_and_ends(series, first_settled) or _values_and_ends(series, 0)
+    settled_index = chart.settled - len(chart.places[:-MAX_PLACES])
+    values = _values_and_ends(series, settled_index) or _values_and_ends(series, 0)
     if not values:
         return 0.0
     # 3. Write the legend and the title, and draw the lines below. Each series has the same shape and colour in the
@@ -165,8 +165,8 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
     if line_pieces:
         sheet.add_lines(f"line {style}", line_pieces)
     usual_tone = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
-    on_axis = [(place, mark) for place, mark in marks if plot.is_on_axis(mark)]
-    for place, mark in _thin_out(on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
+    marks_on_axis = [(place, mark) for place, mark in marks if plot.is_on_axis(mark)]
+    for place, mark in _thin_out(marks_on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
         tone = usual_tone if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
         hint = mark_hint(mark, plot.chart.axis, name, plot.places[place])
         sheet.add_dot(f"mark point {style}{tone}", shape, *plot.position(place, mark), hint=hint)
@@ -224,8 +224,8 @@ def _thin_out(marks: Marks, max_marks: int) -> Marks:
     """Returns at most `max_marks` evenly spaced marks. All marks that have a tone are added to these."""
     if len(marks) <= max_marks:
         return marks
-    kept_indices = {round(index * (len(marks) - 1) / (max_marks - 1)) for index in range(max_marks)}
-    return [mark for index, mark in enumerate(marks) if index in kept_indices or mark[1].tone is not Tone.PLAIN]
+    shown_indices = {round(index * (len(marks) - 1) / (max_marks - 1)) for index in range(max_marks)}
+    return [mark for index, mark in enumerate(marks) if index in shown_indices or mark[1].tone is not Tone.PLAIN]
 
 
 def _write_last_values(plot: _LinePlot) -> None:
@@ -285,7 +285,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
     frame = _fit_frame(chart, points, sheet, top + 24)
-    lower_end = _draw_axes_of_scatter(sheet, chart, frame)
+    plot_bottom = _draw_axes_of_scatter(sheet, chart, frame)
     placed_points = list(zip(points, _find_positions(points, names, frame), strict=True))
     whiskers = []
     for point, (_, y) in placed_points:
@@ -298,7 +298,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
         sheet.add_dot(f"mark {style}{tone}", shape, *position, _DOT_SIZE, _point_hint(chart, point))
     _label_points(sheet, placed_points, whiskers, frame)
-    return lower_end
+    return plot_bottom
 
 
 def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
@@ -323,10 +323,10 @@ def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: 
 def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:
     plot = frame.plot
     margin = frame.margin
-    heights = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_TICKS)]
+    tick_positions = [(frame.y.to_pixels(value), text) for value, text in frame.y.ticks(_MAX_TICKS)]
     for box in filter(None, (plot, margin)):
-        sheet.add_lines("grid", [[(box.left, y), (box.right, y)] for y, _ in heights], layer=0)
-    for y, text in heights:
+        sheet.add_lines("grid", [[(box.left, y), (box.right, y)] for y, _ in tick_positions], layer=0)
+    for y, text in tick_positions:
         sheet.add_text(plot.left - 8, y, text, "tick", anchor="end")
     if margin:
         sheet.add_box("margin", margin.left, plot.top, margin.right - margin.left, plot.bottom - plot.top, layer=-1)
@@ -351,12 +351,12 @@ def _find_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _
 
 
 def _point_hint(chart: Scatter, point: ChartPoint) -> str:
-    x_text = chart.margin
+    x_label = chart.margin
     if point.x is not None:
-        x_text = f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
-    y_text = f"{chart.y.title} {show_number(point.y, chart.y.unit)}".strip()
+        x_label = f"{chart.x.title} {show_number(point.x, chart.x.unit)}".strip()
+    y_label = f"{chart.y.title} {show_number(point.y, chart.y.unit)}".strip()
     name = point.label if point.series in point.label else f"{point.series} {point.label}".strip()
-    return make_hint(name, ", ".join(filter(None, (x_text, y_text))), point.hint)
+    return make_hint(name, ", ".join(filter(None, (x_label, y_label))), point.hint)
 
 
 def _label_points(
@@ -369,8 +369,8 @@ def _label_points(
     room.
     """
     # Keep labels off all points and whiskers.
-    occupied = [Box(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
-    occupied += [Box(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
+    occupied_boxes = [Box(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
+    occupied_boxes += [Box(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
     points_by_series = Counter[str]()
     texts = []
     for point, position in placed_points:
@@ -378,4 +378,4 @@ def _label_points(
         points_by_series[point.series] += 1
     texts.sort(key=itemgetter(0))
     frames = [box for box in (frame.plot, frame.margin) if box]
-    write_labels(sheet, [text for _, text in texts], occupied, frames, boxes_around)
+    write_labels(sheet, [text for _, text in texts], occupied_boxes, frames, boxes_around)

@@ -80,12 +80,12 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
 
 def write_along_axis(sheet: Sheet, texts: Sequence[tuple[float, str]], y: float) -> None:
     """Writes texts along an axis, and skips a text that would overlap the previous one."""
-    previous_end = -math.inf
+    previous_text_end = -math.inf
     for x, text in sorted(texts):
         half_width = sheet.measure_text(text) / 2
-        if x - half_width >= previous_end + _TEXT_GAP:
+        if x - half_width >= previous_text_end + _TEXT_GAP:
             sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
-            previous_end = x + half_width
+            previous_text_end = x + half_width
 
 
 def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
@@ -111,7 +111,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
 _BAR_HEIGHT = 14.0
 # The height of the stroke that shows a single sample below a bar.
 _STROKE_HEIGHT = 10.0
-_CAP_HEIGHT = 3.5
+_WHISKER_CAP_HEIGHT = 3.5
 # The least width of a bar, so that a bar whose value is 1 is visible.
 _MIN_BAR_WIDTH = 2.0
 
@@ -182,8 +182,8 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
     ends = [origin, end, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
     if len(ends) == 4:
         low, high = ends[2:]
-        caps = [[(x, y - _CAP_HEIGHT), (x, y + _CAP_HEIGHT)] for x in (low, high)]
-        sheet.add_lines("whisker", [[(low, y), (high, y)], *caps])
+        whisker_caps = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
+        sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_caps])
     x = min(ends) - _VALUE_GAP if is_slower else max(ends) + _VALUE_GAP
     sheet.add_text(x, y, show_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_slower else "start")
 
@@ -235,10 +235,10 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     top = draw_legend(sheet, entries, 0.0)
     row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
-    totals = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    total_width = max(map(sheet.measure_text, totals)) + _VALUE_GAP
+    total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
+    total_width = max(map(sheet.measure_text, total_texts)) + _VALUE_GAP
     scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - total_width, unit=unit)
-    for row, row_top, text in zip(rows, row_positions.tops, totals, strict=True):
+    for row, row_top, text in zip(rows, row_positions.tops, total_texts, strict=True):
         middle = row_top + row_positions.height / 2
         _draw_stack(sheet, chart, styles, row, middle, scale)
         sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle, text, "value")

@@ -98,13 +98,15 @@ def show_number(value: float, unit: str) -> str:
 
 
 def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
-    min_step = (high - low) / max(1, max_ticks)
-    if unit == "B" and min_step >= 1:
+    min_tick_step = (high - low) / max(1, max_ticks)
+    if unit == "B" and min_tick_step >= 1:
         # Ticks of bytes are powers of two.
-        step = 2.0 ** math.ceil(math.log2(min_step))
+        step = 2.0 ** math.ceil(math.log2(min_tick_step))
     else:
-        power = 10.0 ** math.floor(math.log10(min_step))
-        step = next(factor * power for factor in _TICK_STEPS if factor * power >= min_step * (1 - _EQUALITY_TOLERANCE))
+        power = 10.0 ** math.floor(math.log10(min_tick_step))
+        step = next(
+            factor * power for factor in _TICK_STEPS if factor * power >= min_tick_step * (1 - _EQUALITY_TOLERANCE)
+        )
     first_multiple = math.ceil(low / step - 1e-6)
     last_multiple = math.floor(high / step + 1e-6)
     return [multiple * step for multiple in range(first_multiple, last_multiple + 1)]
@@ -118,9 +120,9 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
     first_power = math.log10(low)
     last_power = math.log10(high)
     # how many times the value doubles from one end of the axis to the other
-    doublings = (last_power - first_power) / math.log10(2)
-    if unit == "x" and doublings <= 3.2 and low > 0.2:
-        return _ratio_ticks(low, high) if doublings >= 1.3 else []
+    num_doublings = (last_power - first_power) / math.log10(2)
+    if unit == "x" and num_doublings <= 3.2 and low > 0.2:
+        return _ratio_ticks(low, high) if num_doublings >= 1.3 else []
     # On an axis shorter than a factor of five, linear ticks read better.
     if last_power - first_power < 0.7:
         return []
@@ -163,8 +165,8 @@ def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
     for digits in range(2, 13):
         texts = format_all(digits)
         # With fewer digits, ticks may differ from each other but be inexact, as 0.13x for 0.125x.
-        are_exact = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
-        if all(are_exact) and len(set(texts)) == len(texts):
+        texts_are_exact = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
+        if all(texts_are_exact) and len(set(texts)) == len(texts):
             break
     return texts
 
@@ -261,11 +263,11 @@ def cut_to_room(text: str, max_width: float, font_size: float, bold: bool = Fals
     if text_width(text, font_size, bold) <= max_width + 0.01:
         return text
     max_width = max(0.0, max_width - text_width(ELLIPSIS, font_size, bold))
-    num_last = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
+    num_last_letters = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
     # A name often begins with the suite and ends with the size.
-    kept_end = text[len(text) - num_last :]
-    num_first = _count_fitting_letters(text, max_width - text_width(kept_end, font_size, bold), font_size, bold)
-    return text[:num_first].rstrip() + ELLIPSIS + kept_end.lstrip()
+    end_text = text[len(text) - num_last_letters :]
+    num_first_letters = _count_fitting_letters(text, max_width - text_width(end_text, font_size, bold), font_size, bold)
+    return text[:num_first_letters].rstrip() + ELLIPSIS + end_text.lstrip()
 
 
 def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: bool) -> int:

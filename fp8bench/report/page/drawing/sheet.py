@@ -79,10 +79,10 @@ class Sheet:
         """Writes a line of text whose lowercase letters are centred vertically on `y`."""
         if not text:
             return
-        text_x = _to_decimals(x)
-        text_y = _to_decimals(y + 0.36 * self.font_size)
+        x_decimals = _to_decimals(x)
+        y_decimals = _to_decimals(y + 0.36 * self.font_size)
         attributes = f' class="{style}"' if style else ""
-        attributes += f' x="{text_x}" y="{text_y}"'
+        attributes += f' x="{x_decimals}" y="{y_decimals}"'
         attributes += f' text-anchor="{anchor}"' if anchor != "start" else ""
         self._elements.append((3, f"<text{attributes}>{escape(text)}</text>"))
 
