@@ -82,9 +82,9 @@ class _Allocation:
         self.is_brief = (phase_number, node) == (self.phase_number, self.node)
 
 
-class _PeakFinder:
+class _PeakMemoryFinder:
     """Reads events one by one and finds the peak of memory. It ignores the release of an allocation that is older
-    than the events. If an allocation has an address that is still held, the release before it had no event.
+    than the events. If a new allocation has an address that is still held, the old one was released without an event.
     """
 
     def __init__(self) -> None:
@@ -149,14 +149,14 @@ class _PeakFinder:
             next_backward_index < len(self.backward_events)
             and block.end_event > self.backward_events[next_backward_index]
         )
-        is_in_phase = bool(block.phase)
+        began_in_phase = bool(block.phase)
         return HeldBlock(
             block.address,
             block.size,
             block.phase,
             block.node > 0,
-            is_in_phase and not block.node and is_held_by_backward,
-            is_in_phase and block.is_brief,
+            began_in_phase and not block.node and is_held_by_backward,
+            began_in_phase and block.is_brief,
             block.end_event == math.inf,
             tuple(block.roles),
         )
@@ -173,9 +173,9 @@ class _DeviceBlock:
     num_users: int = 1
 
 
-class _DevicePeakFinder:
+class _DevicePeakMemoryFinder:
     """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events
-    as _PeakFinder. The emulation's own allocations are replaced by those in the notes.
+    as _PeakMemoryFinder. The emulation's own allocations are replaced by those in the notes.
     """
 
     def __init__(self) -> None:
@@ -245,18 +245,18 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     """Returns the peak of memory since the first phase, and what is held at the peak. Returns None if no phase
     begins.
     """
-    finder = _PeakFinder()
-    device_finder = _DevicePeakFinder()
+    finder = _PeakMemoryFinder()
+    device_finder = _DevicePeakMemoryFinder()
     for number, event in enumerate(events):
         finder.read(number, event)
         device_finder.read(event)
     if finder.peak is None or finder.first_phase_event is None:
         return None
     first_phase_event = finder.first_phase_event
-    backward_start = next((number for number in finder.backward_events if number > first_phase_event), 0)
+    backward_start_event = next((number for number in finder.backward_events if number > first_phase_event), 0)
     phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
     held = finder.list_held_blocks(finder.peak_event)
-    forward = finder.list_held_blocks(backward_start - 1)
+    forward = finder.list_held_blocks(backward_start_event - 1)
     on_device = device_finder.peak if device_finder.has_notes else None
     return MemoryCourse(finder.peak, held, phases, on_device=on_device, forward=forward)
 
@@ -264,14 +264,14 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
 def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
     """Returns the bytes that are held at the start of each phase. Allocations from before the events do not count."""
     held_bytes = 0
-    bytes_at_starts = []
+    bytes_at_phase_starts = []
     for event in events:
         match event:
             case MemoryChange():
                 held_bytes += event.size
             case PhaseStart():
-                bytes_at_starts.append(held_bytes)
-    return bytes_at_starts
+                bytes_at_phase_starts.append(held_bytes)
+    return bytes_at_phase_starts
 
 
 # The names of events in torch's profiler: an allocation or release, a node of a backward pass, and the prefix of

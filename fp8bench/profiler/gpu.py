@@ -93,7 +93,7 @@ class CapturedStamper(EventStamper):
         return stamp
 
 
-_END_NOTE = PhaseStart("the end")
+_STEP_END_NOTE = PhaseStart("the end")
 _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
@@ -171,7 +171,7 @@ class AllocatorMeter(StreamMeter):
             if self._phase:
                 self._backend.synchronize(self._index)
                 self._close_phase()
-                self._stream.note(_END_NOTE)
+                self._stream.note(_STEP_END_NOTE)
                 self._end_workspaces()  # what is released after the end note are workspaces
         finally:
             self._phase = ""
@@ -179,13 +179,15 @@ class AllocatorMeter(StreamMeter):
         phases = tuple(self._phases.values())
         if not phases:
             return None
-        at_peak = _find_memory_at_peak(events or [])
+        memory_at_peak = _find_memory_at_peak(events or [])
         # Without the allocator's events the peaks are still right. Only what was held at them is unknown.
         reserved_bytes = max(phase.reserved or 0 for phase in phases)
         peaks = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved_bytes)
-        if at_peak is None:
+        if memory_at_peak is None:
             return replace(peaks, why=_NO_ALLOCATIONS)
-        return replace(peaks, held=at_peak.held, on_device=at_peak.on_device, forward=at_peak.forward)
+        return replace(
+            peaks, held=memory_at_peak.held, on_device=memory_at_peak.on_device, forward=memory_at_peak.forward
+        )
 
     def _list_live_addresses(self) -> frozenset[int]:
         segments = self._backend.memory_snapshot()
@@ -211,34 +213,38 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
     """Returns what is held at the peak of memory. After the step a note is added to the events, and then libraries
     free their workspaces. So a block that is released after the note is a workspace.
     """
-    end_index = events.index(_END_NOTE) if _END_NOTE in events else len(events)
-    at_peak = find_memory_course(events[:end_index])
-    released_addresses = {event.address for event in events[end_index:] if isinstance(event, MemoryChange)}
-    if at_peak is None:
+    end_note_index = events.index(_STEP_END_NOTE) if _STEP_END_NOTE in events else len(events)
+    memory_at_peak = find_memory_course(events[:end_note_index])
+    released_addresses = {event.address for event in events[end_note_index:] if isinstance(event, MemoryChange)}
+    if memory_at_peak is None:
         return None
 
-    def note_role(block: HeldBlock) -> HeldBlock:
+    def mark_workspace(block: HeldBlock) -> HeldBlock:
         return (
             replace(block, said=(MemoryRole.WORKSPACE,))
             if block.lasting and block.address in released_addresses
             else block
         )
 
-    return replace(at_peak, held=tuple(map(note_role, at_peak.held)), forward=tuple(map(note_role, at_peak.forward)))
+    return replace(
+        memory_at_peak,
+        held=tuple(map(mark_workspace, memory_at_peak.held)),
+        forward=tuple(map(mark_workspace, memory_at_peak.forward)),
+    )
 
 
 @contextmanager
 def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
     """Limits torch's allocator during the body. It can reserve `limit` bytes more than it has reserved already."""
-    previous_fraction = backend.get_per_process_memory_fraction(index)
-    allowed_bytes = backend.memory_reserved(index) + limit
+    previous_memory_fraction = backend.get_per_process_memory_fraction(index)
+    max_reserved_bytes = backend.memory_reserved(index) + limit
     total = backend.get_device_properties(index).total_memory
     # If a limit was set before, never raise it.
-    backend.set_per_process_memory_fraction(min(previous_fraction, allowed_bytes / total), index)
+    backend.set_per_process_memory_fraction(min(previous_memory_fraction, max_reserved_bytes / total), index)
     try:
         yield
     finally:
-        backend.set_per_process_memory_fraction(previous_fraction, index)
+        backend.set_per_process_memory_fraction(previous_memory_fraction, index)
 
 
 class Gpu(Device):

@@ -37,7 +37,7 @@ class CaseStatus(StrEnum):
 # The reasons of these labels are left out here. They are long and equal for many cases, so other parts of the report
 # show them once.
 _LABELS_WITH_LONG_REASONS = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# The status of a case with this verdict, unless a label casts doubt on the verdict.
+# The status of a case by its verdict, unless a label casts doubt on the verdict.
 _STATUS_BY_VERDICT = {
     Verdict.FASTER: CaseStatus.FASTER,
     Verdict.SLOWER: CaseStatus.SLOWER,
@@ -144,26 +144,28 @@ def describe_intervals(results: Iterable[Result]) -> str:
             has_interval_of_rounds = True
         if result.record.sessions:
             session_counts.append(1 + len(result.record.sessions))
-    sources = join_parts(
+    interval_sources = join_parts(
         f"of any run, from {_describe_earlier_runs(reruns)}" if reruns else "",
         "of this run" if has_interval_of_rounds else "",
         separator=", else ",
     )
     return join_parts(
-        f"the 99% interval {sources}" if sources else "",
+        f"the 99% interval {interval_sources}" if interval_sources else "",
         f"over {units.span(session_counts, str)} sessions" if session_counts else "",
     )
 
 
 def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
-    """Describes the runs behind intervals. Files of older versions only have the number of all runs."""
-    own_counts = [reach.own_runs for reach in reruns if reach.own_runs is not None]
-    if len(own_counts) < len(reruns):
-        return f"{units.span((reach.runs for reach in reruns), str)} earlier runs"
-    if not any(own_counts):
+    """Describes how many earlier runs widened the intervals. Files of older fp8bench versions do not distinguish runs
+    of the same case from other runs.
+    """
+    same_case_counts = [rerun.own_runs for rerun in reruns if rerun.own_runs is not None]
+    if len(same_case_counts) < len(reruns):
+        return f"{units.span((rerun.runs for rerun in reruns), str)} earlier runs"
+    if not any(same_case_counts):
         return "earlier runs of other cases"
-    noun = "runs" if max(own_counts) > 1 else "run"
-    return f"{units.span(own_counts, str)} earlier {noun} of the same case and commit, and of other cases"
+    noun = "runs" if max(same_case_counts) > 1 else "run"
+    return f"{units.span(same_case_counts, str)} earlier {noun} of the same case and commit, and of other cases"
 
 
 def status_words(result: Result) -> str:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 # The content of a field. A number is formatted by the column, and the table sorts by its value. None is shown as a
 # dash.
 FieldContent = Field | str | float | None
-# These tables are built by a module in `topics`. All other tables that specs name are built by `figure_tables`.
+# Modules in `topics` build these tables. `figure_tables` builds all other tables that specs of metrics name.
 TABLES_WITH_OWN_COLUMNS = ("cases", "sustained", "energy", "capacity")
 
 
@@ -89,9 +89,9 @@ def table(
             continue
         fields = [col.field(item) for item in items]
         # A column that has only dashes would push useful columns off a narrow terminal.
-        is_empty = all(field.text in ("", units.NONE) for field in fields)
-        is_required = not col.column.shared and (required_headings is None or col.heading in required_headings)
-        if is_required or not is_empty:
+        are_fields_empty = all(field.text in ("", units.NONE) for field in fields)
+        is_always_shown = not col.column.shared and (required_headings is None or col.heading in required_headings)
+        if is_always_shown or not are_fields_empty:
             columns.append(col.column)
             fields_by_column.append(fields)
     rows = tuple(zip(*fields_by_column, strict=True))
@@ -110,12 +110,12 @@ def add_figure_columns(table: Table, cases: Cases) -> Table:
     The table must have one row for each of `cases`, in the same order.
     """
     # A new metric is shown if its spec names the table, without any change here.
-    specs = specs_in_table(table.name)
-    if not specs:
+    metric_specs = specs_in_table(table.name)
+    if not metric_specs:
         return table
     columns = list(table.columns)
     rows = [list(row) for row in table.rows]
-    for spec in specs:
+    for spec in metric_specs:
         metrics = [case.figures[spec] for case in cases]
         if all(metric.value is None for metric in metrics):
             continue

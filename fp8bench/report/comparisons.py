@@ -83,7 +83,7 @@ def show_change(interval: Interval | None) -> str:
 
 
 def describe_direction(comparison: Comparison) -> str:
-    """Returns the direction of a change, as 'worse' or 'FAILED', or '-' if it has none."""
+    """Returns the direction of a change, as 'worse' or 'FAILED'. Returns '-' for a figure without a direction."""
     if comparison.failed:
         return "FAILED"
     return units.NONE if comparison.direction is Direction.NONE else comparison.direction.value
@@ -93,9 +93,9 @@ def split_case_id(case_id: str) -> tuple[str, str]:
     """Splits 'gemm[m=512]@cpu/bf16' into 'gemm[m=512]@cpu', which all modes share, and the mode 'bf16'."""
     # In a case's id, the mode follows the device. A parameter may be a path with slashes, so search behind the
     # parameters. Without parameters in the id, the mode follows the last slash.
-    device_start = case_id.rfind("]@")
-    mode_separator = case_id.find("/", device_start) if device_start >= 0 else case_id.rfind("/")
-    return case_id[: max(mode_separator, 0)], case_id[mode_separator + 1 :]
+    device_index = case_id.rfind("]@")
+    mode_separator_index = case_id.find("/", device_index) if device_index >= 0 else case_id.rfind("/")
+    return case_id[: max(mode_separator_index, 0)], case_id[mode_separator_index + 1 :]
 
 
 def count_directions(comparisons: Iterable[Comparison]) -> str:
@@ -186,12 +186,10 @@ def describe_side(side: Side) -> str:
         name = f"commit {commit[:8]}" if isinstance(commit, str) else ""
         commits.append(f"{name}{'' if is_clean else ' with other changes'}" if name else "of no commit")
     ids = [run.id for run in side.runs]
-    shown_ids = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
+    ids_text = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     num_unfinished = sum(not run.finished for run in side.runs)
     unfinished_text = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
-    return (
-        f"{side.name}: {' and '.join(dict.fromkeys(commits))}, {many(len(ids), 'run')} ({shown_ids}){unfinished_text}"
-    )
+    return f"{side.name}: {' and '.join(dict.fromkeys(commits))}, {many(len(ids), 'run')} ({ids_text}){unfinished_text}"
 
 
 # The key of the environment's fact that has the digest of the user's code (modules of --import, and callables).

@@ -151,7 +151,7 @@ class NamedCase(Result):
 
     @property
     def name(self) -> str:
-        """The setting and the mode, as '256 x 256 x 64 bf16'. If the panel has one group, it is the mode alone."""
+        """The setting and the mode, as '256 x 256 x 64 bf16', or the mode alone if the panel has one group."""
         return f"{self.setting_name} {self.mode}".strip()
 
 
@@ -300,17 +300,19 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
     # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
     panel = Panel(tuple(groups))
     errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
-    main_error = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
-    all_params = [dict(group.case.params) for group in groups]
-    varying_names = set().union(*all_params) - dict(panel.common_params).keys()
-    named_groups = []
-    for group, params in zip(groups, all_params, strict=True):
+    main_error_metric = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+    params_of_groups = [dict(group.case.params) for group in groups]
+    varying_param_names = set().union(*params_of_groups) - dict(panel.common_params).keys()
+    groups_with_names = []
+    for group, params in zip(groups, params_of_groups, strict=True):
         differing_params = [pair for pair in params.items() if pair not in panel.common_params]
         # Runs store an optional axis only if the user set it. Without a stored value, it has its default value.
-        default_params = [pair for pair in QUIET_DEFAULTS.items() if pair[0] in varying_names and pair[0] not in params]
+        default_params = [
+            pair for pair in QUIET_DEFAULTS.items() if pair[0] in varying_param_names and pair[0] not in params
+        ]
         setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")
-        named_groups.append(replace(group, setting_name=setting_name, error_metric=main_error))
-    return tuple(named_groups)
+        groups_with_names.append(replace(group, setting_name=setting_name, error_metric=main_error_metric))
+    return tuple(groups_with_names)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
@@ -395,5 +397,5 @@ def error_name(measurement: Measurement) -> str:
 
 def show_floors(results: Iterable[Result]) -> str:
     """Returns the range of the noise floors (A/A) of these cases, as '+-0.6%', or '' if none was measured."""
-    floors = (result.finding.floor for result in results if result.finding.floor is not None)
-    return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
+    noise_floors = (result.finding.floor for result in results if result.finding.floor is not None)
+    return units.span(noise_floors, lambda floor: f"+-{units.percent(floor)}")

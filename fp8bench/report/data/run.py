@@ -198,8 +198,8 @@ def run_document(run: Run, findings: FindingsById) -> dict[str, Any]:
     """
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
     cases = list_cases(group_into_panels(run, findings))
-    result_by_case = {case.record.case.id: _result_document(case) for case in cases}
-    records = [{**encode(record), **result_by_case[record.case.id]} for record in run.records]
+    documents_by_case = {case.record.case.id: _result_document(case) for case in cases}
+    records = [{**encode(record), **documents_by_case[record.case.id]} for record in run.records]
     break_even = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": break_even}
 

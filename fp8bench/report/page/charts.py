@@ -91,11 +91,11 @@ def numbers_table(chart: AnyChart) -> Table:
     caption = f"{chart.title}: numbers"
     name = f"{chart.name}-numbers"
     if isinstance(chart, Stacks):
-        part_columns: list[Col[Any]] = [Col("case", itemgetter(0))]
+        columns_of_parts: list[Col[Any]] = [Col("case", itemgetter(0))]
         for part in chart.nonzero_parts:
             get_part_value = partial(lambda part, row: row[1][part], part)
-            part_columns.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
-        return table(name, caption, part_columns, chart.rows)
+            columns_of_parts.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
+        return table(name, caption, columns_of_parts, chart.rows)
     rows = []
     match chart:
         case Bars():

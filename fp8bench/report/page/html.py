@@ -208,8 +208,8 @@ class Card:
 
 @dataclass(frozen=True)
 class ListedReport:
-    """A card with the folder of its report, and when its run began, as '2026-11-26 06:38'. If the folder's name does
-    not have this time, it is the time when the report was written.
+    """A card with the folder of its report. `when` is the start of the run, as '2026-11-26 06:38', if the name of the
+    folder has it. Otherwise it is the time when the report was written.
     """
 
     card: Card
@@ -230,11 +230,11 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
     """
     match element:
         case Table():
-            titles = ("case", "arm", "verdict")
-            column_numbers = [index for index, column in enumerate(element.columns) if column.title in titles]
-            if len(column_numbers) < 2:
+            answer_titles = ("case", "arm", "verdict")
+            column_indices = [index for index, column in enumerate(element.columns) if column.title in answer_titles]
+            if len(column_indices) < 2:
                 return ()
-            pairs = [(row[column_numbers[0]].text, row[column_numbers[1]].text) for row in element.rows]
+            pairs = [(row[column_indices[0]].text, row[column_indices[1]].text) for row in element.rows]
             return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
         case Text():
             return (CardAnswer("", shorten_line(element.text, _MAX_ANSWER_LENGTH)),)
@@ -290,5 +290,5 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
         )
     ]
     if num_unlisted:
-        elements.append(Text(f"{many(num_unlisted, 'older report')} in the same folder: not listed.", Tone.DOUBT))
+        elements.append(Text(f"Not listed: {many(num_unlisted, 'older report')} in the same folder.", Tone.DOUBT))
     return Page("Reports", "", (Part("reports", "All reports, newest first", tuple(elements)),), kind="index")

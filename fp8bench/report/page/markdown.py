@@ -30,7 +30,7 @@ from fp8bench.report.page.charts import numbers_table
 # the folded part.
 _MAX_VISIBLE_LINES = 25
 _MIN_LINES_OF_CUT_BLOCK = 5
-_BEGIN_DETAILS = "<details><summary>The rest of the report</summary>"
+_DETAILS_START = "<details><summary>The rest of the report</summary>"
 # The table of a chart's numbers has at most this many rows.
 _MAX_CHART_ROWS = 25
 _TONE_SIGNS = {
@@ -59,7 +59,7 @@ def render(page: Page) -> str:
         blocks += ["---", *map(_paragraph_markdown, page.footer)]
     if _count_lines(blocks) > _MAX_VISIBLE_LINES:
         visible, hidden = _split_at_fold(blocks)
-        blocks = [*visible, _BEGIN_DETAILS, *hidden, "</details>"]
+        blocks = [*visible, _DETAILS_START, *hidden, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -75,9 +75,9 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     num_visible = 1
     while _count_lines(blocks[: num_visible + 1]) + 2 <= _MAX_VISIBLE_LINES:
         num_visible += 1
-    part_starts = [index for index, block in enumerate(blocks[:num_visible]) if block.startswith("## ")]
-    if len(part_starts) > 1 and not blocks[num_visible].startswith("## "):
-        num_visible = part_starts[-1]
+    part_start_indices = [index for index, block in enumerate(blocks[:num_visible]) if block.startswith("## ")]
+    if len(part_start_indices) > 1 and not blocks[num_visible].startswith("## "):
+        num_visible = part_start_indices[-1]
     # 2. If the block that does not fit is a list or table, divide it. The rest of a table has the header again.
     # Otherwise fold the block, together with its headings.
     block = blocks[num_visible]

@@ -46,7 +46,7 @@ MAX_ROWS = 300
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report. `elements` is a function that yields the elements for a material, or nothing.
+    """A section of the report. `elements` is a function that yields the elements for the material of a report, if any.
 
     `rank` is the position on the page. `lead` is the paragraph under the title, which is left out if all elements are
     texts. `repeats` means that the charts of this section show numbers that the main table has as well.

@@ -178,8 +178,8 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
 
 
 def describe_device_state(panel: Panel, run: Run) -> Texts:
-    """Yields one line with the power cap of a GPU, its clocks, and why the GPU lowered them. The line is red if the
-    cap was lowered.
+    """Yields a line with the power cap of a GPU, its clocks, and why it lowered its clocks. A line with a lowered cap
+    is red.
     """
     clock_rates: list[float] = []
     throttle_reasons: list[str] = []
@@ -192,20 +192,24 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         value = run.environment.get(f"{panel.device} {name}")
         return value if isinstance(value, int | float) else None
 
-    power_cap, default_cap, max_clock = map(setting, ("power_cap", "power_cap_default", "sm_clock_max"))
-    is_lowered = power_cap is not None and default_cap is not None and power_cap < default_cap
+    power_cap, default_power_cap, max_clock = map(setting, ("power_cap", "power_cap_default", "sm_clock_max"))
+    is_cap_lowered = power_cap is not None and default_power_cap is not None and power_cap < default_power_cap
     facts = []
     if power_cap is not None:
-        share_of_default = f", {units.percent(power_cap / default_cap, 0)} of its default" if default_cap else ""
-        facts.append(f"{'POWER CAP' if is_lowered else 'power cap'} {units.count(power_cap, 'W')}{share_of_default}")
+        default_share_text = (
+            f", {units.percent(power_cap / default_power_cap, 0)} of its default" if default_power_cap else ""
+        )
+        facts.append(
+            f"{'POWER CAP' if is_cap_lowered else 'power cap'} {units.count(power_cap, 'W')}{default_share_text}"
+        )
     if clock_rates:
         max_clock_text = f" of {units.count(max_clock, 'Hz')}" if max_clock is not None else ""
         facts.append(f"SM clock {units.span(clock_rates, partial(units.count, unit='Hz'))}{max_clock_text}")
     if throttle_reasons:
         facts.append(f"held back by {join_words(throttle_reasons)}")
     if facts:
-        usual_tone = Tone.DOUBT if throttle_reasons else Tone.PLAIN
-        yield Text("; ".join(facts), Tone.BAD if is_lowered else usual_tone)
+        tone_without_cap = Tone.DOUBT if throttle_reasons else Tone.PLAIN
+        yield Text("; ".join(facts), Tone.BAD if is_cap_lowered else tone_without_cap)
 
 
 def _requested_tables(panel: Panel) -> Iterator[Part]:

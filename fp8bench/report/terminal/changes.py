@@ -74,7 +74,9 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
     if first_alarm is not None:
         parts.append(Part("summary", "", tuple(_next_steps(first_alarm, store_options))))
-    return Page(f"{store}: {_summarize(search_result)}", "", tuple(parts), _legend_lines(search_result, with_closed))
+    return Page(
+        f"{store}: {_summarize_search(search_result)}", "", tuple(parts), _legend_lines(search_result, with_closed)
+    )
 
 
 def _describe_commits(change: Change, with_machine: bool) -> str:
@@ -84,7 +86,7 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     """
     commit_range = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
     if change.commits > 1:
-        unmeasured = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
+        unmeasured = f" ({change.unmeasured} of them without a comparable figure)" if change.unmeasured else ""
         commit_range += f", one of {change.commits} commits{unmeasured}, most likely {change.first[:8]}"
     return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
 
@@ -132,7 +134,7 @@ def _change_document(change: Change) -> dict[str, object]:
     }
 
 
-def _summarize(search_result: Found) -> str:
+def _summarize_search(search_result: Found) -> str:
     num_series = search_result.looked_at + search_result.counted
     if not num_series:
         return "no series was long enough to look for changes"

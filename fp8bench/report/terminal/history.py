@@ -60,8 +60,8 @@ def trends_page(
 ) -> Page:
     """Returns the page of all series: a line for each series, grouped by machine and Python interpreter.
 
-    `skipped` counts the runs that were left out, by reason. `store_options` are the options with which another
-    command finds the same store.
+    `endings` are the last figures of all series. `skipped` counts the runs that were left out, by reason.
+    `store_options` are the options with which another command finds the same store.
     """
     counts = f"{count_series(len(endings))}, {many(num_runs, 'run')} of {many(num_commits, 'commit')}"
     cols: Cols[Ending] = [
@@ -182,8 +182,8 @@ def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: 
         listed = [fault for fault in faults if fault.broken is is_broken]
         parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed))
     parts.append(Part("sound", "", (Text(f"{num_sound} of {num_files} run files are sound"),)))
-    num_broken = sum(fault.broken for fault in faults)
-    summary = f"{many(num_broken, 'thing is', 'things are')} broken" if num_broken else "nothing is broken"
+    num_faults = sum(fault.broken for fault in faults)
+    summary = f"{many(num_faults, 'thing is', 'things are')} broken" if num_faults else "nothing is broken"
     return Page(f"{store}: {summary}", "", tuple(parts))
 
 
@@ -207,8 +207,8 @@ def count_series(number: int) -> str:
 def describe_machine(trend: Trend) -> str:
     """Returns the machine and interpreter of a series, as 'on box (AMD EPYC, 2 CPUs), /venv/bin/python'."""
     machine = trend.machine
-    cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
-    facts = join_parts(str(machine.get("gpu") or ""), str(machine.get("cpu") or ""), cpus)
+    cpus_text = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
+    facts = join_parts(str(machine.get("gpu") or ""), str(machine.get("cpu") or ""), cpus_text)
     return f"on {machine.get('machine')}{f' ({facts})' if facts else ''}, {trend.python}"
 
 
@@ -231,8 +231,8 @@ def _show_change(figure: Figure, previous: Figure | None) -> str:
 
 
 def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
-    """Returns a value divided by the previous one, or None if they do not compare, or if the ratio is not a positive
-    number.
+    """Returns a value divided by the previous one. Returns None if the values are not comparable, or if the ratio is
+    not a positive number.
     """
     if previous is None or figure.value is None or previous.value is None or not _is_same_work(figure, previous):
         return None

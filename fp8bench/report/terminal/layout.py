@@ -149,10 +149,10 @@ def _element_lines(element: Element, width: int, paint: Paint, indent: str) -> l
 
 
 def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
-    """Formats a table. A text that neighbouring rows share in a column for shared texts is printed once, above these
-    rows.
+    """Formats a table. If neighbouring rows have the same text in a shared column, this text is printed once, above
+    these rows.
 
-    If the table is still too wide, its last columns are printed below each row as 'title: value'.
+    If a table is too wide even without shared columns, its last columns are printed below each row as 'title: value'.
     """
     # 1. Choose the columns that are printed side by side, and their widths.
     grid_columns = [index for index, column in enumerate(element.columns) if not column.shared and not column.below]
@@ -163,10 +163,10 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
         fields = [replace(row[index], text=printable(row[index].text)) for index in grid_columns]
         widths = [max(column_width, len(field.text)) for column_width, field in zip(widths, fields, strict=True)]
         rows.append(fields)
-    num_shown = len(columns)
-    while num_shown > 1 and _width_for_name(widths[:num_shown], width) < min(widths[0], _MIN_NAME_WIDTH):
-        num_shown -= 1
-    name_width = _width_for_name(widths[:num_shown], width)
+    num_grid_columns = len(columns)
+    while num_grid_columns > 1 and _width_for_name(widths[:num_grid_columns], width) < min(widths[0], _MIN_NAME_WIDTH):
+        num_grid_columns -= 1
+    name_width = _width_for_name(widths[:num_grid_columns], width)
     name_lengths = [len(fields[0].text) for fields in rows]
     widths[0] = max(
         [
@@ -179,15 +179,15 @@ def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
         Field(column.title[:column_width], tone=Tone.STRONG)
         for column, column_width in zip(columns, widths, strict=True)
     ]
-    lines = _row_lines(titles[:num_shown], columns, widths, width, paint)
+    lines = _row_lines(titles[:num_grid_columns], columns, widths, width, paint)
     previous_shared_text = ""
     for row, fields in zip(element.rows, rows, strict=True):
         shared_text = _join_shared_fields(element.columns, row)
         if shared_text and shared_text != previous_shared_text:
             lines += wrap(shared_text, width, hang=INDENT)
         previous_shared_text = shared_text
-        lines += _row_lines(fields[:num_shown], columns, widths, width, paint)
-        lines += _fold_columns(columns[num_shown:], fields[num_shown:], width)
+        lines += _row_lines(fields[:num_grid_columns], columns, widths, width, paint)
+        lines += _fold_columns(columns[num_grid_columns:], fields[num_grid_columns:], width)
         for column, field in zip(element.columns, row, strict=True):
             if column.below and field.text:
                 for text in field.text.split("\n"):

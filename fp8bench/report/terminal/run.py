@@ -128,7 +128,7 @@ def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     yield from _panel_part(panel, run, elements, _reference_line(panel))
     if measurements := _list_other_measurements(panel):
         yield Part("numbers", "numbers", tuple(measurements))
-    if bounds := [*roofline.describe_bounds(panel), *roofline.describe_gains(panel)]:
+    if bounds := [*roofline.describe_phase_limits(panel), *roofline.describe_gains(panel)]:
         yield from list_of("roofline", "what limits it", [*bounds, *roofline.cite_peaks(panel.named_cases)])
 
 
@@ -154,8 +154,8 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
         for result in group.results:
             for measurement in result.record.measurements:
                 metric = measurement.metric
-                in_main_table = metric == panel.error_metric and not measurement.phase
-                if metric in metrics_elsewhere or in_main_table or is_sampler_step_error(metric):
+                is_in_main_table = metric == panel.error_metric and not measurement.phase
+                if metric in metrics_elsewhere or is_in_main_table or is_sampler_step_error(metric):
                     continue
                 # The memory of an emulated case is that of the emulation, not of the precision.
                 is_emulation_cost = measurement.unit == "B" and result.is_emulated

@@ -86,7 +86,7 @@ def find_answer(cases: Cases) -> Answer:
         speed_text = describe_speed(speeds[0])
     else:
         speed_text = units.span((speed.point for speed in speeds), units.speed_up) or _explain_emulation(cases)
-    accuracy = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
+    accuracy_text = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
     is_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
     # The answer has a reason only if all cases have the same reason.
     reasons = {explain_speed(case) or case.record.reason for case in cases}
@@ -95,7 +95,7 @@ def find_answer(cases: Cases) -> Answer:
         f"{'WRONG, ' * is_wrong}{_describe_verdicts(cases)}",
         Tone.BAD if is_wrong else common_tone(map(status_tone, cases)),
         speed_text,
-        (accuracy, _describe_memory(cases), _describe_energy(cases)),
+        (accuracy_text, _describe_memory(cases), _describe_energy(cases)),
         shorten_line(reasons.pop(), MAX_REASON_LENGTH) if len(reasons) == 1 else "",
     )
 
@@ -196,8 +196,8 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     An example: 'differs from torch:matmul by 2.9e-03; less exact: off float64 by 2.9e-03, torch:matmul by 2.9e-07'.
     """
     # 1. Compare the callable with the results of the reference.
-    all_differences = [(case.median(DIFFERENCE_ERROR), case) for case in cases]
-    differences = [(difference, case) for difference, case in all_differences if difference is not None]
+    differences_of_cases = [(case.median(DIFFERENCE_ERROR), case) for case in cases]
+    differences = [(difference, case) for difference, case in differences_of_cases if difference is not None]
     if not differences:
         return ""
     largest, case = max(differences, key=itemgetter(0))
@@ -225,12 +225,16 @@ def _describe_memory(cases: Cases) -> str:
     """Returns the change of peak memory, as 'memory +1.1%'. If all cases are emulated, the change is an estimate for
     hardware with the formats.
     """
-    measured_ratios = [ratio for case in cases if not case.is_emulated and (ratio := peak_ratio(case)) is not None]
-    if measured_ratios:
-        return f"memory {units.span(measured_ratios, units.change)}"
+    measured_memory_ratios = [
+        ratio for case in cases if not case.is_emulated and (ratio := peak_ratio(case)) is not None
+    ]
+    if measured_memory_ratios:
+        return f"memory {units.span(measured_memory_ratios, units.change)}"
     # The memory of an emulation is not that of hardware with the format, so use the estimate for this hardware.
-    estimated_ratios = [ratio for case in cases if case.is_emulated and (ratio := device_peak_ratio(case)) is not None]
-    return f"memory {units.span(estimated_ratios, units.change)} (est.)" if estimated_ratios else ""
+    estimated_memory_ratios = [
+        ratio for case in cases if case.is_emulated and (ratio := device_peak_ratio(case)) is not None
+    ]
+    return f"memory {units.span(estimated_memory_ratios, units.change)} (est.)" if estimated_memory_ratios else ""
 
 
 def _describe_energy(cases: Cases) -> str:
@@ -258,32 +262,32 @@ def find_case_reason(case: NamedCase) -> Reason | None:
     """
     if case.finding.hard:
         return None
-    short_phases = {*case.finding.below_floor}
+    too_short_phases = {*case.finding.below_floor}
     if case.reference_result is not None:
-        short_phases.update(case.reference_result.finding.below_floor)
-    return find_reason(case.finding.gains, short_phases)
+        too_short_phases.update(case.reference_result.finding.below_floor)
+    return find_reason(case.finding.gains, too_short_phases)
 
 
 def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
     """Returns the reason for a step's speed. `unsplit_work` is the name for time outside of phases, or ''."""
-    changes_text = _describe_gains(reason.gains, unsplit_work)
+    gains_text = _describe_gains(reason.gains, unsplit_work)
     saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
-            return f"{changes_text}: they nearly cancel"
+            return f"{gains_text}: they nearly cancel"
         case Cause.CASTS:
             gained_seconds = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
             cast_seconds = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
             casts_take_all = saved_seconds <= 0 and cast_seconds >= gained_seconds
-            return f"{changes_text}: casts take {'all' if casts_take_all else 'most'} of the gain"
+            return f"{gains_text}: casts take {'all' if casts_take_all else 'most'} of the gain"
         case Cause.SMALL_SHARE:
             (first_gain, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
-            return f"{changes_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
+            return f"{gains_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
         case Cause.ONE_PHASE:
             return f"{_describe_gains(reason.gains[:1], unsplit_work)}, which is nearly all of the gain"
         case _:
-            return changes_text
+            return gains_text
 
 
 def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
@@ -327,13 +331,15 @@ def propose_commands(cases: Cases, command: str, under_load: bool = False, budge
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
     # 1. If only references were measured, propose precisions to compare. Otherwise, under load, propose to free the
     # machine, because more rounds would not help.
-    is_measuring = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
-    is_measuring = is_measuring and not any(f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN)
-    if is_measuring and cases and all(case.is_reference for case in cases):
+    is_measuring_command = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
+    is_measuring_command = is_measuring_command and not any(
+        f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN
+    )
+    if is_measuring_command and cases and all(case.is_reference for case in cases):
         yield f"name precisions to compare: {remove_option(command, '--dtypes')} --dtypes fp32,bf16,fp8"
     elif under_load:
         yield f"free the machine, and measure again: {remove_option(command, '--quick', '--rounds')}"
-    if not is_measuring:
+    if not is_measuring_command:
         return
     # 2. Propose more rounds for verdicts that are open.
     if not under_load:
@@ -355,14 +361,14 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     speeds = list_speeds(cases)
     if not speeds:
         return
-    full_command = remove_option(command, "--quick", "--rounds")
+    full_run_command = remove_option(command, "--quick", "--rounds")
     # The range of a few rounds does not show how many rounds would be enough.
     if any(speed.level == 0 for speed in speeds):
-        yield f"measure this again in full on a quiet machine: {full_command}"
+        yield f"measure this again in full on a quiet machine: {full_run_command}"
         return
     seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
     if seconds <= _MAX_PROPOSED_SECONDS:
-        longer_command = f"{remove_option(full_command, '--budget')} --budget {seconds}"
+        longer_command = f"{remove_option(full_run_command, '--budget')} --budget {seconds}"
         yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_command}"
 
 
@@ -372,8 +378,8 @@ def _seconds_to_settle(speed: Interval, budget: float) -> int:
     The width of the interval falls with the square root of the number of rounds.
     """
     log_speed = abs(math.log(speed.point))
-    target_width = max(SAME - log_speed, log_speed - BAND, BAND)
-    factor = max(2.0, (speed.half_width / target_width) ** 2)
+    target_interval_width = max(SAME - log_speed, log_speed - BAND, BAND)
+    factor = max(2.0, (speed.half_width / target_interval_width) ** 2)
     return 10 * math.ceil(min(budget * factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
 
 
@@ -402,10 +408,10 @@ def _keeps_state(case: NamedCase) -> bool:
 def remove_option(command: str, *options: str) -> str:
     """Returns the command without these options and their values."""
     command_words = iter(command.split(" "))
-    kept_words = []
+    remaining_words = []
     for word in command_words:
         if word.partition("=")[0] not in options:
-            kept_words.append(word)
+            remaining_words.append(word)
         elif word in _OPTIONS_WITH_VALUE:
             next(command_words, None)
-    return " ".join(kept_words)
+    return " ".join(remaining_words)

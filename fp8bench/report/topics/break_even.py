@@ -100,8 +100,10 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
         unclear_ranges = []
         for stretch in break_even.stretches:
             # Sizes within the interval of a crossing are expected to be unclear, so they get no remark.
-            is_near_crossing = any(crossing.low <= stretch.first <= crossing.high for crossing in break_even.crossings)
-            if stretch.pays is None and not is_near_crossing:
+            is_within_crossing = any(
+                crossing.low <= stretch.first <= crossing.high for crossing in break_even.crossings
+            )
+            if stretch.pays is None and not is_within_crossing:
                 unclear_ranges.append(" to ".join(map(_show_size, (stretch.first, stretch.last))))
         if unclear_ranges:
             yield f"too close to tell from {join_words(unclear_ranges)}"
@@ -152,13 +154,13 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
             for mode in modes:
                 first_fields = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
                 break_even = mode.found
-                sweep_text = describe_crossings(sweep.axis, break_even) if break_even else ""
+                pays_text = describe_crossings(sweep.axis, break_even) if break_even else ""
                 level = break_even.level or None if break_even else None
                 last_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
                 for crossing in break_even.crossings if break_even else ():
-                    yield BreakEvenRow(*first_fields, sweep_text, *crossing, *last_fields)
+                    yield BreakEvenRow(*first_fields, pays_text, *crossing, *last_fields)
                 if not break_even or not break_even.crossings:
-                    yield BreakEvenRow(*first_fields, sweep_text, None, None, None, None, *last_fields)
+                    yield BreakEvenRow(*first_fields, pays_text, None, None, None, None, *last_fields)
 
 
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN_LEGEND)

@@ -95,7 +95,7 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     reason.
     """
     doubts: list[tuple[str, str]] = []
-    unclear_ratios = []
+    unclear_energies = []
     for case in group.named_cases:
         sentences = [*_describe_missing(case), *_describe_pace(case)]
         phases = case_phase_energies(case)
@@ -104,8 +104,8 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
         doubts += [(doubt, case.mode) for doubt in sentences]
         ratio = ratio_to_reference(case)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:
-            unclear_ratios.append((f"energy unclear: {ratio.why}", case.mode))
-    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_ratios).items()]
+            unclear_energies.append((f"energy unclear: {ratio.why}", case.mode))
+    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_energies).items()]
 
 
 def _describe_missing(result: Result) -> Sentences:
@@ -125,9 +125,9 @@ def _describe_missing(result: Result) -> Sentences:
     if figures is None or energy_use is None:
         return
     # A certified energy needs no remark.
-    validity = classify_energy_validity(result.record)
-    if validity not in (None, EnergyValidity.CERTIFIED) and not label_reason:
-        yield f"its energy is not certified: {validity}"
+    energy_validity = classify_energy_validity(result.record)
+    if energy_validity not in (None, EnergyValidity.CERTIFIED) and not label_reason:
+        yield f"its energy is not certified: {energy_validity}"
     if figures.net_why:
         yield f"no net energy: {figures.net_why}"
     if energy_use.why and not label_reason and energy_use.why != figures.net_why:
@@ -176,7 +176,7 @@ def energy_table(panel: Panel) -> Tables:
     measured = panel.find_values(lambda result: energy_figures(result.record))
     rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured]
     # Show only the first kind of work, as tokens, because it is the usual one of the suite.
-    work_counts = {row.energy.per[0][0] for row in rows if row.energy.per}
+    counted_work_kinds = {row.energy.per[0][0] for row in rows if row.energy.per}
 
     def metric_column(spec: str, heading: str) -> Col[_EnergyRow]:
         return Col(heading, lambda row: row.case.figures[spec].shown, number=True)
@@ -200,7 +200,7 @@ def energy_table(panel: Panel) -> Tables:
         Col(f"vs {panel.reference or 'reference'}", demand_field),
         Col("", ratio_field),
         metric_column(specs.ENERGY_NET, "net/step"),
-        *(metric_column(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in work_counts),
+        *(metric_column(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in counted_work_kinds),
         Col("power", show_power, number=True),
         metric_column(specs.IDLE_POWER, "idle"),
         Col("windows", _show_windows),
@@ -226,7 +226,7 @@ def phase_energy_table(panel: Panel) -> Tables:
         return
     cols: Cols[_CasePhases] = [*case_columns()]
     cols += [Col(PHASE_TITLES[name], partial(_phase_field, name=name), number=True) for name in phases]
-    caption = "joules of each phase run by itself; (in brackets): estimated by its share of time, or as the rest"
+    caption = "joules of each phase, measured alone; (in brackets): estimated by its share of time, or as the rest"
     yield table("phase-energy", caption, cols, rows)
 
 

@@ -27,7 +27,7 @@ from fp8bench.report.words.naming import (
 
 _MAX_REMARKS = 20
 _VARIABLE_PREFIX = "env_"
-_LOST_HEADER = "the header of its file is lost: its request, plan and machine are unknown"
+_LOST_HEADER_TEXT = "the header of its file is lost: its request, plan and machine are unknown"
 
 
 @section("environment", "Environment, and how to reproduce", 900)
@@ -69,13 +69,13 @@ def _entry_label(entry: Entry) -> Texts:
 def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
     get_fact = partial(environment_fact, run)
-    measured_keys = {record.case.device for record in run.records}
-    devices = [facts for facts in run.devices if facts.key in measured_keys]
+    measured_device_keys = {record.case.device for record in run.records}
+    devices = [facts for facts in run.devices if facts.key in measured_device_keys]
     pairs = list(chain.from_iterable(_device_facts(run, facts) for facts in devices))
-    processors = get_fact("cpu_count")
+    num_processors = get_fact("cpu_count")
     usable_processors = get_fact("cpu_affinity")
-    if processors and usable_processors not in ("", processors):
-        processors = f"{usable_processors} of {processors}"
+    if num_processors and usable_processors not in ("", num_processors):
+        num_processors = f"{usable_processors} of {num_processors}"
     # The vector widths of compiled quantisers, on machines where the compiler lets fp8bench choose the width.
     vector_bits: set[int] = set()
     seconds = 0.0
@@ -92,7 +92,7 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("Python", _add_in_brackets(get_fact("python"), "", get_fact("python_implementation"))),
         ("machine", get_fact("machine")),
         ("system", get_fact("system")),
-        ("processors", join_parts(processors, _add_prefix("governor ", get_fact("cpu_governor")))),
+        ("processors", join_parts(num_processors, _add_prefix("governor ", get_fact("cpu_governor")))),
         ("compiled quantisers", _add_prefix("vector bits: ", ", ".join(map(str, sorted(vector_bits))))),
         ("threads", get_fact("threads") or (str(run.request.threads) if run.started else "")),
         ("switches", get_fact(SWITCHES_SET)),
@@ -124,22 +124,22 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     cache_text = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
     yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability_text}{cache_text}"
     driver = environment_fact(run, f"{key} driver")
-    newest_cuda = environment_fact(run, f"{key} cuda_driver")
-    yield f"driver {key}", f"{driver}, CUDA up to {newest_cuda}" if driver and newest_cuda else driver
+    newest_cuda_version = environment_fact(run, f"{key} cuda_driver")
+    yield f"driver {key}", f"{driver}, CUDA up to {newest_cuda_version}" if driver and newest_cuda_version else driver
     # A lowered power cap may be the cause of a low speed, so show the default cap next to it.
     power_cap = run.environment.get(f"{key} power_cap")
     if isinstance(power_cap, float | int):
-        default_cap = run.environment.get(f"{key} power_cap_default")
-        is_changed = isinstance(default_cap, float | int) and default_cap != power_cap
-        yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_cap:g} W" if is_changed else "")
+        default_power_cap = run.environment.get(f"{key} power_cap_default")
+        is_cap_changed = isinstance(default_power_cap, float | int) and default_power_cap != power_cap
+        yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_power_cap:g} W" if is_cap_changed else "")
     mode_facts = {"ecc": "ECC ", "mig": "MIG ", "persistence": "persistence mode "}
     modes = (_add_prefix(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
     yield f"modes {key}", join_parts(*modes)
     yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
     energy_source = environment_fact(run, f"{key} energy_source")
     if energy_source not in ("", NO_SOURCE):
-        energy_period = run.environment.get(f"{key} energy_period")
-        period_text = f", changes every {units.seconds(energy_period)}" if isinstance(energy_period, float) else ""
+        counter_period = run.environment.get(f"{key} energy_period")
+        period_text = f", changes every {units.seconds(counter_period)}" if isinstance(counter_period, float) else ""
         yield f"energy {key}", f"{energy_source}{period_text}"
 
 
@@ -148,19 +148,19 @@ def _describe_time_stamp_cost(run: Run, key: str) -> str:
     overheads = dict(run.overheads).get(key)
     if overheads is None or overheads.event_pair is None:
         return ""
-    step_shares = []
+    stamp_shares = []
     for record in run.records:
         timing = record.timing
         call_ns = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
         if timing is not None and record.case.device == key and call_ns:
             num_stamps = sum(count for _, count in timing.entries) - 1
-            step_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
-            step_shares.append((step_share, record.case.mode, record.case.ranks))
-    if not step_shares:
+            stamp_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
+            stamp_shares.append((stamp_share, record.case.mode, record.case.ranks))
+    if not stamp_shares:
         return ""
-    step_share, mode, ranks = max(step_shares)
-    cost_text = f"at most {step_share:.2%} of a step ({mode})"
-    if step_share <= MARKS_SHARE:
+    stamp_share, mode, ranks = max(stamp_shares)
+    cost_text = f"at most {stamp_share:.2%} of a step ({mode})"
+    if stamp_share <= MARKS_SHARE:
         return cost_text
     if ranks > 1:
         return f"{cost_text}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
@@ -187,7 +187,7 @@ def _list_remarks(entry: Entry) -> Elements:
         remarks[_MAX_REMARKS:] = [Text(f"and {many(num_hidden, 'more note')} and troubles in the run's file")]
     remarks = [*_explain_labels(entry), *remarks]
     if not run.started and not run.devices:
-        remarks.insert(0, Text(_LOST_HEADER, Tone.BAD))
+        remarks.insert(0, Text(_LOST_HEADER_TEXT, Tone.BAD))
     if remarks:
         yield from _entry_label(entry)
         yield Items(tuple(remarks))

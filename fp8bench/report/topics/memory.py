@@ -175,8 +175,8 @@ def memory_table(panel: Panel) -> Tables:
     ]
     if any(device_peak_bytes(use.case) for use in uses):
         cols.append(Col("on a device", _show_device_peak, number=True, hint=DEVICE_PEAK_MEMORY.description))
-    measured_roles = set().union(*(bytes_by_role(use.case) for use in uses))
-    cols += [metric_column(MEMORY_TITLES[role], memory_of_role(role)) for role in MemoryRole if role in measured_roles]
+    memory_uses = set().union(*(bytes_by_role(use.case) for use in uses))
+    cols += [metric_column(MEMORY_TITLES[role], memory_of_role(role)) for role in MemoryRole if role in memory_uses]
     cols.append(Col("in", phase_at_peak, hint="the phase of the highest point"))
     for spec in MEMORY_COUNTERS:
         if any(use.case.figures[spec].value is not None for use in uses):
@@ -232,14 +232,14 @@ def _memory_lead(material: Material) -> str:
 @section("memory", "Memory", 90, lead=_memory_lead)
 def memory_section(material: Material) -> Elements:
     panels = []
-    measured_roles: set[str] = set()
+    memory_uses: set[str] = set()
     for title, panel in timed_panels(material):
         cases = [case for case in panel.named_cases if peak_bytes(case) is not None]
-        measured_roles.update(*map(_bytes_by_use, cases))
+        memory_uses.update(*map(_bytes_by_use, cases))
         panels.append((title, panel, cases))
     # All charts of the page have the same parts, so that each use of memory has one colour.
     role_words = {
-        role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in measured_roles
+        role.value: MEMORY_WORDS[role].replace(" copies of", "") for role in MemoryRole if role in memory_uses
     }
     for title, panel, cases in panels:
         if any(bytes_by_role(case) for case in cases):

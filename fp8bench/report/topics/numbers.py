@@ -1,5 +1,5 @@
 """Reports accuracy: errors by precision, statistics of the data, scales that were computed from data, and the steps
-of a sampler.
+of a diffusion sampler.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from fp8bench.report.words.naming import figure_words, join_words
 # The errors of one precision by the name of the error. Each error has a measurement for each case.
 _ErrorsByName = dict[str, list[Measurement]]
 # A measurement in one of these units is not an error.
-_OTHER_UNITS = ("B", "s")
+_NON_ERROR_UNITS = ("B", "s")
 _SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
     PRECISION_COLUMN,
     Col("layer", "value.layer"),
@@ -68,19 +68,21 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     A format has a column only if some value lies outside its range.
     """
     # 1. Find the largest value of each statistic over all groups.
-    all_statistics = [case.record.statistics for case in panel.named_cases if case.record.statistics]
-    tensors_by_role = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
-    largest_by_role = [_largest_statistics(tensors) for tensors in tensors_by_role.values()]
-    if not largest_by_role:
+    statistics_of_cases = [case.record.statistics for case in panel.named_cases if case.record.statistics]
+    tensors_by_role = together(
+        ((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(statistics_of_cases)
+    )
+    largest_statistics = [_largest_statistics(tensors) for tensors in tensors_by_role.values()]
+    if not largest_statistics:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
-    all_outside_shares = chain.from_iterable(tensor.outside for tensor in largest_by_role)
-    outside = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside_shares)
-    sufficient_formats = ", ".join(fmt for fmt, shares in outside.items() if not any(shares))
+    all_outside_shares = chain.from_iterable(tensor.outside for tensor in largest_statistics)
+    shares_by_format = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside_shares)
+    sufficient_formats = ", ".join(fmt for fmt, shares in shares_by_format.items() if not any(shares))
     unit_scaled_modes = [case.mode for case in panel.named_cases if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
-        f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
+        f"each figure is the largest of {len(statistics_of_cases)} groups" if len(statistics_of_cases) > 1 else "",
         f"all within the range of {sufficient_formats}" if sufficient_formats else "",
         f"in {join_words(unit_scaled_modes)}, cast tensors have deviations near 1" if unit_scaled_modes else "",
         separator="; ",
@@ -90,13 +92,13 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         Col("values", "count", show=units.whole),
         Col("amax", "amax", number=True, hint="the largest magnitude"),
     ]
-    hint = "share above its largest / share that would become zero"
+    hint = "share of values above the format's largest / share that would become zero"
     cols += [
         Col(fmt, partial(_outside_field, name=fmt), number=True, hint=hint)
-        for fmt, shares in outside.items()
+        for fmt, shares in shares_by_format.items()
         if any(shares)
     ]
-    yield table(name, caption, cols, largest_by_role)
+    yield table(name, caption, cols, largest_statistics)
 
 
 def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
@@ -169,8 +171,8 @@ def _errors_by_mode(panel: Panel) -> dict[str, _ErrorsByName]:
     errors_by_mode: dict[str, _ErrorsByName] = {}
     for case in panel.named_cases:
         for measurement in case.record.measurements:
-            is_error = measurement.unit not in _OTHER_UNITS and not is_sampler_step_error(measurement.metric)
-            if is_error and median_value(measurement) is not None:
+            is_error_metric = measurement.unit not in _NON_ERROR_UNITS and not is_sampler_step_error(measurement.metric)
+            if is_error_metric and median_value(measurement) is not None:
                 errors = errors_by_mode.setdefault(case.mode, {})
                 errors.setdefault(error_name(measurement), []).append(measurement)
     return errors_by_mode

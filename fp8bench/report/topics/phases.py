@@ -80,7 +80,7 @@ def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Eleme
         yield _phases_chart(f"{title}: a step by phase", native_cases, parts)
     timelines: list[Stacks] = []
     for setting, cases_of_setting in together((case.setting_name, case) for case in native_cases).items():
-        timelines += _timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
+        timelines += _make_timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
     yield from timelines[:_MAX_TIMELINES]
     num_hidden = len(timelines) - _MAX_TIMELINES
     if num_hidden > 0:
@@ -104,8 +104,8 @@ def _phase_notes(title: str, cases: Cases) -> Texts:
                 cases_by_phase.setdefault(phase_words(phase), []).append(case.name)
     if cases_by_phase:
         phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in cases_by_phase.items())
-        floor_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
-        yield Text(f"{title}: too short to measure ({floor_text}): {phases_text}.", Tone.DOUBT)
+        min_length_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
+        yield Text(f"{title}: too short to measure ({min_length_text}): {phases_text}.", Tone.DOUBT)
     # Readers would look for the phases of a compiled graph, so explain why it has none.
     if any(dict(case.record.case.params).get("compile", "no") != "no" for case in cases):
         yield Text(COMPILED_REMARK)
@@ -126,7 +126,7 @@ _VARYING_STEPS_DESCRIPTION = (
 )
 
 
-def _timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
+def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields a timeline with one step of each case. If the run has no samples of phases, yields nothing."""
     # 1. Choose one step of each case, and collect the phases that occur.
     steps = []

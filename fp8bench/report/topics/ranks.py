@@ -110,11 +110,11 @@ def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any
     """
     get_seconds = attrgetter(f"case.record.{path}")
 
-    def median_or_none(row: CaseValue[Any]) -> float | None:
+    def median_seconds(row: CaseValue[Any]) -> float | None:
         seconds = get_seconds(row)
         return statistics.median(seconds) if seconds else None
 
-    return Col(heading, median_or_none, unit="s", hint=hint)
+    return Col(heading, median_seconds, unit="s", hint=hint)
 
 
 def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Table:
@@ -243,11 +243,11 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
                 name = _name_format(case, transfer.counted)
                 cost_by_text[f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"] = (transfer.wire, sqnr)
         texts = sorted(cost_by_text, key=cost_by_text.__getitem__)
-        best_numbers = find_pareto_points([cost_by_text[text] for text in texts])
+        best_indices = find_pareto_points([cost_by_text[text] for text in texts])
         # If no format beats another one, the sentence would not help to choose.
-        if len(best_numbers) < len(texts):
+        if len(best_indices) < len(texts):
             size_text = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
-            trade_offs = "; ".join(texts[number] for number in best_numbers)
+            trade_offs = "; ".join(texts[number] for number in best_indices)
             yield f"{str(collective).replace('_', '-')}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 

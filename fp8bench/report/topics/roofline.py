@@ -33,9 +33,9 @@ def describe_bound(roof: PhaseRoof) -> str:
     return roof.bound.value
 
 
-def describe_bounds(panel: Panel) -> Sentences:
+def describe_phase_limits(panel: Panel) -> Sentences:
     for case in panel.named_cases:
-        bounds = _describe_case_bounds(case)
+        bounds = _describe_case_limits(case)
         if bounds and not case.is_emulated:
             yield f"{case.mode}{_show_setting(panel, case)} is {bounds}."
 
@@ -86,8 +86,8 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         return
     if ceiling.rates:
         # If repetitions of a measurement differ much, the real peak may be higher than the measured one.
-        uncertain_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
-        rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in uncertain_rates)
+        unsteady_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
+        rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in unsteady_rates)
         uncertainty = f". Some may be higher, because repeated measurements differ: {rates_text}" if rates_text else ""
         yield f"Ceilings were measured here{uncertainty}."
     sheet = find_datasheet(ceiling.device)
@@ -96,7 +96,7 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         yield f"Peaks are those of the {sheet.name}'s {rates_text} ({sheet.source}, {sheet.date})."
 
 
-def _describe_case_bounds(result: Result) -> str:
+def _describe_case_limits(result: Result) -> str:
     """Returns what limits the phases of a case, as 'compute-bound in products (54% of the step, at 71% of its
     ceiling), memory-bound in ...'.
     """
@@ -131,19 +131,19 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
     its own ceiling would give at most 1.38x'.
     """
     speed = speed_up(case)
-    measured_gain = "its measured gain is unclear"
+    measured_gain_text = "its measured gain is unclear"
     if speed is not None and find_case_status(case) is not CaseStatus.UNSURE:
         doubt_word = "perhaps " if case.finding.doubtful else ""
-        measured_gain = f"it {doubt_word}gives {units.speed_up(speed.point)}"
+        measured_gain_text = f"it {doubt_word}gives {units.speed_up(speed.point)}"
     if gain.cast_bytes:
         product_speeds = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"
         moved_bytes = f"casts move {units.size(gain.cast_bytes)}, products {units.size(gain.product_bytes)}"
-        measured_gain += f"; its products alone are {product_speeds} ({moved_bytes})"
-    possible_gain = f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}"
+        measured_gain_text += f"; its products alone are {product_speeds} ({moved_bytes})"
+    possible_gain_text = f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}"
     return (
         f"{case.group.reference}'s products{setting} are {units.percent(gain.share, 0)} of the step and at "
         f"{units.percent(gain.share_of_ceiling, 0)} of their ceiling: {case.mode} at its own ceiling would give "
-        f"{possible_gain}; {measured_gain}."
+        f"{possible_gain_text}; {measured_gain_text}."
     )
 
 
@@ -165,7 +165,7 @@ def roofline_section(material: Material) -> Elements:
 
 
 def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, Sequence[PhaseRoof]]]) -> Elements:
-    # The table has the bounds of phases, so only gains need sentences.
+    # The table shows what limits each phase, so only possible gains need sentences.
     yield from bullet_list(describe_gains(panel))
     yield from map(Text, cite_peaks([case for case, _ in cases]))
 

@@ -69,7 +69,7 @@ def _setting_elements(parts: Sequence[StepShares]) -> Elements:
     cases = [(part.case.mode, part) for part in parts if part.shares is not None]
     if cases:
         yield from shares_tables(cases, ("", ""))
-    remarks = [f"{part.case.mode}: its parts are unknown: {part.why}" for part in parts if part.shares is None]
+    remarks = [f"the parts of {part.case.mode} are unknown: {part.why}" for part in parts if part.shares is None]
     for mode, part in cases:
         remarks += [f"{mode}: {remark}" for remark in part.remarks]
     yield from bullet_list(remarks)
@@ -102,9 +102,9 @@ def _sort_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """Returns the kinds of work or modules, sorted by their largest share in any case. The unattributed time is left
     out.
     """
-    shares_by_key = together(chain.from_iterable(shares_of_case.items() for shares_of_case in shares))
-    shares_by_key.pop(UNATTRIBUTED, None)
-    return sorted(shares_by_key, key=lambda key: -max(shares_by_key[key]))
+    shares_by_name = together(chain.from_iterable(shares_of_case.items() for shares_of_case in shares))
+    shares_by_name.pop(UNATTRIBUTED, None)
+    return sorted(shares_by_name, key=lambda key: -max(shares_by_name[key]))
 
 
 def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
@@ -124,8 +124,8 @@ def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
 
 
 def shares_rows(parts: Sequence[StepShares]) -> Rows:
-    """Returns a CSV row for each part of a case, the longest part first and the unattributed rest last. Seconds are
-    estimates: the part's share of the best case.
+    """Returns a CSV row for each kind of work and each module of a case, the longest first and unattributed time last.
+    Seconds are estimates: the share of the kind or module times the best case.
     """
     rows = []
     for part in parts:
@@ -249,8 +249,8 @@ def _coverage_remarks(coverage: Coverage) -> Sentences:
 
 def shape_remarks(coverage: Coverage) -> Sentences:
     """Yields why native products would refuse the shapes of some converted layers, with the names of these layers."""
-    refused_holders = [holder for holder in coverage.holders if holder.converted and holder.native]
-    for reason, names in together((holder.native, holder.name) for holder in refused_holders).items():
+    refused_weights = [holder for holder in coverage.holders if holder.converted and holder.native]
+    for reason, names in together((holder.native, holder.name) for holder in refused_weights).items():
         yield f"{join_words(names, 3)}: {reason}"
 
 

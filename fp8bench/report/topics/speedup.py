@@ -45,8 +45,8 @@ def sustained_table(panel: Panel) -> Tables:
         figures = row.value
         if figures.by_energy_windows:
             return many(figures.turns, "energy window")
-        settled_text = "unknown" if figures.settled is None else f"{figures.settled} settled"
-        return f"{figures.turns}, {settled_text}"
+        settled_turns_text = "unknown" if figures.settled is None else f"{figures.settled} settled"
+        return f"{figures.turns}, {settled_turns_text}"
 
     cols: Cols[_SustainedCase] = [
         *case_columns(),

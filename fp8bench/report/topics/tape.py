@@ -62,10 +62,10 @@ def tape_page(title: str, taped: Sequence[Taped]) -> Page:
 
 
 def _setting_elements(taped: Sequence[Taped]) -> Elements:
-    counted_cases = [_Counts(case, case.tape) for case in taped if case.tape is not None]
+    counted_cases = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
     if counted_cases:
-        columns: Cols[_Counts] = [Col("tape", "case.mode"), *_count_columns()]
+        columns: Cols[_StepCounts] = [Col("tape", "case.mode"), *_count_columns()]
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
         for bits in _ELEMENT_BITS:
             get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
@@ -76,7 +76,7 @@ def _setting_elements(taped: Sequence[Taped]) -> Elements:
     yield from bullet_list([*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in counted_cases)])
 
 
-class _Counts(NamedTuple):
+class _StepCounts(NamedTuple):
     """A row of the table of counts. `value` has the counts of a whole step."""
 
     case: Taped

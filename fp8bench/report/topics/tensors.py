@@ -42,8 +42,11 @@ TENSOR_METRICS = {
     "sqnr_block_median_db": ("blocks, median", "SQNR of the middle block of 32"),
     WORST_BLOCKS_METRIC: ("blocks, p1", "SQNR that 1% of the blocks of 32 are below"),
     "relative_error": ("relative error", "norm of the error over that of the tensor"),
-    "max_ulp": ("max ulp", "largest error over the distance of neighbours on the grid; saturated values left out"),
-    "cosine_loss": ("1 - cosine", "between the tensor and what is left of it"),
+    "max_ulp": (
+        "max ulp",
+        "largest error over the distance between neighbouring values of the format; without saturated values",
+    ),
+    "cosine_loss": ("1 - cosine", "the cosine is that of the tensor and its rounded values"),
     "slope": ("slope", "1 if values neither shrink nor stretch on the whole"),
     UNDERFLOW_METRIC: ("underflow", "values that became zero"),
     "underflow_nonzero_percent": ("of non-zeros", "share of the values other than zero that became zero"),
@@ -77,7 +80,9 @@ TENSORS_LEGEND = (
     "rows, blocks: the SQNR that 1% of the rows, or of blocks of 32, are below; underflow: values that became zero; "
     "saturated: values beyond the format's largest; slope: 1 if values do not shrink"
 )
-_OVERVIEW_CAPTION = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
+_OVERVIEW_CAPTION = (
+    "SQNR in dB, higher is better; all other figures are in the report, in --csv and in a run of one tensor"
+)
 # The width of a page in characters: enough for a column for every tensor.
 _PAGE_WIDTH = 10_000
 # If there are more tensors than this, the terminal shows only SQNRs.
@@ -136,15 +141,15 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
     params = dict(group.case.params)
     if _TENSOR_PARAM not in params:
         return group.setting_name or panel.suite
-    all_params = [dict(neighbour.case.params) for neighbour in panel.groups]
+    params_of_groups = [dict(neighbour.case.params) for neighbour in panel.groups]
     # Name the shape only if the panel has this tensor in several shapes.
-    params_of_namesakes = [
-        neighbour for neighbour in all_params if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
+    params_of_same_tensor = [
+        neighbour for neighbour in params_of_groups if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
     ]
     differing_params = [
         f"{name}={value}"
         for name, value in params.items()
-        if any(namesake.get(name) != value for namesake in params_of_namesakes)
+        if any(namesake.get(name) != value for namesake in params_of_same_tensor)
     ]
     return " ".join([str(params[_TENSOR_PARAM]), *differing_params])
 
@@ -214,14 +219,14 @@ def tensor_tables(panel: Panel, width: int) -> Elements:
     if len(panel.groups) > _MAX_TENSORS_IN_FULL:
         yield from _sqnr_tables(panel, width)
         return
-    has_tensors = len(panel.groups) > 1
+    has_several_tensors = len(panel.groups) > 1
 
     def metric_column(heading: str, metric: str) -> Col[NamedCase]:
         tone = Tone.STRONG if metric == SQNR_METRIC else Tone.PLAIN
         return Col(heading, lambda case: show_metric(case, metric)[0], number=True, tone=lambda _: tone)
 
     cols: Cols[NamedCase] = [
-        Col("tensor", lambda case: tensor_name(panel, case.group) if has_tensors else "", shared=True),
+        Col("tensor", lambda case: tensor_name(panel, case.group) if has_several_tensors else "", shared=True),
         Col("precision", lambda case: name_precision(case).name),
         *starmap(metric_column, _TERMINAL_COLUMNS),
     ]

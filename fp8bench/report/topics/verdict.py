@@ -145,15 +145,15 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
                 if case.record.reason and find_case_status(case) is not CaseStatus.FAILED:
                     yield f"{case.mode}: {case.record.reason}"
     # 2. Name doubts about the whole run: the load of the machine, other runs that disturbed this run, and newer runs.
-    on_cpu = any(panel.device.startswith("cpu") for panel in panels)
-    load_warning = describe_load_warning(entry) if on_cpu else ""
+    runs_on_cpu = any(panel.device.startswith("cpu") for panel in panels)
+    load_warning = describe_load_warning(entry) if runs_on_cpu else ""
     if load_warning:
         yield load_warning
     if panels[0].suite == BENCH:
         yield from list_notes(entry.run)
     else:
         yield from (note for note in entry.run.notes if note.startswith("run "))
-    if entry.run.request.ranks and on_cpu:
+    if entry.run.request.ranks and runs_on_cpu:
         yield CPU_REMARK.removesuffix(".")
     # 3. Name reasons of single cases, the most frequent first.
     cases = list_cases(panels)
@@ -199,16 +199,16 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
 
 def warn_of_false_verdicts(entry: Entry) -> Texts:
     """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
-    num_judged = len(list_speeds(list_cases(entry.panels)))
-    if num_judged > 1:
+    num_judged_cases = len(list_speeds(list_cases(entry.panels)))
+    if num_judged_cases > 1:
         # At most 1% of the verdicts on cases that are really as fast as their reference are wrong.
-        expected_mistakes = num_judged * (1 - FINAL_LEVEL)
+        expected_mistakes = num_judged_cases * (1 - FINAL_LEVEL)
         mistakes_text = f"the chance is {expected_mistakes:.0%} that one is"
         if expected_mistakes >= 1:
             mistakes_text = f"up to {expected_mistakes:.2g} cases would be"
         yield Text(
-            f"each of the {num_judged} cases is judged separately: if none really differed, {mistakes_text} called "
-            "faster or slower by mistake",
+            f"each of the {num_judged_cases} cases is judged separately: if none really differed, {mistakes_text} "
+            "called faster or slower by mistake",
             Tone.DOUBT,
         )
 

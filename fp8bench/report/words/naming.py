@@ -237,8 +237,8 @@ def phase_sort_key(phase: str) -> tuple[float, str]:
     """Returns the sort key of a phase. Built-in phases come first in their usual order, then custom phases, then
     unattributed time.
     """
-    last_position = CELL_PHASES.index(UNATTRIBUTED)
-    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last_position - 0.5, phase
+    unattributed_position = CELL_PHASES.index(UNATTRIBUTED)
+    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else unattributed_position - 0.5, phase
 
 
 def figure_words(name: str) -> str:
@@ -260,5 +260,5 @@ def common_tone(tones: Iterable[Tone]) -> Tone:
     """Returns the tone that most cases have. If good and bad tones occur, returns the plain tone."""
     counts = Counter(tones)
     ((tone, count), *_) = counts.most_common() or [(Tone.PLAIN, 0)]
-    is_mixed = counts[Tone.GOOD] and counts[Tone.BAD]
-    return Tone.PLAIN if is_mixed or count < MAJORITY_SHARE * counts.total() else tone
+    has_good_and_bad = counts[Tone.GOOD] and counts[Tone.BAD]
+    return Tone.PLAIN if has_good_and_bad or count < MAJORITY_SHARE * counts.total() else tone

@@ -208,4 +208,4 @@ def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Pat
     index = reported(tmp_path, 'a b"#%', PAGE_OF_RUN)
     assert "<script>alert" not in index
     assert 'href="a%20b%22%23%25/report.html"' in index
-    assert "6 older reports in the same folder: not listed" in index
+    assert "Not listed: 6 older reports in the same folder" in index

@@ -49,7 +49,7 @@ def write_labels(
     for x, y, label, style in texts:
         if num_written == MAX_LABELS:
             return
-        text = sheet.cut_to_room(label, _MAX_LABEL_WIDTH)
+        text = sheet.cut_to_width(label, _MAX_LABEL_WIDTH)
         if not text:
             continue
         for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):

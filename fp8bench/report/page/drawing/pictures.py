@@ -31,7 +31,7 @@ from fp8bench.report.page.drawing.sheet import Line, PathCommands, Sheet, line_c
 _PIXELS_PER_INCH = 96.0
 _POINTS_PER_INCH = 72.0
 _FILE_PIXELS_PER_INCH = 192.0
-_MARGIN = 20.0
+_PICTURE_MARGIN = 20.0
 _TITLE_SIZE = 17.0
 _DESCRIPTION_SIZE = 12.0
 _LINE_HEIGHT = 17.0
@@ -42,7 +42,7 @@ _MATPLOTLIB_SETTINGS: dict[Any, Any] = {
     "svg.hashsalt": "fp8bench",
     "path.simplify": False,
 }
-_MATPLOTLIB_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
+_MATPLOTLIB_PATH_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
 # The metadata key of a chart's description, by file format.
 _DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 # The metadata keys of dates, by file format. Dates are left out, because they would make files differ.
@@ -103,19 +103,19 @@ class _PictureSheet(Sheet):
 
     def to_figure(self, height: float, title: str) -> Figure:
         # 1. Make room for the title above the chart and the description below it.
-        figure_width = self.width + 2 * _MARGIN
+        figure_width = self.width + 2 * _PICTURE_MARGIN
         title_lines = textwrap.wrap(_printable_line(title), int(self.width / (0.62 * _TITLE_SIZE)))
         description_lines = textwrap.wrap(
             _printable_line(self.description), int(self.width / (0.55 * _DESCRIPTION_SIZE))
         )
-        top = _MARGIN + 1.4 * _TITLE_SIZE * len(title_lines) + 8
-        figure_height = top + height + 12 + _LINE_HEIGHT * len(description_lines) + _MARGIN
+        top = _PICTURE_MARGIN + 1.4 * _TITLE_SIZE * len(title_lines) + 8
+        figure_height = top + height + 12 + _LINE_HEIGHT * len(description_lines) + _PICTURE_MARGIN
         figure = Figure(
             figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
             facecolor=css_properties("path", "")["--raised"],
         )
         transform = (
-            Affine2D().translate(_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
+            Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
         )
         # 2. Draw all shapes, then all texts.
@@ -130,7 +130,7 @@ class _PictureSheet(Sheet):
             "fontweight": "bold",
         }
         texts += [
-            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _MARGIN - top, line, title_text_options)
+            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _PICTURE_MARGIN - top, line, title_text_options)
             for n, line in enumerate(title_lines)
         ]
         description_text_options = {"color": css_properties("text", "quiet")["fill"], "fontsize": _DESCRIPTION_SIZE}
@@ -163,7 +163,7 @@ def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
         if command == "L" and pairs == points[-1:]:
             pairs = [(coordinates[0] + 0.01, coordinates[1])]
         points += pairs or [points[0]]
-        codes += _MATPLOTLIB_CODES[command]
+        codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
     line_cap_style = {"square": "projecting"}.get(
         look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt")
@@ -220,7 +220,8 @@ def _css_rules() -> Sequence[tuple[frozenset[str], Style]]:
 
 
 def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
-    """Yields the tags and classes of each selector, as for ':root' or '.drawing .a.b'. Other selectors are skipped.
+    """Yields the tag and classes of each selector that applies to drawings, such as '.drawing .a.b' or ':root'. Skips
+    other selectors.
 
     A selector ':is(.a, .b)' gives one result for each alternative.
     """

@@ -24,7 +24,7 @@ from fp8bench.report.page.drawing.scale import (
     make_hint,
     mark_hint,
     show_number,
-    x_ends,
+    x_bounds,
 )
 from fp8bench.report.page.drawing.sheet import Sheet, choose_series_looks
 
@@ -83,7 +83,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     top = 0.0
     if len(series) > 1:
         top = draw_legend(sheet, [(shape, f"point {style}", name) for name, (shape, style) in looks.items()], top)
-    sheet.add_text(0, top + 8, sheet.cut_to_room(chart.axis.title, sheet.width), "quiet")
+    sheet.add_text(0, top + 8, sheet.cut_to_width(chart.axis.title, sheet.width), "quiet")
     bottom = top + 284.0
     y = fit_scale(values, bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
     plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, series, y, len(places)), y)
@@ -148,7 +148,7 @@ def _draw_axes_of_lines(plot: _LinePlot) -> None:
     # Choose the labels of places so that the last place has a label.
     max_label_width = (plot.x.end - plot.x.start) / _MAX_PLACE_LABELS
     stride = max(1, -(-(len(places) - 1) // (_MAX_PLACE_LABELS - 1)))
-    labels = [(x, sheet.cut_to_room(place, max_label_width)) for x, place in zip(positions, places, strict=True)]
+    labels = [(x, sheet.cut_to_width(place, max_label_width)) for x, place in zip(positions, places, strict=True)]
     write_along_axis(sheet, labels[(len(places) - 1) % stride :: stride], y.start + 14)
 
 
@@ -164,10 +164,10 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
         line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in stretch], plot.y)
     if line_pieces:
         sheet.add_lines(f"line {style}", line_pieces)
-    usual_tone = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
+    plain_mark_style = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
     marks_on_axis = [(place, mark) for place, mark in marks if plot.is_on_axis(mark)]
-    for place, mark in _thin_out(marks_on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
-        tone = usual_tone if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
+    for place, mark in _thin_out_marks(marks_on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
+        tone = plain_mark_style if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
         hint = mark_hint(mark, plot.chart.axis, name, plot.places[place])
         sheet.add_dot(f"mark point {style}{tone}", shape, *plot.position(place, mark), hint=hint)
 
@@ -220,7 +220,7 @@ def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     return pieces
 
 
-def _thin_out(marks: Marks, max_marks: int) -> Marks:
+def _thin_out_marks(marks: Marks, max_marks: int) -> Marks:
     """Returns at most `max_marks` evenly spaced marks. All marks that have a tone are added to these."""
     if len(marks) <= max_marks:
         return marks
@@ -279,8 +279,8 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     entries = [(*looks[name], name) for name in names[:_MAX_LEGEND_SERIES] if len(names) > 1 or name]
     top = draw_legend(sheet, entries, 0.0)
     margin_title = chart.margin if any(point.x is None for point in points) else ""
-    margin_title = sheet.cut_to_room(margin_title, 0.45 * sheet.width)
-    title = sheet.cut_to_room(chart.y.title, sheet.width - sheet.measure_text(margin_title) - 12)
+    margin_title = sheet.cut_to_width(margin_title, 0.45 * sheet.width)
+    title = sheet.cut_to_width(chart.y.title, sheet.width - sheet.measure_text(margin_title) - 12)
     sheet.add_text(0, top + 8, title, "quiet")
     sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
@@ -289,7 +289,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     placed_points = list(zip(points, _find_positions(points, names, frame), strict=True))
     whiskers = []
     for point, (_, y) in placed_points:
-        if interval := x_ends(point):
+        if interval := x_bounds(point):
             whiskers.append([(frame.x.to_pixels(bound), y) for bound in interval])
     if whiskers:
         sheet.add_lines("whisker", whiskers)
@@ -310,7 +310,7 @@ def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: 
     x_values: list[float] = []
     for point in points:
         if point.x is not None:
-            x_values += [point.x, *x_ends(point)]
+            x_values += [point.x, *x_bounds(point)]
         else:
             # Make the margin wide enough for its title and a few columns of points.
             margin = Box(right - 130.0, top, right, bottom)
@@ -344,8 +344,8 @@ def _find_positions(points: Sequence[ChartPoint], names: Sequence[str], frame: _
             x = frame.x.to_pixels(point.x)
         else:
             assert frame.margin is not None
-            column_share = (margin_columns.index(point.series) + 1) / (len(margin_columns) + 1)
-            x = frame.margin.left + column_share * (frame.margin.right - frame.margin.left)
+            column_position = (margin_columns.index(point.series) + 1) / (len(margin_columns) + 1)
+            x = frame.margin.left + column_position * (frame.margin.right - frame.margin.left)
         positions.append((x, frame.y.to_pixels(point.y)))
     return positions
 

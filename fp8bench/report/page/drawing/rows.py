@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     shapes in them. `bottom` is the lower end of the last row.
     """
 
-    tops: list[float]
+    row_tops: list[float]
     height: float
     left: float
     bottom: float
@@ -50,21 +50,21 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
     all_labels = chain.from_iterable(labels for _, labels in groups)
-    texts = [sheet.cut_to_room(label, max_label_width) for label in all_labels]
+    texts = [sheet.cut_to_width(label, max_label_width) for label in all_labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
     left = label_width + _LABEL_GAP
-    tops: list[float] = []
+    row_tops: list[float] = []
     y = top
     for index, (heading, group) in enumerate(groups):
         if has_headings:
             y += 10.0 if index else 0.0
-            sheet.add_text(0, y + 10, sheet.cut_to_room(heading, sheet.width, bold=True), "heading")
+            sheet.add_text(0, y + 10, sheet.cut_to_width(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
-            sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
-            tops.append(y)
+            sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end")
+            row_tops.append(y)
             y += height
-    return Rows(tops, height, left, y)
+    return Rows(row_tops, height, left, y)
 
 
 def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
@@ -73,7 +73,7 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
     if tick_texts:
         sheet.add_lines("grid", [[(x, top), (x, bottom)] for x, _ in tick_texts], layer=0)
     write_along_axis(sheet, tick_texts, bottom + 13)
-    text = sheet.cut_to_room(title, scale.end - scale.start)
+    text = sheet.cut_to_width(title, scale.end - scale.start)
     sheet.add_text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
     return bottom + 46
 
@@ -93,7 +93,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
     x = 0.0
     max_text_width = sheet.width / 3
     for shape, style, label in entries:
-        text = sheet.cut_to_room(label, max_text_width)
+        text = sheet.cut_to_width(label, max_text_width)
         entry_width = 18 + sheet.measure_text(text)
         # Continue on the next line if the entry does not fit.
         if x and x + entry_width > sheet.width:
@@ -137,9 +137,9 @@ def draw_bars(sheet: Sheet, chart: Bars) -> float:
     scale = _ratio_scale(chart, marks, sheet, rows.left)
     lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
     x = scale.to_pixels(1.0)
-    for mark, top in zip(marks, rows.tops, strict=True):
+    for mark, top in zip(marks, rows.row_tops, strict=True):
         _draw_bar(sheet, chart, mark, top, rows.height, scale)
-    sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.tops])
+    sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.row_tops])
     return lower_end
 
 
@@ -236,9 +236,9 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
     # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
     total_texts = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    total_width = max(map(sheet.measure_text, total_texts)) + _VALUE_GAP
-    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - total_width, unit=unit)
-    for row, row_top, text in zip(rows, row_positions.tops, total_texts, strict=True):
+    totals_width = max(map(sheet.measure_text, total_texts)) + _VALUE_GAP
+    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - totals_width, unit=unit)
+    for row, row_top, text in zip(rows, row_positions.row_tops, total_texts, strict=True):
         middle = row_top + row_positions.height / 2
         _draw_stack(sheet, chart, styles, row, middle, scale)
         sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle, text, "value")

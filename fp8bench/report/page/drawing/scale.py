@@ -63,11 +63,11 @@ def fit_scale(
     magnitude = max(abs(low), abs(high))
     if log:
         middle = (math.log(high) + math.log(low)) / 2
-        half_range = (math.log(high) - math.log(low)) / 2
-        min_half_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
-        half_range = max(half_range, min_half_range) * (1 + 2 * margin_share)
-        low = _exp_within_bounds(middle - half_range)
-        high = _exp_within_bounds(middle + half_range)
+        half_log_range = (math.log(high) - math.log(low)) / 2
+        min_half_log_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
+        half_log_range = max(half_log_range, min_half_log_range) * (1 + 2 * margin_share)
+        low = _exp_within_bounds(middle - half_log_range)
+        high = _exp_within_bounds(middle + half_log_range)
     elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
@@ -117,24 +117,24 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
 
     Ratios near 1 get powers of two. Other axes get 1, 2 and 5 times powers of ten, or powers of ten alone.
     """
-    first_power = math.log10(low)
-    last_power = math.log10(high)
+    low_exponent = math.log10(low)
+    high_exponent = math.log10(high)
     # how many times the value doubles from one end of the axis to the other
-    num_doublings = (last_power - first_power) / math.log10(2)
+    num_doublings = (high_exponent - low_exponent) / math.log10(2)
     if unit == "x" and num_doublings <= 3.2 and low > 0.2:
         return _ratio_ticks(low, high) if num_doublings >= 1.3 else []
     # On an axis shorter than a factor of five, linear ticks read better.
-    if last_power - first_power < 0.7:
+    if high_exponent - low_exponent < 0.7:
         return []
-    powers = range(math.floor(first_power), math.ceil(last_power) + 1)
+    powers = range(math.floor(low_exponent), math.ceil(high_exponent) + 1)
     ticks = [digit * 10.0**power for power, digit in product(powers, (1, 2, 5))]
     ticks = [value for value in ticks if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)]
     if len(ticks) <= max_ticks:
         return ticks
     # There are too many ticks, so use every n-th power of ten.
-    min_stride = (last_power - first_power) / max(1, max_ticks)
-    stride = next(multiple for multiple in _TICK_STRIDES if multiple >= min_stride)
-    multiples = range(math.ceil(first_power / stride - 1e-9), math.floor(last_power / stride + 1e-9) + 1)
+    min_tick_stride = (high_exponent - low_exponent) / max(1, max_ticks)
+    stride = next(multiple for multiple in _TICK_STRIDES if multiple >= min_tick_stride)
+    multiples = range(math.ceil(low_exponent / stride - 1e-9), math.floor(high_exponent / stride + 1e-9) + 1)
     return [10.0 ** (multiple * stride) for multiple in multiples]
 
 
@@ -144,8 +144,8 @@ def _ratio_ticks(low: float, high: float) -> list[float]:
     """
     ticks: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
-        middle_value = 1.5 * 2.0**power
-        ticks += [2.0**power, middle_value] if middle_value >= 0.75 else [2.0**power]
+        halfway_value = 1.5 * 2.0**power
+        ticks += [2.0**power, halfway_value] if halfway_value >= 0.75 else [2.0**power]
     return [value for value in ticks if low <= value <= high]
 
 
@@ -155,15 +155,15 @@ def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
     """
     magnitudes = values if log else [max(map(abs, values), default=0.0)] * len(values)
 
-    def format_all(digits: int) -> list[str]:
+    def format_values(digits: int) -> list[str]:
         return [
             _format_tick(value, unit, digits, magnitude) for value, magnitude in zip(values, magnitudes, strict=True)
         ]
 
-    exact_values = list(map(_parse_number, format_all(15)))
+    exact_values = list(map(_parse_number, format_values(15)))
     texts: list[str] = []
     for digits in range(2, 13):
-        texts = format_all(digits)
+        texts = format_values(digits)
         # With fewer digits, ticks may differ from each other but be inexact, as 0.13x for 0.125x.
         texts_are_exact = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
         if all(texts_are_exact) and len(set(texts)) == len(texts):
@@ -236,7 +236,7 @@ _DIGIT_WIDTH = 0.64
 _OTHER_LETTER_WIDTH = 0.75
 _EAST_ASIAN_WIDTH = 1.3
 # Bold letters are wider than regular ones by this factor.
-_BOLD_FACTOR = 1.21
+_BOLD_WIDTH_FACTOR = 1.21
 # XML and HTML forbid control characters, halves of surrogate pairs and non-characters, even escaped. Marks that
 # reverse the order of letters would make one name look like another.
 FORBIDDEN_CHARACTERS = re.compile(
@@ -252,10 +252,10 @@ def text_width(text: str, font_size: float, bold: bool = False) -> float:
             width += _LETTER_WIDTHS.get(letter, _DIGIT_WIDTH)
         elif not (unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me")):
             width += _EAST_ASIAN_WIDTH if unicodedata.east_asian_width(letter) in "WF" else _OTHER_LETTER_WIDTH
-    return width * font_size * (_BOLD_FACTOR if bold else 1.0)
+    return width * font_size * (_BOLD_WIDTH_FACTOR if bold else 1.0)
 
 
-def cut_to_room(text: str, max_width: float, font_size: float, bold: bool = False) -> str:
+def cut_to_width(text: str, max_width: float, font_size: float, bold: bool = False) -> str:
     """Returns the text on one line of at most `max_width` pixels. A long text is cut in the middle, because both ends
     matter.
     """
@@ -278,15 +278,15 @@ def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: 
 def escape(text: str) -> str:
     """Escapes a text for XML and HTML, for use between tags and in quoted attributes. Line ends are kept."""
     # XML forbids these characters even as references, and a parser would reject the whole drawing.
-    allowed_text = FORBIDDEN_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return html.escape(allowed_text, quote=True).replace("\n", "&#10;")
+    clean_text = FORBIDDEN_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return html.escape(clean_text, quote=True).replace("\n", "&#10;")
 
 
 def interval_ends(mark: Mark, log: bool = False) -> list[float]:
     return _sort_drawable((mark.low, mark.high), log)
 
 
-def x_ends(point: ChartPoint) -> list[float]:
+def x_bounds(point: ChartPoint) -> list[float]:
     return _sort_drawable((point.x_low, point.x_high), False)
 
 

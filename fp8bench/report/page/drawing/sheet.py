@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import MAX_SERIES, cut_to_room, escape, text_width
+from fp8bench.report.page.drawing.scale import MAX_SERIES, cut_to_width, escape, text_width
 
 _SHEET_WIDTH = 880.0
 # The font size in pixels, equal to that in charts.css.
@@ -17,9 +17,9 @@ _FONT_SIZE = 13.0
 # The shapes of series, so that readers can distinguish series without colour. The factors make all shapes look equally
 # large.
 _SHAPE_SCALES = {"o": 1.0, "s": 0.9, "^": 1.1, "D": 0.82, "v": 1.1}
-SHAPES = tuple(_SHAPE_SCALES)
+MARKER_SHAPES = tuple(_SHAPE_SCALES)
 # Corners of each shape around its centre, with y pointing up.
-_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
+_SHAPE_CORNERS: dict[str, Sequence[tuple[float, float]]] = {
     "s": ((-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5)),
     "^": ((0, 0.5), (-0.5, -0.5), (0.5, -0.5)),
     "D": ((0, -(0.5**0.5)), (0.5**0.5, 0), (0, 0.5**0.5), (-(0.5**0.5), 0)),
@@ -89,8 +89,8 @@ class Sheet:
     def measure_text(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
 
-    def cut_to_room(self, text: str, max_width: float, bold: bool = False) -> str:
-        return cut_to_room(text, max_width, self.font_size, bold)
+    def cut_to_width(self, text: str, max_width: float, bold: bool = False) -> str:
+        return cut_to_width(text, max_width, self.font_size, bold)
 
     def note_missing_values(self, num_hidden: int) -> None:
         """Notes in the chart's description how many values are not drawn. They are too many, or beyond the axis."""
@@ -120,7 +120,7 @@ class Sheet:
         """Returns SVG attributes that describe a mark and let the tab key stop at it, or '' without a hint."""
         if not hint:
             return ""
-        # Screen readers skip the inside of an image. So the role of a chart with described marks is a group.
+        # Screen readers skip everything inside an image, so a chart whose marks have hints has the role of a group.
         self._role = "group"
         label = hint.partition("\n")[0]
         return f' tabindex="0" role="img" aria-label="{escape(label)}" data-hint="{escape(hint)}"'
@@ -129,7 +129,7 @@ class Sheet:
 def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns the shape and CSS class of each series. The first 40 series all look different."""
     return {
-        name: (SHAPES[(index + index // MAX_SERIES) % len(SHAPES)], f"s{index % MAX_SERIES + 1}")
+        name: (MARKER_SHAPES[(index + index // MAX_SERIES) % len(MARKER_SHAPES)], f"s{index % MAX_SERIES + 1}")
         for index, name in enumerate(dict.fromkeys(names))
     }
 
@@ -147,8 +147,8 @@ def line_commands(lines: Sequence[Line], closed: bool) -> PathCommands:
 def shape_outline(shape: str, size: float) -> PathCommands:
     """Returns the path of a shape around (0, 0), with y pointing down."""
     size *= _SHAPE_SCALES[shape]
-    if shape in _CORNERS:
-        corners = [(x * size, -y * size) for x, y in _CORNERS[shape]]
+    if shape in _SHAPE_CORNERS:
+        corners = [(x * size, -y * size) for x, y in _SHAPE_CORNERS[shape]]
         return line_commands([corners], closed=True)
     points = list(_QUARTER_CIRCLE)
     for _ in range(3):
