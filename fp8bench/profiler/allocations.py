@@ -140,8 +140,8 @@ class _PeakMemoryFinder:
 
     def list_held_blocks(self, event_index: int) -> tuple[HeldBlock, ...]:
         """Returns the allocations that are held after an event. Call this method only after all events were read."""
-        held = (block for block in self.blocks if block.start_event <= event_index < block.end_event)
-        return tuple(map(self._describe_block, held))
+        held_blocks = (block for block in self.blocks if block.start_event <= event_index < block.end_event)
+        return tuple(map(self._describe_block, held_blocks))
 
     def _describe_block(self, block: _Allocation) -> HeldBlock:
         next_backward_index = bisect_right(self.backward_events, block.start_event)
@@ -174,8 +174,8 @@ class _DeviceBlock:
 
 
 class _DevicePeakMemoryFinder:
-    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events
-    as _PeakMemoryFinder. The emulation's own allocations are replaced by those in the notes.
+    """Finds the peak of memory that a device with the formats in hardware would have. It reads the same events as
+    _PeakMemoryFinder, but replaces the allocations of the emulation by those that notes describe.
     """
 
     def __init__(self) -> None:
@@ -255,10 +255,10 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     first_phase_event = finder.first_phase_event
     backward_start_event = next((number for number in finder.backward_events if number > first_phase_event), 0)
     phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
-    held = finder.list_held_blocks(finder.peak_event)
-    forward = finder.list_held_blocks(backward_start_event - 1)
+    blocks_at_peak = finder.list_held_blocks(finder.peak_event)
+    blocks_before_backward = finder.list_held_blocks(backward_start_event - 1)
     on_device = device_finder.peak if device_finder.has_notes else None
-    return MemoryCourse(finder.peak, held, phases, on_device=on_device, forward=forward)
+    return MemoryCourse(finder.peak, blocks_at_peak, phases, on_device=on_device, forward=blocks_before_backward)
 
 
 def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:

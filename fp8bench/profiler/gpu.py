@@ -35,7 +35,7 @@ def find_record_method(event_type: Any) -> Callable[[Any, Any], None]:
     torch wraps the C++ method in Python, and the wrapper takes longer than the recording: a stamp takes 0.86 us
     instead of 0.34 us. That is as much as calling cudaEventRecord through ctypes.
     """
-    methods = (vars(base)["record"] for base in event_type.__mro__[1:] if "record" in vars(base))
+    methods = (vars(base_class)["record"] for base_class in event_type.__mro__[1:] if "record" in vars(base_class))
     record: Callable[[Any, Any], None] = next(methods, event_type.record)
     return record
 
@@ -55,15 +55,15 @@ class EventStamper(Stamper):
 
     def source(self) -> Callable[[], Any]:
         event_type = self._backend.Event
-        free = self._free
-        keep = self._used.append
+        free_events = self._free
+        keep_event = self._used.append
         stream = self._backend.current_stream()
         record = find_record_method(self._backend.Event)
 
         def stamp() -> Any:
-            event = free.pop() if free else event_type(enable_timing=True)
+            event = free_events.pop() if free_events else event_type(enable_timing=True)
             record(event, stream)
-            keep(event)
+            keep_event(event)
             return event
 
         return stamp
@@ -155,8 +155,8 @@ class AllocatorMeter(StreamMeter):
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # By now autograd's thread holds its separate cuBLAS workspace, which counts. The thread may release memory
-            # late and without events. After one more backward pass, it has released everything.
+            # By now autograd's thread holds its separate cuBLAS workspace, which counts as memory. The thread may
+            # release memory late and without events. After one more backward pass, it has released everything.
             self._backward.run()
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()
@@ -238,9 +238,9 @@ def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
     """Limits torch's allocator during the body. It can reserve `limit` bytes more than it has reserved already."""
     previous_memory_fraction = backend.get_per_process_memory_fraction(index)
     max_reserved_bytes = backend.memory_reserved(index) + limit
-    total = backend.get_device_properties(index).total_memory
+    total_memory = backend.get_device_properties(index).total_memory
     # If a limit was set before, never raise it.
-    backend.set_per_process_memory_fraction(min(previous_memory_fraction, max_reserved_bytes / total), index)
+    backend.set_per_process_memory_fraction(min(previous_memory_fraction, max_reserved_bytes / total_memory), index)
     try:
         yield
     finally:

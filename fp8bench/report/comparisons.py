@@ -122,22 +122,22 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     """
     comparisons = compared.comparisons
     # 1. Show the counts, the reason if times have no verdict, and a row for each time and each changed figure.
-    listed = [
+    listed_comparisons = [
         comparison
         for comparison in comparisons
         if with_unchanged or comparison.metric in TIME_METRICS or comparison.direction is not Direction.SAME
     ]
-    counts = count_directions(comparisons)
-    if len(listed) < len(comparisons):
-        num_hidden = len(comparisons) - len(listed)
-        counts += f". Not listed: {num_hidden} that are the same on both sides (memory, errors and counts)"
-    elements: list[Element] = [Text(counts, Tone.STRONG), *_explain_missing_verdicts(compared)]
-    if listed:
-        elements += _comparison_table(listed, with_reasons)
+    counts_text = count_directions(comparisons)
+    if len(listed_comparisons) < len(comparisons):
+        num_hidden = len(comparisons) - len(listed_comparisons)
+        counts_text += f". Not listed: {num_hidden} that are the same on both sides (memory, errors and counts)"
+    elements: list[Element] = [Text(counts_text, Tone.STRONG), *_explain_missing_verdicts(compared)]
+    if listed_comparisons:
+        elements += _comparison_table(listed_comparisons, with_reasons)
     parts = [Part("sides", *_describe_differences(compared)), Part("comparison", "", tuple(elements))]
     # 2. Explain figures with the verdict "cannot tell", and list figures that only one side has.
-    unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
-    reasons = Counter(comparison.why for comparison in unsure if comparison.why)
+    unsure_comparisons = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
+    reasons = Counter(comparison.why for comparison in unsure_comparisons if comparison.why)
     lines_by_title = {
         "cannot tell, because": [
             f"{reason} ({many(count, 'figure')})" for reason, count in reasons.items() if not with_reasons

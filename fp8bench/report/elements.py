@@ -231,7 +231,7 @@ AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | AnyChart
 
 
-# The types of results of generators.
+# Return types of generators.
 Elements = Iterator[Element]
 Tables = Iterator[Table]
 Texts = Iterator[Text]

@@ -388,10 +388,10 @@ def error_name(measurement: Measurement) -> str:
     """
     # The loss of a single batch may have a small error by chance.
     is_single_batch_loss = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
-    detail = measurement.phase or ("one draw" if is_single_batch_loss else "")
+    error_detail = measurement.phase or ("one draw" if is_single_batch_loss else "")
     metric_name = measurement.metric.replace("_", " ")
-    if detail:
-        return f"{metric_name} ({detail})"
+    if error_detail:
+        return f"{metric_name} ({error_detail})"
     return metric_name
 
 

@@ -139,8 +139,8 @@ def _case_fields(record: Record, reference: str) -> TidyRow:
         "reason": record.reason,
         "params": show_params(case.params),
     }
-    if (failed := record.failed_rank) is not None:
-        case_row |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
+    if (failed_rank := record.failed_rank) is not None:
+        case_row |= {"failed_rank": failed_rank.rank, "failed_phase": failed_rank.phase or failed_rank.request}
     return case_row | {f"param_{name}": value for name, value in case.params}
 
 

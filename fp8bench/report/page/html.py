@@ -124,13 +124,13 @@ class _UniqueIds:
 
     def make_unique(self, name: str) -> str:
         anchor = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "part"
-        candidate = anchor
+        candidate_id = anchor
         suffix = 1
-        while candidate in self._taken:
+        while candidate_id in self._taken:
             suffix += 1
-            candidate = f"{anchor}-{suffix}"
-        self._taken.add(candidate)
-        return candidate
+            candidate_id = f"{anchor}-{suffix}"
+        self._taken.add(candidate_id)
+        return candidate_id
 
 
 def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -> Iterator[_PageBlock]:

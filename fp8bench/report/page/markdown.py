@@ -58,8 +58,8 @@ def render(page: Page) -> str:
     if page.footer:
         blocks += ["---", *map(_paragraph_markdown, page.footer)]
     if _count_lines(blocks) > _MAX_VISIBLE_LINES:
-        visible, hidden = _split_at_fold(blocks)
-        blocks = [*visible, _DETAILS_START, *hidden, "</details>"]
+        visible_blocks, hidden_blocks = _split_at_fold(blocks)
+        blocks = [*visible_blocks, _DETAILS_START, *hidden_blocks, "</details>"]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -160,8 +160,8 @@ def _paragraph_markdown(text: str, tone: Tone = Tone.PLAIN) -> str:
     line = _escape_line(text)
     if markup := _LINE_START_MARKUP_PATTERN.match(line):
         # Escape '#' as '\#', but '1.' as '1\.', because the dot makes it a list item.
-        end = markup.end()
-        line = f"{line[:end]}\\{line[end:]}" if line[0].isdigit() else f"\\{line}"
+        markup_end = markup.end()
+        line = f"{line[:markup_end]}\\{line[markup_end:]}" if line[0].isdigit() else f"\\{line}"
     return _add_sign(line, tone)
 
 

@@ -180,8 +180,10 @@ def _page_subtitle(material: Material) -> str:
     if material.is_single_run:
         run = material.entries[0].run
         commit = describe_commit(run)
-        origin = join_parts(show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine"))
-        return origin or "the header of the run's file is lost"
+        origin_text = join_parts(
+            show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine")
+        )
+        return origin_text or "the header of the run's file is lost"
     labels = [f"{entry.label} ({show_start(entry.run)[:10]})" for entry in material.entries]
     runs_text = many(len(labels), "run")
     if len(labels) > _MAX_LABELS:

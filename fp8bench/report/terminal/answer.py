@@ -72,8 +72,8 @@ def answer_parts(entry: Entry, width: int, page_path: str = "", store_options: s
 
 def _parts_without_links(entry: Entry, width: int) -> Iterator[Part]:
     # 1. Report failures and missing cases.
-    if failures := tuple(report_failures(entry)):
-        yield Part("losses", "", failures)
+    if failure_texts := tuple(report_failures(entry)):
+        yield Part("losses", "", failure_texts)
     # 2. Answer for suites that measure times. A run of one suite has an answer for each panel, a run of several
     # suites has one answer for all panels.
     if len({panel.suite for panel in entry.timed_panels}) > 1:

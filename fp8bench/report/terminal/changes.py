@@ -86,8 +86,8 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     """
     commit_range = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
     if change.commits > 1:
-        unmeasured = f" ({change.unmeasured} of them without a comparable figure)" if change.unmeasured else ""
-        commit_range += f", one of {change.commits} commits{unmeasured}, most likely {change.first[:8]}"
+        unmeasured_text = f" ({change.unmeasured} of them without a comparable figure)" if change.unmeasured else ""
+        commit_range += f", one of {change.commits} commits{unmeasured_text}, most likely {change.first[:8]}"
     return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
 
 
@@ -139,16 +139,16 @@ def _summarize_search(search_result: Found) -> str:
     if not num_series:
         return "no series was long enough to look for changes"
     groups = _group_changes(search_result)
-    counts = [
+    count_texts = [
         many(len(groups[_REGRESSIONS_TITLE]), "regression"),
         many(len(groups[_IMPROVEMENTS_TITLE]), "improvement"),
     ]
     if groups[_LOWER_COUNTS_TITLE]:
-        counts.insert(1, f"{many(len(groups[_LOWER_COUNTS_TITLE]), 'count')} that went down")
+        count_texts.insert(1, f"{many(len(groups[_LOWER_COUNTS_TITLE]), 'count')} that went down")
     num_acknowledged = len(groups[ChangeState.ACKNOWLEDGED])
     num_ignored_series = sum(search_result.left.values())
     return join_parts(
-        f"{join_words(counts)} in {count_series(num_series)}",
+        f"{join_words(count_texts)} in {count_series(num_series)}",
         f"{many(num_acknowledged, 'change')} acknowledged" if num_acknowledged else "",
         f"{count_series(num_ignored_series)} not looked at" if num_ignored_series else "",
         separator="; ",

@@ -63,7 +63,7 @@ def trends_page(
     `endings` are the last figures of all series. `skipped` counts the runs that were left out, by reason.
     `store_options` are the options with which another command finds the same store.
     """
-    counts = f"{count_series(len(endings))}, {many(num_runs, 'run')} of {many(num_commits, 'commit')}"
+    counts_text = f"{count_series(len(endings))}, {many(num_runs, 'run')} of {many(num_commits, 'commit')}"
     cols: Cols[Ending] = [
         Col("series", "trend.name"),
         Col("points", "points", show=str),
@@ -71,7 +71,7 @@ def trends_page(
         Col("median", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _show_change(ending.last, ending.before), number=True),
     ]
-    page_title = f"{store}: {counts}"
+    page_title = f"{store}: {counts_text}"
     if not endings:
         return Page(page_title, "", tuple(_list_skipped_runs(skipped)))
     parts = [Part("changed", "", (Text(_summarize_changes(endings)),))]
@@ -100,8 +100,8 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
     summary = f"{num_changed} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}"
     if not num_changed:
         return summary
-    _, largest, change = max(changes, key=itemgetter(0))
-    return f"{summary}; the largest change: {largest} {change}"
+    _, largest_name, change = max(changes, key=itemgetter(0))
+    return f"{summary}; the largest change: {largest_name} {change}"
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
@@ -139,10 +139,18 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
         num_missing, _ = count_missing(run)
         missing_text = f"; {many(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
         remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
-    started = run.started[:19].replace("T", " ")
-    counts = [str(record_counts[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
+    start_text = run.started[:19].replace("T", " ")
+    count_texts = [str(record_counts[status]) for status in (Status.OK, Status.SKIPPED, Status.FAILED)]
     machine = environment_fact(run, "machine")
-    texts = [run.id, started or units.NONE, commit, run.origin, run.request.suite, *counts, machine or units.NONE]
+    texts = [
+        run.id,
+        start_text or units.NONE,
+        commit,
+        run.origin,
+        run.request.suite,
+        *count_texts,
+        machine or units.NONE,
+    ]
     return tuple(map(Field, [*texts, remark]))
 
 
@@ -179,8 +187,8 @@ def runs_page(
 def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: str) -> Page:
     parts: list[Part] = []
     for title, is_broken in (("broken", True), ("worth knowing", False)):
-        listed = [fault for fault in faults if fault.broken is is_broken]
-        parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed))
+        listed_faults = [fault for fault in faults if fault.broken is is_broken]
+        parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed_faults))
     parts.append(Part("sound", "", (Text(f"{num_sound} of {num_files} run files are sound"),)))
     num_faults = sum(fault.broken for fault in faults)
     summary = f"{many(num_faults, 'thing is', 'things are')} broken" if num_faults else "nothing is broken"
@@ -188,8 +196,8 @@ def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: 
 
 
 def asv_files_page(store: str, num_files: int, num_series: int, num_runs: int, skipped: Counts) -> Page:
-    counts = f"{many(num_files, 'asv file')} with {many(num_series, 'benchmark')}"
-    return Page(f"{store}: wrote {counts} from {many(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
+    counts_text = f"{many(num_files, 'asv file')} with {many(num_series, 'benchmark')}"
+    return Page(f"{store}: wrote {counts_text} from {many(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
 
 
 def merge_page(title: str, counts: Counts) -> Page:
@@ -257,7 +265,7 @@ class _FigureRow(NamedTuple):
 
 
 def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
-    previous: Figure | None = None
+    previous_figure: Figure | None = None
     version = trend.figures[0].version
     conditions = ""
     for figure in trend.figures:
@@ -266,22 +274,22 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
         if figure.version != version:
             new_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
-        if previous is not None and figure.value is not None:
-            new_conditions += _new_conditions(dict(previous.under), dict(figure.under))
+        if previous_figure is not None and figure.value is not None:
+            new_conditions += _new_conditions(dict(previous_figure.under), dict(figure.under))
         conditions = "; ".join(new_conditions) or conditions
         # 2. Show the figure. Show its change only if it is comparable with the previous figure.
-        change = units.NONE
-        if previous is not None and _is_same_work(figure, previous):
-            change = _show_change(figure, previous)
+        change_text = units.NONE
+        if previous_figure is not None and _is_same_work(figure, previous_figure):
+            change_text = _show_change(figure, previous_figure)
         interval = None
         if figure.low is not None:
-            bounds = (show_trend_value(trend, bound, _MEDIAN_DIGITS) for bound in (figure.low, figure.high))
-            interval = f"[{', '.join(bounds)}]"
+            bound_texts = (show_trend_value(trend, bound, _MEDIAN_DIGITS) for bound in (figure.low, figure.high))
+            interval = f"[{', '.join(bound_texts)}]"
         median = _show_figure(trend, figure, _MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
-        yield _FigureRow(figure, conditions, median, interval, change, reason)
+        yield _FigureRow(figure, conditions, median, interval, change_text, reason)
         if figure.value is not None:
-            previous = figure
+            previous_figure = figure
 
 
 def _new_conditions(previous: Mapping[str, object], current: Mapping[str, object]) -> Iterator[str]:
@@ -289,9 +297,9 @@ def _new_conditions(previous: Mapping[str, object], current: Mapping[str, object
     for name in changed_names:
         # If the version of torch changed, torch's git hash changed as well and adds nothing.
         if name != "torch_git" or "torch" not in changed_names:
-            old = _show_condition(previous.get(name))
-            new = _show_condition(current.get(name))
-            yield f"{name} {old:.28} -> {new:.28}"
+            previous_value = _show_condition(previous.get(name))
+            current_value = _show_condition(current.get(name))
+            yield f"{name} {previous_value:.28} -> {current_value:.28}"
 
 
 def _show_condition(value: object) -> str:

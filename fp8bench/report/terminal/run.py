@@ -72,7 +72,7 @@ def answer_page(run: Run, findings: FindingsById, width: int, page_path: str = "
 def detail_page(
     detail: str, run: Run, findings: FindingsById, width: int, page_path: str = "", store_options: str = ""
 ) -> Page:
-    """Returns the page with one kind of details of a run, such as 'memory', or with all details for 'all'. The page
+    """Returns the page with one kind of detail of a run, such as 'memory', or with all details for 'all'. The page
     is at most `width` columns wide.
     """
     width = max(width, layout.MIN_WIDTH)
@@ -128,18 +128,18 @@ def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     yield from _panel_part(panel, run, elements, _reference_line(panel))
     if measurements := _list_other_measurements(panel):
         yield Part("numbers", "numbers", tuple(measurements))
-    if bounds := [*roofline.describe_phase_limits(panel), *roofline.describe_gains(panel)]:
-        yield from list_of("roofline", "what limits it", [*bounds, *roofline.cite_peaks(panel.named_cases)])
+    if limit_sentences := [*roofline.describe_phase_limits(panel), *roofline.describe_gains(panel)]:
+        yield from list_of("roofline", "what limits it", [*limit_sentences, *roofline.cite_peaks(panel.named_cases)])
 
 
 def _reference_line(panel: Panel) -> str:
     reference = panel.reference
     if not any(case.is_reference for case in panel.named_cases):
         reference = f"none ({reference or 'none planned'} was not measured)"
-    floor = f"noise floor (A/A): {describe_noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    noise_floor_text = f"noise floor (A/A): {describe_noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
     intervals = describe_intervals(panel.named_cases)
     return join_parts(
-        f"reference: {reference}", floor, f"[low, high]: {intervals}" if intervals else "", separator="; "
+        f"reference: {reference}", noise_floor_text, f"[low, high]: {intervals}" if intervals else "", separator="; "
     )
 
 
@@ -161,8 +161,8 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
                 is_emulation_cost = measurement.unit == "B" and result.is_emulated
                 text = f"{result.mode} {show_value(measurement)}{' (emulated)' * is_emulation_cost}"
                 texts.setdefault(error_name(measurement), []).append(text)
-        setting = f" at {group.setting_name}" if len(panel.groups) > 1 else ""
-        pairs += [(f"{name}{setting}", ", ".join(values)) for name, values in texts.items()]
+        setting_text = f" at {group.setting_name}" if len(panel.groups) > 1 else ""
+        pairs += [(f"{name}{setting_text}", ", ".join(values)) for name, values in texts.items()]
     if pairs:
         return [Facts(tuple(pairs)), *sampler_elements(panel)]
     return []
@@ -230,12 +230,12 @@ def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
     """Returns the lines that explain how to read an output. An output is 'answer', 'all', or a single detail as
     'memory'.
     """
-    timed = [panel for panel in panels if panel.is_timed]
-    lines = list(_LEGEND_BY_OUTPUT) if timed else []
-    lines += [("numbers all", line) for line in _describe_measurements(timed)]
-    if len(timed) < len(panels):
+    timed_panels_of_run = [panel for panel in panels if panel.is_timed]
+    lines = list(_LEGEND_BY_OUTPUT) if timed_panels_of_run else []
+    lines += [("numbers all", line) for line in _describe_measurements(timed_panels_of_run)]
+    if len(timed_panels_of_run) < len(panels):
         lines.append(("answer all", TENSORS_LEGEND))
-    used_labels = set(chain.from_iterable(case.labels for case in list_cases(timed)))
+    used_labels = set(chain.from_iterable(case.labels for case in list_cases(timed_panels_of_run)))
     lines += [("answer notes all", explain_label(label)) for label in Label if label in used_labels]
     return [line for outputs, line in lines if output in outputs.split()]
 
@@ -279,8 +279,10 @@ def plan_page(plan: Plan, facts: Sequence[DeviceFacts], expected_time: str = "")
     if len(panels) <= _MAX_PANELS_IN_FULL:
         parts = list(chain.from_iterable(_planned_panel(groups, facts) for groups in panels))
     num_measured = sum(case.runs for case in _planned_cases(plan))
-    counts = f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
-    lines = filter(None, (*(f"note: {note}" for note in plan.notes), counts, expected_time))
+    counts_text = (
+        f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
+    )
+    lines = filter(None, (*(f"note: {note}" for note in plan.notes), counts_text, expected_time))
     return Page("", "", (*parts, Part("ending", "", tuple(map(Text, lines)))))
 
 
@@ -318,12 +320,12 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
         setting = show_params(pair for pair in group.cases[0].case.params if pair not in common_params)
         measured_modes = []
         skipped_modes = []
-        for index, planned in enumerate(group.cases):
-            if planned.runs:
-                measured_modes.append(f"{planned.case.mode}{' (reference)' * (index == group.reference)}")
+        for index, planned_case in enumerate(group.cases):
+            if planned_case.runs:
+                measured_modes.append(f"{planned_case.case.mode}{' (reference)' * (index == group.reference)}")
             else:
-                skipped_modes.append(planned.case.mode)
-                skip_notes.append((f"{planned.case.mode} skipped", planned.skip, setting))
+                skipped_modes.append(planned_case.case.mode)
+                skip_notes.append((f"{planned_case.case.mode} skipped", planned_case.skip, setting))
         skips_text = f"skip {', '.join(skipped_modes)}" if skipped_modes else ""
         lines.append(f"{setting or 'one group'}: {join_parts(', '.join(measured_modes), skips_text, separator='; ')}")
     lines += merge_notes(skip_notes, len(groups))

@@ -102,8 +102,8 @@ def find_answer(cases: Cases) -> Answer:
 
 def _describe_verdicts(results: Sequence[Result]) -> str:
     """Returns the verdicts of a precision, as 'faster' or 'faster in 4 of 5, slower in 1'. Failures come first."""
-    counts = Counter(map(verdict_word, results)).most_common()
-    (main_verdict, main_count), *less_common = sorted(counts, key=lambda pair: pair[0] != "FAILED")
+    verdict_counts = Counter(map(verdict_word, results)).most_common()
+    (main_verdict, main_count), *less_common = sorted(verdict_counts, key=lambda pair: pair[0] != "FAILED")
     if not less_common:
         return main_verdict
     other_verdicts = [f"{word} in {count}" for word, count in less_common]
@@ -200,15 +200,20 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     differences = [(difference, case) for difference, case in differences_of_cases if difference is not None]
     if not differences:
         return ""
-    largest, case = max(differences, key=itemgetter(0))
+    largest_difference, case = max(differences, key=itemgetter(0))
     mode = case.group.reference
     if case.record.measurement(BEYOND_ROUNDING_ERROR):
-        if largest < 0.5:
+        if largest_difference < 0.5:
             return f"a column differs from {mode} by more than half of its size, which rounding does not explain"
-        return f"it differs from {mode} by {largest:.3g} times the size of the result, which rounding does not explain"
+        return (
+            f"it differs from {mode} by {largest_difference:.3g} times the size of the result, which rounding does not "
+            "explain"
+        )
     show_error = units.relative_error
     prefix = "up to " if len(differences) > 1 else ""
-    difference_text = f"differs from {mode} by {prefix}{show_error(largest)}" if largest else f"equal to {mode}"
+    difference_text = (
+        f"differs from {mode} by {prefix}{show_error(largest_difference)}" if largest_difference else f"equal to {mode}"
+    )
     # 2. Compare the callable and the reference with results in float64.
     error = case.median(OUTPUT_ERROR)
     reference_error = case.reference_result.median(OUTPUT_ERROR) if case.reference_result is not None else None
@@ -309,10 +314,12 @@ def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
 
 def _describe_seconds(gain: PhaseGain) -> str:
     seconds = units.seconds(abs(gain.saved_seconds))
-    shorter, longer = sorted((gain.seconds, gain.reference_seconds))
-    if shorter <= 0:
+    shorter_seconds, longer_seconds = sorted((gain.seconds, gain.reference_seconds))
+    if shorter_seconds <= 0:
         return seconds
-    return f"{seconds} ({units.speed_up(longer / shorter)}{'' if gain.saved_seconds > 0 else ' slower'})"
+    return (
+        f"{seconds} ({units.speed_up(longer_seconds / shorter_seconds)}{'' if gain.saved_seconds > 0 else ' slower'})"
+    )
 
 
 def propose_commands(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:

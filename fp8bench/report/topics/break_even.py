@@ -77,11 +77,11 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
     start_text = ""
     for crossing in break_even.crossings:
         size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
-        end = f"{size} ({low} to {high})"
+        crossing_text = f"{size} ({low} to {high})"
         if crossing.begins:
-            start_text = f"from {axis} = {end}"
+            start_text = f"from {axis} = {crossing_text}"
         else:
-            size_ranges.append(f"{start_text} to {end}" if start_text else f"up to {axis} = {end}")
+            size_ranges.append(f"{start_text} to {crossing_text}" if start_text else f"up to {axis} = {crossing_text}")
             start_text = ""
     if start_text:
         size_ranges.append(f"{start_text} on")

@@ -140,11 +140,11 @@ def _describe_pace(result: Result) -> Sentences:
     # If there is a table of sustained speeds, it already compares energy windows with slots.
     if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
         return
-    pace = compare_pace(figures, result.finding)
-    if pace is not None:
+    pace_ratio = compare_pace(figures, result.finding)
+    if pace_ratio is not None:
         seconds = figures.seconds.middle
-        windows_text = f"{units.seconds(seconds)} ({units.change(pace)}) in the seconds of its energy windows"
-        yield f"a step took {windows_text}, and {units.seconds(seconds / pace)} in slots"
+        windows_text = f"{units.seconds(seconds)} ({units.change(pace_ratio)}) in the seconds of its energy windows"
+        yield f"a step took {windows_text}, and {units.seconds(seconds / pace_ratio)} in slots"
 
 
 def explain_missing_energy(run: Run) -> list[str]:
@@ -173,8 +173,8 @@ def energy_table(panel: Panel) -> Tables:
     caption = f"energy of a step, by {SOURCE_NAMES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    measured = panel.find_values(lambda result: energy_figures(result.record))
-    rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured]
+    measured_cases = panel.find_values(lambda result: energy_figures(result.record))
+    rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured_cases]
     # Show only the first kind of work, as tokens, because it is the usual one of the suite.
     counted_work_kinds = {row.energy.per[0][0] for row in rows if row.energy.per}
 

@@ -131,15 +131,15 @@ def _show_device_batch(row: _CaseCapacity) -> str | None:
     """Returns the largest batch that would fit on hardware with the formats, as '1203, 3.20x'. The ratio is to the
     reference's batch.
     """
-    batch = row.value.on_device
-    if batch is None:
+    largest_batch = row.value.on_device
+    if largest_batch is None:
         return None
     reference = row.case.reference_result
     reference_batch = None
     if reference is not None and reference.record.capacity is not None:
         search = reference.record.capacity
         reference_batch = search.on_device if reference.is_emulated else search.batch
-    return join_parts(str(batch), units.speed_up(batch / reference_batch) if reference_batch else "")
+    return join_parts(str(largest_batch), units.speed_up(largest_batch / reference_batch) if reference_batch else "")
 
 
 def has_memory_by_role(panel: Panel) -> bool:
@@ -149,9 +149,9 @@ def has_memory_by_role(panel: Panel) -> bool:
 def memory_table(panel: Panel) -> Tables:
     if not has_memory_by_role(panel):
         return
-    uses = panel.find_values(memory_use)
+    memory_of_cases = panel.find_values(memory_use)
     # All columns have the same unit, so that readers can compare them at a glance.
-    scale, unit = units.binary_unit(max(peak_bytes(use.case) or 0.0 for use in uses))
+    scale, unit = units.binary_unit(max(peak_bytes(use.case) or 0.0 for use in memory_of_cases))
 
     def show_size(size: float) -> str:
         if not size:
@@ -173,15 +173,15 @@ def memory_table(panel: Panel) -> Tables:
         Col("peak", lambda row: peak_bytes(row.case), show=show_size),
         Col(f"vs {panel.reference or 'reference'}", lambda row: peak_ratio(row.case), unit="x"),
     ]
-    if any(device_peak_bytes(use.case) for use in uses):
+    if any(device_peak_bytes(use.case) for use in memory_of_cases):
         cols.append(Col("on a device", _show_device_peak, number=True, hint=DEVICE_PEAK_MEMORY.description))
-    memory_uses = set().union(*(bytes_by_role(use.case) for use in uses))
+    memory_uses = set().union(*(bytes_by_role(use.case) for use in memory_of_cases))
     cols += [metric_column(MEMORY_TITLES[role], memory_of_role(role)) for role in MemoryRole if role in memory_uses]
     cols.append(Col("in", phase_at_peak, hint="the phase of the highest point"))
     for spec in MEMORY_COUNTERS:
-        if any(use.case.figures[spec].value is not None for use in uses):
+        if any(use.case.figures[spec].value is not None for use in memory_of_cases):
             cols.append(metric_column(figure_words(spec), spec, spec.unit, spec.description))
-    yield table("memory", f"memory at the highest point of a step, in {unit}", cols, uses)
+    yield table("memory", f"memory at the highest point of a step, in {unit}", cols, memory_of_cases)
 
 
 def capacity_tables(panel: Panel) -> Elements:

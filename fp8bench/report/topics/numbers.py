@@ -77,7 +77,7 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
     all_outside_shares = chain.from_iterable(tensor.outside for tensor in largest_statistics)
-    shares_by_format = together((fmt, above or vanishing) for fmt, above, vanishing in all_outside_shares)
+    shares_by_format = together((fmt, overflow or underflow) for fmt, overflow, underflow in all_outside_shares)
     sufficient_formats = ", ".join(fmt for fmt, shares in shares_by_format.items() if not any(shares))
     unit_scaled_modes = [case.mode for case in panel.named_cases if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
@@ -106,15 +106,16 @@ def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics
     statistic.
     """
     all_outside_shares = chain.from_iterable(tensor.outside for tensor in tensors)
-    shares: dict[str, list[Any]] = {}
+    shares_of_formats: dict[str, list[Any]] = {}
     for fmt in dict.fromkeys(fmt for fmt, _, _ in all_outside_shares):
-        shares[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
+        shares_of_formats[fmt] = [shares_outside(tensor, fmt) for tensor in tensors]
     return replace(
         tensors[0],
         count=max(tensor.count for tensor in tensors),
         amax=max(tensor.amax for tensor in tensors),
         outside=tuple(
-            (fmt, max(map(itemgetter(0), of_fmt)), max(map(itemgetter(1), of_fmt))) for fmt, of_fmt in shares.items()
+            (fmt, max(map(itemgetter(0), of_fmt)), max(map(itemgetter(1), of_fmt)))
+            for fmt, of_fmt in shares_of_formats.items()
         ),
     )
 
@@ -203,9 +204,9 @@ def _error_field(row: tuple[str, _ErrorsByName], metric: str) -> Field | None:
     if not values:
         return None
     values.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
-    (_, lowest), (worst, highest) = values[0], values[-1]
-    text = " to ".join(dict.fromkeys((show_value(lowest), show_value(highest))))
-    return Field(text, worst, Tone.PLAIN if math.isfinite(worst) else Tone.BAD)
+    (_, lowest_error), (worst_error, highest_error) = values[0], values[-1]
+    text = " to ".join(dict.fromkeys((show_value(lowest_error), show_value(highest_error))))
+    return Field(text, worst_error, Tone.PLAIN if math.isfinite(worst_error) else Tone.BAD)
 
 
 @section("scales", "Scales from data", 105)

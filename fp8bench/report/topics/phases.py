@@ -134,10 +134,10 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     used_phases: set[str] = set()
     for case in cases:
         timing = case.record.timing
-        step = _median_step(timing) if timing is not None else []
-        if timing is not None and step:
-            steps.append((case.mode, step))
-            used_phases.update(phase for phase, _ in step)
+        step_phases = _median_step(timing) if timing is not None else []
+        if timing is not None and step_phases:
+            steps.append((case.mode, step_phases))
+            used_phases.update(phase for phase, _ in step_phases)
             if timing.varying:
                 description = _VARYING_STEPS_DESCRIPTION
     if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
@@ -146,12 +146,12 @@ def _make_timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     phases = sorted(used_phases, key=phase_sort_key)
     rows = []
     pieces = []
-    for mode, step in steps:
+    for mode, step_phases in steps:
         seconds_by_phase = dict.fromkeys(phases, 0.0)
-        for phase, seconds in step:
+        for phase, seconds in step_phases:
             seconds_by_phase[phase] += seconds
         rows.append((f"{mode}, {units.seconds(sum(seconds_by_phase.values()))}", tuple(seconds_by_phase.values())))
-        pieces.append(tuple((phases.index(phase), seconds) for phase, seconds in step))
+        pieces.append(tuple((phases.index(phase), seconds) for phase, seconds in step_phases))
     yield Stacks(
         f"timeline-{cases[0].suite}",
         f"{title}: one step in time",
@@ -175,13 +175,13 @@ def _median_step(timing: Timing) -> StepPhases:
         return []
     # Take a single step, because a mean over steps would mix different orders of phases.
     median_call = sorted(all_calls, key=sum)[(len(all_calls) - 1) // 2]
-    pieces: StepPhases = []
+    phases_in_order: StepPhases = []
     for phase, nanoseconds in zip(timing.segments.phases, median_call, strict=True):
-        if pieces and pieces[-1][0] == phase:
-            pieces[-1] = phase, pieces[-1][1] + 1e-9 * nanoseconds
+        if phases_in_order and phases_in_order[-1][0] == phase:
+            phases_in_order[-1] = phase, phases_in_order[-1][1] + 1e-9 * nanoseconds
         elif nanoseconds > 0:
-            pieces.append((phase, 1e-9 * nanoseconds))
-    return pieces
+            phases_in_order.append((phase, 1e-9 * nanoseconds))
+    return phases_in_order
 
 
 _MAX_GAINS_TABLES = 12

@@ -91,9 +91,9 @@ def rank_elements(panel: Panel) -> Iterator[Table | Text]:
     yield from tables_with_rows(_efficiency_table(panel, efficiencies))
     yield from _explain_unknown("efficiency", efficiencies)
     # 3. Show how communication overlaps with products.
-    overlaps = panel.find_values(lambda result: find_overlap(result.record))
-    yield from tables_with_rows(_sent_table(panel), _overlap_table(overlaps))
-    yield from _explain_unknown("overlap", overlaps)
+    overlap_of_cases = panel.find_values(lambda result: find_overlap(result.record))
+    yield from tables_with_rows(_sent_table(panel), _overlap_table(overlap_of_cases))
+    yield from _explain_unknown("overlap", overlap_of_cases)
     yield from _describe_bubbles(panel)
     # Warn on a CPU, because readers could take its numbers for those of a cluster.
     if panel.device == "cpu":
@@ -215,12 +215,12 @@ def _name_format(case: NamedCase, is_counted: bool) -> str:
 
 
 def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
-    saturated = case.figures[_SATURATED_METRIC].value or 0.0
+    saturated_ppm = case.figures[_SATURATED_METRIC].value or 0.0
     flushed_percent = case.figures[_FLUSHED_METRIC].value or 0.0
     return join_parts(
         units.size(wire_bytes),
         units.decibels(sqnr),
-        f"saturated {units.describe(saturated, 'ppm')}" if saturated else "",
+        f"saturated {units.describe(saturated_ppm, 'ppm')}" if saturated_ppm else "",
         f"flushed {units.percentage(flushed_percent)}" if flushed_percent >= _MIN_FLUSHED_PERCENT else "",
     )
 

@@ -117,8 +117,8 @@ def results_section(material: Material) -> Elements:
         label = "" if material.is_single_run or entry.label == suite else entry.label
         for case in panel.named_cases:
             differing_params = [pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]]
-            setting = f"{suite} {describe_params(differing_params)}".strip()
-            rows.append(CaseValue(case, join_parts(case.mode, setting, device, label)))
+            setting_text = f"{suite} {describe_params(differing_params)}".strip()
+            rows.append(CaseValue(case, join_parts(case.mode, setting_text, device, label)))
     cases = [row.case for row in rows]
     # 3. Show the answers in one table and all other metrics in a second table. A short table cannot be filtered.
     is_main = len(rows) > _MAX_UNFILTERED_ROWS
@@ -127,8 +127,8 @@ def results_section(material: Material) -> Elements:
         "results-table", "All cases", _answer_columns(), rows, main=is_main, required_headings=required_headings
     )
     yield from _compare_with_earlier(cases, material)
-    details = list(_detail_columns(cases))
-    yield table("details", "More figures of every case", details, rows, folded=True, required_headings={"case"})
+    detail_columns = list(_detail_columns(cases))
+    yield table("details", "More figures of every case", detail_columns, rows, folded=True, required_headings={"case"})
     shared_text = "; ".join(
         f"{suite}: {describe_params(params)}" for suite, params in shared_by_suite.items() if params
     )

@@ -35,9 +35,9 @@ def describe_bound(roof: PhaseRoof) -> str:
 
 def describe_phase_limits(panel: Panel) -> Sentences:
     for case in panel.named_cases:
-        bounds = _describe_case_limits(case)
-        if bounds and not case.is_emulated:
-            yield f"{case.mode}{_show_setting(panel, case)} is {bounds}."
+        limits_text = _describe_case_limits(case)
+        if limits_text and not case.is_emulated:
+            yield f"{case.mode}{_show_setting(panel, case)} is {limits_text}."
 
 
 def describe_gains(panel: Panel) -> Sentences:
@@ -103,12 +103,14 @@ def _describe_case_limits(result: Result) -> str:
     step_seconds = result.best_seconds or 0.0
     phases_by_bound: dict[str, list[str]] = {}
     for roof in sorted(phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds):
-        bound = describe_bound(roof)
-        if bound and roof.seconds >= _MIN_STEP_SHARE * step_seconds > 0:
+        limit_text = describe_bound(roof)
+        if limit_text and roof.seconds >= _MIN_STEP_SHARE * step_seconds > 0:
             step_share = units.percent(roof.seconds / step_seconds, 0)
             phase = f"{phase_words(roof.count.phase)} ({step_share} of the step{_show_share_of_peak(roof)})"
-            phases_by_bound.setdefault(bound, []).append(phase)
-    return join_words([f"{bound} in {join_words(phases, 20)}" for bound, phases in phases_by_bound.items()], 20)
+            phases_by_bound.setdefault(limit_text, []).append(phase)
+    return join_words(
+        [f"{limit_text} in {join_words(phases, 20)}" for limit_text, phases in phases_by_bound.items()], 20
+    )
 
 
 def _show_share_of_peak(roof: PhaseRoof) -> str:

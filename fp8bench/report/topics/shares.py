@@ -224,8 +224,8 @@ def list_unconverted_products(coverage: Coverage) -> list[UnconvertedProducts]:
         name = product.weight or product.module or product.operator
         products.append((product.reason, (name, product.flops or 0)))
     rows = []
-    for reason, members in together(products).items():
-        rows.append((reason, [name for name, _ in members], sum(flops for _, flops in members)))
+    for reason, named_flops in together(products).items():
+        rows.append((reason, [name for name, _ in named_flops], sum(flops for _, flops in named_flops)))
     return sorted(rows, key=lambda row: -row[2])
 
 
@@ -256,6 +256,6 @@ def shape_remarks(coverage: Coverage) -> Sentences:
 
 @section("coverage", "Coverage", 15)
 def coverage_section(material: Material) -> Elements:
-    """How many of a model's matrix products are computed in a lower precision was counted in an untimed step."""
+    """An untimed step shows how many of a model's matrix products are computed in a lower precision."""
     for number, (_, panel) in enumerate(material.panels()):
         yield from coverage_elements(panel, number)

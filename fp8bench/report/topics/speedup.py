@@ -185,15 +185,19 @@ def _speed_mark(case: NamedCase) -> Mark:
     by the case's time in each round.
     """
     # 1. Take a sample from each round. If the case was chosen as the fastest, only later rounds count.
-    repeated = case.record.fresh
-    timing = repeated.timing if repeated is not None else case.record.timing
-    reference_timing = repeated.reference if repeated is not None else case.record.paired_with
+    fresh_timing = case.record.fresh
+    timing = fresh_timing.timing if fresh_timing is not None else case.record.timing
+    reference_timing = fresh_timing.reference if fresh_timing is not None else case.record.paired_with
     # If a case did not fit into memory with its group, it was timed with a separate copy of the reference.
     if reference_timing is None and case.reference_result is not None:
         reference_timing = case.reference_result.record.timing
     seconds = step_samples(timing) if timing is not None else ()
     reference_seconds = statistics.median((reference_timing and step_samples(reference_timing)) or [math.nan])
-    samples = tuple(reference_seconds / second for second in seconds if second > 0 and reference_seconds > 0)
+    samples = tuple(
+        reference_seconds / seconds_of_round
+        for seconds_of_round in seconds
+        if seconds_of_round > 0 and reference_seconds > 0
+    )
     # 2. Describe the bar for hovering.
     speed = _find_speed(case) or _REFERENCE_SPEED
     hints = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
@@ -234,11 +238,11 @@ def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
     errors_by_mode = together((point.series, point.y) for point in points)
     error_ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in errors_by_mode.items()]
     error_title = figure_words(cases[0].case.group.error_metric)
-    arms = "of each function" if cases[0].case.suite == BENCH else "by precision"
+    points_text = "of each function" if cases[0].case.suite == BENCH else "by precision"
     return Scatter(
         name,
         f"Speed-up against {error_title}: {join_words(titles)}",
-        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} {arms}: "
+        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} {points_text}: "
         f"{join_words(error_ranges, 12)}.",
         ChartAxis(f"speed-up over {_name_reference(cases[0].case)}", "x"),
         ChartAxis(error_title, units.RATIO),
@@ -266,5 +270,5 @@ def sustained_section(material: Material) -> Elements:
     round.
     """
     for title, panel in timed_panels(material):
-        for sustained in sustained_table(panel):
-            yield replace(sustained, name=f"sustained-{panel.suite}", caption=title)
+        for speed_table in sustained_table(panel):
+            yield replace(speed_table, name=f"sustained-{panel.suite}", caption=title)

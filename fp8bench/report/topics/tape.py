@@ -118,11 +118,17 @@ def _operators_table(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
 
 
 def _show_sums(row: TapeRow, tape_number: int) -> str | None:
-    sums = row.sums[tape_number]
-    if not sums.calls:
+    operator_sums = row.sums[tape_number]
+    if not operator_sums.calls:
         return None
-    flops_text = "unknown, " if sums.flops is None else f"{units.count(sums.flops, 'FLOP')}, " if sums.flops else ""
-    return f"{flops_text}{units.size(sums.bytes)} in {sums.calls}"
+    flops_text = (
+        "unknown, "
+        if operator_sums.flops is None
+        else f"{units.count(operator_sums.flops, 'FLOP')}, "
+        if operator_sums.flops
+        else ""
+    )
+    return f"{flops_text}{units.size(operator_sums.bytes)} in {operator_sums.calls}"
 
 
 def tape_rows(taped: Sequence[Taped]) -> Rows:

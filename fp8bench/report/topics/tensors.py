@@ -191,28 +191,28 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
     """Returns the SQNR of each precision on one tensor, grouped by the bits of an element."""
     sqnr_by_bits: dict[int, dict[str, float]] = {}
     for result in group.results:
-        cell, (_, value) = name_precision(result), show_metric(result, SQNR_METRIC)
-        match = _FORMAT_BITS_PATTERN.match(cell.fmt)
+        named_format, (_, value) = name_precision(result), show_metric(result, SQNR_METRIC)
+        match = _FORMAT_BITS_PATTERN.match(named_format.fmt)
         # Leave out a recipe with several formats, because it has no single width.
         if match and value is not None:
             bits = 1 + int(match[1]) + int(match[2])
-            sqnr_by_bits.setdefault(bits, {})[cell.name] = value
+            sqnr_by_bits.setdefault(bits, {})[named_format.name] = value
     return sqnr_by_bits
 
 
 def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
-    best = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
-    wins_by_precision = Counter(precision for precision, _ in best)
-    best_sqnrs = [sqnr for _, sqnr in best]
+    best_of_tensors = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
+    wins_by_precision = Counter(precision for precision, _ in best_of_tensors)
+    best_sqnrs = [sqnr for _, sqnr in best_of_tensors]
     low = units.decibels(min(best_sqnrs))
     high = units.decibels(max(best_sqnrs))
     sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"
-    (winner, num_wins), *runners_up = wins_by_precision.most_common()
+    (best_precision, num_wins), *runners_up = wins_by_precision.most_common()
     num_tensors = len(tensors)
     wins_text = f"{num_wins} of" if num_wins < num_tensors else "all"
-    scope = f"on {suite}" if num_tensors == 1 else f"in {wins_text} {num_tensors} tensors of {suite}"
-    scope += "".join(f", {precision} in {times}" for precision, times in runners_up[:_MAX_RUNNERS_UP])
-    return f"with {bits} bits {winner} has the highest SQNR {scope}: {sqnr_range}"
+    tensors_text = f"on {suite}" if num_tensors == 1 else f"in {wins_text} {num_tensors} tensors of {suite}"
+    tensors_text += "".join(f", {precision} in {times}" for precision, times in runners_up[:_MAX_RUNNERS_UP])
+    return f"with {bits} bits {best_precision} has the highest SQNR {tensors_text}: {sqnr_range}"
 
 
 def tensor_tables(panel: Panel, width: int) -> Elements:
@@ -271,9 +271,9 @@ def _divide_columns(widths: Sequence[int], max_width: int) -> Sequence[Sequence[
 
 @section("tensors", "Errors of tensors", 45)
 def tensors_section(material: Material) -> Elements:
-    """SQNR in dB: the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that nothing is
-    left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
-    cast measures the times of casts.
+    """SQNR, in dB, is the power of a tensor over that of its error. 6 dB more is half the error; 0 dB means that
+    nothing of the tensor is left. The largest values decide the SQNR; for small values look at the worst rows and
+    blocks, and at underflow. The suite cast measures the times of casts.
     """
     panels = [(title, panel) for title, panel in panels_with_titles(material) if not panel.is_timed]
     for title, panel in panels:

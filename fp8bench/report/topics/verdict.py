@@ -80,8 +80,8 @@ def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
         for reason, names in together((case.record.support.reason, case.mode) for case in cases_of_kind).items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
         validity_text = "errors are not all finite" if has_non_finite_errors else "errors are real"
-        costs = "the speed is unknown, and (est.) means estimated for hardware with this precision"
-        lines.append(f"emulated: {'; '.join(modes)}: {validity_text}, {costs}")
+        costs_text = "the speed is unknown, and (est.) means estimated for hardware with this precision"
+        lines.append(f"emulated: {'; '.join(modes)}: {validity_text}, {costs_text}")
     return lines
 
 
@@ -94,9 +94,9 @@ def describe_load_warning(entry: Entry) -> str:
     """Returns a warning if other programs were running and some interval does not include the spread between runs.
     Otherwise returns ''.
     """
-    load = describe_load(entry.run)
-    if load and any(_lacks_other_runs(case) for case in list_cases(entry.panels)):
-        return f"other programs were running ({load}): another run may differ by more than these intervals"
+    load_text = describe_load(entry.run)
+    if load_text and any(_lacks_other_runs(case) for case in list_cases(entry.panels)):
+        return f"other programs were running ({load_text}): another run may differ by more than these intervals"
     return ""
 
 
@@ -164,8 +164,8 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
     num_cases = Counter(case.mode for case in cases)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
     for reason in reasons[:max_reasons]:
-        counts = Counter(modes_by_reason[reason]).items()
-        yield f"{join_words(_count_cases(mode, count, num_cases[mode]) for mode, count in counts)}: {reason}"
+        mode_counts = Counter(modes_by_reason[reason]).items()
+        yield f"{join_words(_count_cases(mode, count, num_cases[mode]) for mode, count in mode_counts)}: {reason}"
     if len(reasons) > max_reasons:
         yield f"{many(len(reasons) - max_reasons, 'more reason')} in --all"
 
@@ -249,8 +249,10 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
     has_devices = len({panel.device for panel in panels}) > 1
     answers: list[Text] = []
     for panel in panels:
-        place = join_parts(panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on ")
-        answers += compare_precisions(panel, place)
+        place_text = join_parts(
+            panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on "
+        )
+        answers += compare_precisions(panel, place_text)
     for panel in entry.panels:
         if not panel.is_timed:
             answers += map(Text, name_best_precisions(panel))
@@ -272,8 +274,8 @@ def report_failures(entry: Entry) -> Elements:
     num_failed = sum(record.status is Status.FAILED for record in records)
     if num_failed:
         yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
-        failures = describe_cases_without_result(list_cases(entry.panels), CaseStatus.FAILED, "FAILED")
-        yield from bullet_list(failures, Tone.BAD)
+        failure_lines = describe_cases_without_result(list_cases(entry.panels), CaseStatus.FAILED, "FAILED")
+        yield from bullet_list(failure_lines, Tone.BAD)
     if missing_records := describe_missing_records(entry.run):
         yield Text(f"{missing_records[0].upper()}{missing_records[1:]}.", Tone.BAD)
     if not any(record.is_ok for record in records):
@@ -302,12 +304,12 @@ def _describe_labels(results: Sequence[Result]) -> str:
     """Returns the labels that cast doubt, as ' (noisy, drift in 2 of them)'. The power cap is included, because it
     explains a speed.
     """
-    counts = Counter(chain.from_iterable(map(_doubtful_labels, results)))
+    label_counts = Counter(chain.from_iterable(map(_doubtful_labels, results)))
 
     def count_label(label: Label) -> str:
-        return label if counts[label] == len(results) else f"{label} in {counts[label]} of them"
+        return label if label_counts[label] == len(results) else f"{label} in {label_counts[label]} of them"
 
-    phrases = [count_label(label) for label in Label if counts[label]]
+    phrases = [count_label(label) for label in Label if label_counts[label]]
     return f" ({', '.join(phrases)})" if phrases else ""
 
 

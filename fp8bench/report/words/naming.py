@@ -94,28 +94,31 @@ def describe_replays(record: Record) -> str:
         return ""
     if replays.why:
         return f"not replayed: {replays.why}"
-    total = sum(seconds for _, seconds in replays.phases)
-    shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
+    total_seconds = sum(seconds for _, seconds in replays.phases)
+    shares_text = ", ".join(f"{phase} {seconds / total_seconds:.0%}" for phase, seconds in replays.phases)
     loading_text = (
         f"replayed without loading {replays.loaded}, which are already on the device" if replays.loaded else ""
     )
-    return join_parts(loading_text, f"phases of a replay: {shares}" if shares else "", separator="; ")
+    return join_parts(loading_text, f"phases of a replay: {shares_text}" if shares_text else "", separator="; ")
 
 
 def show_start(run: Run) -> str:
     """Returns the start of a run as '2026-01-05 12:00 UTC'. If the stored text is not a date, returns this text."""
     try:
-        started = datetime.fromisoformat(run.started)
+        start_time = datetime.fromisoformat(run.started)
     except ValueError:
         return run.started
-    return f"{(started if started.tzinfo is None else started.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
+    return f"{(start_time if start_time.tzinfo is None else start_time.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
 
 
 def count_statuses(run: Run) -> str:
     """Returns how many cases have each status, as '10 measured, 1 skipped, 1 failed'."""
-    counts = Counter(record.status for record in run.records)
+    status_counts = Counter(record.status for record in run.records)
     word_by_status = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
-    return ", ".join(f"{counts[status]} {word}" for status, word in word_by_status.items() if counts[status]) or "none"
+    return (
+        ", ".join(f"{status_counts[status]} {word}" for status, word in word_by_status.items() if status_counts[status])
+        or "none"
+    )
 
 
 def many(number: int, noun: str, plural: str = "") -> str:
@@ -193,10 +196,10 @@ def describe_sizes(case: Case) -> str:
 
 def join_words(words: Iterable[str], max_words: int = 5) -> str:
     """Returns distinct words as 'a, b and c'. If there are more than `max_words`, returns 'a, b and 7 more'."""
-    listed = list(dict.fromkeys(words))
-    if len(listed) > max_words:
-        listed[max_words - 1 :] = [f"{len(listed) - max_words + 1} more"]
-    return " and ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
+    distinct_words = list(dict.fromkeys(words))
+    if len(distinct_words) > max_words:
+        distinct_words[max_words - 1 :] = [f"{len(distinct_words) - max_words + 1} more"]
+    return " and ".join(filter(None, (", ".join(distinct_words[:-1]), *distinct_words[-1:])))
 
 
 def join_remarks(
@@ -258,7 +261,7 @@ MAJORITY_SHARE = 0.75
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
     """Returns the tone that most cases have. If good and bad tones occur, returns the plain tone."""
-    counts = Counter(tones)
-    ((tone, count), *_) = counts.most_common() or [(Tone.PLAIN, 0)]
-    has_good_and_bad = counts[Tone.GOOD] and counts[Tone.BAD]
-    return Tone.PLAIN if has_good_and_bad or count < MAJORITY_SHARE * counts.total() else tone
+    tone_counts = Counter(tones)
+    ((tone, count), *_) = tone_counts.most_common() or [(Tone.PLAIN, 0)]
+    has_good_and_bad = tone_counts[Tone.GOOD] and tone_counts[Tone.BAD]
+    return Tone.PLAIN if has_good_and_bad or count < MAJORITY_SHARE * tone_counts.total() else tone

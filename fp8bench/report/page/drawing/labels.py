@@ -65,8 +65,8 @@ def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iter
     """Yields boxes for a label: above the mark, up to four lines higher, then below it."""
     half_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
-        middle = y + lines * size * 1.25
-        top, bottom = middle - half_height, middle + half_height
+        middle_y = y + lines * size * 1.25
+        top, bottom = middle_y - half_height, middle_y + half_height
         yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
         yield Box(x, top, x + width, bottom), "start", x
         yield Box(x - width, top, x, bottom), "end", x
@@ -76,5 +76,5 @@ def boxes_around(x: float, y: float, width: float, size: float) -> Iterable[Text
     half_height = size * 0.6
     yield Box(x + 9, y - half_height, x + 9 + width, y + half_height), "start", x + 9
     yield Box(x - 9 - width, y - half_height, x - 9, y + half_height), "end", x - 9
-    for middle in (y - 15, y + 15):
-        yield Box(x - width / 2, middle - half_height, x + width / 2, middle + half_height), "middle", x
+    for middle_y in (y - 15, y + 15):
+        yield Box(x - width / 2, middle_y - half_height, x + width / 2, middle_y + half_height), "middle", x

@@ -156,20 +156,20 @@ def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
     if not (fill[1] or stroke[1]):
         return None
     points: list[tuple[float, float]] = []
-    codes: list[Any] = []
+    path_codes: list[Any] = []
     for command, coordinates in steps:
         pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
         # matplotlib would omit a line of zero length, which is a dot of round line ends
         if command == "L" and pairs == points[-1:]:
             pairs = [(coordinates[0] + 0.01, coordinates[1])]
         points += pairs or [points[0]]
-        codes += _MATPLOTLIB_PATH_CODES[command]
+        path_codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
     line_cap_style = {"square": "projecting"}.get(
         look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt")
     )
     return PathPatch(
-        Path(points, codes),
+        Path(points, path_codes),
         facecolor=fill,
         edgecolor=stroke,
         linewidth=width if stroke[1] else 0.0,
@@ -192,16 +192,20 @@ def _printable_line(text: str) -> str:
 @cache
 def css_properties(kind: str, classes: str) -> Style:
     """Returns the CSS properties that a path or text with these classes has in the page's light theme."""
-    look: dict[str, str] = {}
+    matching_properties: dict[str, str] = {}
     for names, properties in sorted(_css_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
-            look |= properties
+            matching_properties |= properties
     # Replace CSS variables by their values, which may contain further variables.
-    while variable_texts := {name: text for name, text in look.items() if "var(" in text}:
+    while variable_texts := {name: text for name, text in matching_properties.items() if "var(" in text}:
         for name, text in variable_texts.items():
-            values = [look[variable] for variable in re.findall(r"--[\w-]+", text) if variable in look]
-            look[name] = next(iter(values), "none")
-    return look
+            values = [
+                matching_properties[variable]
+                for variable in re.findall(r"--[\w-]+", text)
+                if variable in matching_properties
+            ]
+            matching_properties[name] = next(iter(values), "none")
+    return matching_properties
 
 
 @cache
@@ -213,8 +217,8 @@ def _css_rules() -> Sequence[tuple[frozenset[str], Style]]:
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
     rules = []
-    for selectors, content in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
-        properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", content.strip()))
+    for selectors, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", text):
+        properties = dict(re.findall(r"([\w-]+):\s*([^;]+?)\s*(?:;|$)", declarations.strip()))
         rules += [(names, properties) for names in _parse_selectors(selectors)]
     return rules
 

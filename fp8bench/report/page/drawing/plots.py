@@ -159,9 +159,9 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
     sheet = plot.sheet
     shape, style = plot.looks[name]
     line_pieces: list[list[Point]] = []
-    for stretch in _unbroken_stretches(marks):
-        _draw_intervals(plot, style, stretch)
-        line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in stretch], plot.y)
+    for marks_without_gap in _unbroken_stretches(marks):
+        _draw_intervals(plot, style, marks_without_gap)
+        line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in marks_without_gap], plot.y)
     if line_pieces:
         sheet.add_lines(f"line {style}", line_pieces)
     plain_mark_style = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
@@ -200,24 +200,24 @@ def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
 
 def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     """Cuts a line at the ends of the value axis. Returns the pieces of it that lie within the axis."""
-    pieces: list[list[Point]] = []
+    line_pieces: list[list[Point]] = []
     for (left_x, left_y), (right_x, right_y) in pairwise(points):
         # Where the segment enters and leaves the axis, as fractions of its length.
-        enter, leave = 0.0, float(y.low <= left_y <= y.high)
+        entry_fraction, exit_fraction = 0.0, float(y.low <= left_y <= y.high)
         if left_y != right_y:
-            enter, leave = sorted((end - left_y) / (right_y - left_y) for end in (y.low, y.high))
-        enter, leave = max(enter, 0.0), min(leave, 1.0)
-        if enter >= leave:
+            entry_fraction, exit_fraction = sorted((end - left_y) / (right_y - left_y) for end in (y.low, y.high))
+        entry_fraction, exit_fraction = max(entry_fraction, 0.0), min(exit_fraction, 1.0)
+        if entry_fraction >= exit_fraction:
             continue
         start, stop = (
             (left_x + (right_x - left_x) * fraction, y.to_pixels(left_y + (right_y - left_y) * fraction))
-            for fraction in (enter, leave)
+            for fraction in (entry_fraction, exit_fraction)
         )
-        if pieces and enter == 0 and pieces[-1][-1] == start:
-            pieces[-1].append(stop)
+        if line_pieces and entry_fraction == 0 and line_pieces[-1][-1] == start:
+            line_pieces[-1].append(stop)
         else:
-            pieces.append([start, stop])
-    return pieces
+            line_pieces.append([start, stop])
+    return line_pieces
 
 
 def _thin_out_marks(marks: Marks, max_marks: int) -> Marks:
@@ -232,11 +232,11 @@ def _write_last_values(plot: _LinePlot) -> None:
     """Writes the last value of each series to the right of the lines. Values that would overlap are written one below
     another.
     """
-    ends = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
-    x = plot.x.to_pixels(max(place for place, _, _ in ends)) + _VALUE_GAP + 2
+    last_marks = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
+    x = plot.x.to_pixels(max(place for place, _, _ in last_marks)) + _VALUE_GAP + 2
     # Sort by height, then by CSS class, so that the drawing is reproducible.
     texts = sorted(
-        (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit)) for _, mark, style in ends
+        (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit)) for _, mark, style in last_marks
     )
     height = -math.inf
     for index, (own_height, style, text) in enumerate(texts):
@@ -304,8 +304,8 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
 def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: float) -> _Frame:
     bottom = top + 380.0
     y = fit_scale([point.y for point in points], bottom, top, True, chart.y.unit, 0.05)
-    left = max(sheet.measure_text(text) for _, text in y.ticks(_MAX_TICKS)) + 10
-    right = sheet.width - 1
+    plot_left = max(sheet.measure_text(text) for _, text in y.ticks(_MAX_TICKS)) + 10
+    plot_right = sheet.width - 1
     margin = None
     x_values: list[float] = []
     for point in points:
@@ -313,11 +313,11 @@ def _fit_frame(chart: Scatter, points: Sequence[ChartPoint], sheet: Sheet, top: 
             x_values += [point.x, *x_bounds(point)]
         else:
             # Make the margin wide enough for its title and a few columns of points.
-            margin = Box(right - 130.0, top, right, bottom)
+            margin = Box(plot_right - 130.0, top, plot_right, bottom)
     if margin:
-        right = margin.left - 10
-    x = fit_scale(x_values, left, right, unit=chart.x.unit, margin_share=0.05)
-    return _Frame(Box(left, top, right, bottom), margin, x, y)
+        plot_right = margin.left - 10
+    x = fit_scale(x_values, plot_left, plot_right, unit=chart.x.unit, margin_share=0.05)
+    return _Frame(Box(plot_left, top, plot_right, bottom), margin, x, y)
 
 
 def _draw_axes_of_scatter(sheet: Sheet, chart: Scatter, frame: _Frame) -> float:

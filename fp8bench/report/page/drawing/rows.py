@@ -52,7 +52,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     all_labels = chain.from_iterable(labels for _, labels in groups)
     texts = [sheet.cut_to_width(label, max_label_width) for label in all_labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
-    left = label_width + _LABEL_GAP
+    shapes_left = label_width + _LABEL_GAP
     row_tops: list[float] = []
     y = top
     for index, (heading, group) in enumerate(groups):
@@ -61,10 +61,10 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
             sheet.add_text(0, y + 10, sheet.cut_to_width(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
-            sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end")
+            sheet.add_text(shapes_left - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end")
             row_tops.append(y)
             y += height
-    return Rows(row_tops, height, left, y)
+    return Rows(row_tops, height, shapes_left, y)
 
 
 def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
@@ -169,22 +169,24 @@ def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, 
     if sample_pixels:
         # Centre the bar and its strokes together in the row.
         y -= _STROKE_HEIGHT / 2
-        start = y + _BAR_HEIGHT / 2 + 2
-        sheet.add_lines(f"samples {style}", [[(x, start), (x, start + _STROKE_HEIGHT)] for x in sample_pixels])
-    origin = scale.to_pixels(1.0)
-    end = scale.to_pixels(mark.value)
+        stroke_top = y + _BAR_HEIGHT / 2 + 2
+        sheet.add_lines(
+            f"samples {style}", [[(x, stroke_top), (x, stroke_top + _STROKE_HEIGHT)] for x in sample_pixels]
+        )
+    origin_x = scale.to_pixels(1.0)
+    value_x = scale.to_pixels(mark.value)
     is_slower = mark.value < 1
     # The bar of a case that is exactly as fast as the reference must also be visible.
-    bar_width = max(_MIN_BAR_WIDTH, abs(end - origin))
+    bar_width = max(_MIN_BAR_WIDTH, abs(value_x - origin_x))
     sheet.add_box(
-        f"bar {style}", origin - bar_width if is_slower else origin, y - _BAR_HEIGHT / 2, bar_width, _BAR_HEIGHT
+        f"bar {style}", origin_x - bar_width if is_slower else origin_x, y - _BAR_HEIGHT / 2, bar_width, _BAR_HEIGHT
     )
-    ends = [origin, end, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
-    if len(ends) == 4:
-        low, high = ends[2:]
+    x_positions = [origin_x, value_x, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
+    if len(x_positions) == 4:
+        low, high = x_positions[2:]
         whisker_caps = [[(x, y - _WHISKER_CAP_HEIGHT), (x, y + _WHISKER_CAP_HEIGHT)] for x in (low, high)]
         sheet.add_lines("whisker", [[(low, y), (high, y)], *whisker_caps])
-    x = min(ends) - _VALUE_GAP if is_slower else max(ends) + _VALUE_GAP
+    x = min(x_positions) - _VALUE_GAP if is_slower else max(x_positions) + _VALUE_GAP
     sheet.add_text(x, y, show_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_slower else "start")
 
 
@@ -239,9 +241,9 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
     totals_width = max(map(sheet.measure_text, total_texts)) + _VALUE_GAP
     scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - totals_width, unit=unit)
     for row, row_top, text in zip(rows, row_positions.row_tops, total_texts, strict=True):
-        middle = row_top + row_positions.height / 2
-        _draw_stack(sheet, chart, styles, row, middle, scale)
-        sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle, text, "value")
+        middle_y = row_top + row_positions.height / 2
+        _draw_stack(sheet, chart, styles, row, middle_y, scale)
+        sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle_y, text, "value")
     return draw_axis_below(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
 
 
@@ -271,29 +273,29 @@ def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack,
     """Draws one bar. Each of its parts, such as a phase, is one shape. In a timeline, a part that occurs several times
     has several rectangles.
     """
-    start = 0.0
+    part_start = 0.0
     edges_by_part: dict[int, list[tuple[float, float]]] = {}
-    sums = defaultdict[int, float](float)
+    sum_by_part = defaultdict[int, float](float)
     for part, value in row.pieces:
-        edges_by_part.setdefault(part, []).append((scale.to_pixels(start), scale.to_pixels(start + value)))
-        sums[part] += value
-        start += value
+        edges_by_part.setdefault(part, []).append((scale.to_pixels(part_start), scale.to_pixels(part_start + value)))
+        sum_by_part[part] += value
+        part_start += value
     top = middle - _STACK_HEIGHT / 2
     unit = chart.axis.unit
     bottom = top + _STACK_HEIGHT
-    for part, edges in edges_by_part.items():
+    for part, piece_edges in edges_by_part.items():
         name = chart.parts[part]
-        part_share = sums[part] / start
-        value_text = show_number(sums[part], unit)
+        part_share = sum_by_part[part] / part_start
+        value_text = show_number(sum_by_part[part], unit)
         value_text += "" if unit == "%" else f" ({units.percent(part_share)})"
-        value_text += f" in {len(edges)} pieces" if len(edges) > 1 else ""
+        value_text += f" in {len(piece_edges)} pieces" if len(piece_edges) > 1 else ""
         # All pieces of a part form one shape with one hint, so that the tab key stops once at the part.
-        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in edges]
+        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in piece_edges]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
         sheet.add_lines(style, boxes, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)
         if chart.pieces:
             continue
-        x, end = edges[0]
+        x, end = piece_edges[0]
         text = units.percent(part_share, 0)
         fits_text = part_share >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
         if name not in _REMAINDER_PARTS and fits_text:

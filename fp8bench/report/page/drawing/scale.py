@@ -62,12 +62,12 @@ def fit_scale(
     high = sorted_values[-1]
     magnitude = max(abs(low), abs(high))
     if log:
-        middle = (math.log(high) + math.log(low)) / 2
+        middle_log = (math.log(high) + math.log(low)) / 2
         half_log_range = (math.log(high) - math.log(low)) / 2
         min_half_log_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
         half_log_range = max(half_log_range, min_half_log_range) * (1 + 2 * margin_share)
-        low = _exp_within_bounds(middle - half_log_range)
-        high = _exp_within_bounds(middle + half_log_range)
+        low = _exp_within_bounds(middle_log - half_log_range)
+        high = _exp_within_bounds(middle_log + half_log_range)
     elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
@@ -101,15 +101,17 @@ def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[fl
     min_tick_step = (high - low) / max(1, max_ticks)
     if unit == "B" and min_tick_step >= 1:
         # Ticks of bytes are powers of two.
-        step = 2.0 ** math.ceil(math.log2(min_tick_step))
+        tick_step = 2.0 ** math.ceil(math.log2(min_tick_step))
     else:
-        power = 10.0 ** math.floor(math.log10(min_tick_step))
-        step = next(
-            factor * power for factor in _TICK_STEPS if factor * power >= min_tick_step * (1 - _EQUALITY_TOLERANCE)
+        power_of_ten = 10.0 ** math.floor(math.log10(min_tick_step))
+        tick_step = next(
+            factor * power_of_ten
+            for factor in _TICK_STEPS
+            if factor * power_of_ten >= min_tick_step * (1 - _EQUALITY_TOLERANCE)
         )
-    first_multiple = math.ceil(low / step - 1e-6)
-    last_multiple = math.floor(high / step + 1e-6)
-    return [multiple * step for multiple in range(first_multiple, last_multiple + 1)]
+    first_multiple = math.ceil(low / tick_step - 1e-6)
+    last_multiple = math.floor(high / tick_step + 1e-6)
+    return [multiple * tick_step for multiple in range(first_multiple, last_multiple + 1)]
 
 
 def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
@@ -272,7 +274,7 @@ def cut_to_width(text: str, max_width: float, font_size: float, bold: bool = Fal
 
 def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: bool) -> int:
     widths = (text_width(letter, font_size, bold) for letter in text)
-    return sum(end <= max_width for end in accumulate(widths))
+    return sum(text_end <= max_width for text_end in accumulate(widths))
 
 
 def escape(text: str) -> str:
