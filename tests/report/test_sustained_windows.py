@@ -9,7 +9,7 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import is_at_another_clock, sustained_samples
 from fp8bench.model import EnergyWindow, Level, Record, Run, Support
-from fp8bench.report.page.section import Entry
+from fp8bench.report.page.section import LabelledRun
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.speedup import describe_sustained_speed
 from fp8bench.store.runs.run_file import load_run
@@ -23,7 +23,7 @@ def run() -> Run:
 
 
 def sentences(run: Run) -> list[str]:
-    entry = Entry(run, findings(run))
+    entry = LabelledRun(run, findings(run))
     return [text.text for panel in group_into_panels(run, entry.findings) for text in describe_sustained_speed(panel)]
 
 

@@ -196,7 +196,7 @@ _MAX_SUITES_IN_LABEL = 3
 
 
 @dataclass(frozen=True)
-class Entry:
+class LabelledRun:
     """A run of a report. `label` distinguishes it from the other runs of the report, as 'cuda:0' or 'a1b2c3d4'. It is
     '' for a single run.
     """
@@ -222,7 +222,7 @@ class Material:
     For a report of one run, `earlier` has the best-case seconds of each case in earlier runs, by case id.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[LabelledRun, ...]
     store: Path | None = None
     earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
@@ -230,7 +230,7 @@ class Material:
     def is_single_run(self) -> bool:
         return len(self.entries) == 1
 
-    def panels(self) -> Iterator[tuple[Entry, Panel]]:
+    def panels(self) -> Iterator[tuple[LabelledRun, Panel]]:
         for entry in self.entries:
             for panel in entry.panels:
                 yield entry, panel
@@ -238,7 +238,7 @@ class Material:
 
 def make_material(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
     entries = zip(runs, findings, label_runs(runs), strict=True)
-    return Material(tuple(Entry(*fields) for fields in entries), store)
+    return Material(tuple(LabelledRun(*fields) for fields in entries), store)
 
 
 def label_runs(runs: Sequence[Run]) -> list[str]:

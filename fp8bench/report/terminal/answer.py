@@ -21,7 +21,7 @@ from fp8bench.model.run import BENCH
 from fp8bench.report.case_status import CaseStatus, find_case_status, list_speeds, speed_up, status_tone, status_words
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
-from fp8bench.report.page.section import Entry
+from fp8bench.report.page.section import LabelledRun
 from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
 from fp8bench.report.topics.answers import PRECISION_QUESTION, QUESTION_OF_CALLABLES, find_answers
@@ -56,7 +56,7 @@ _MAX_GROUPS = 16
 _MAX_TENSORS = 2
 
 
-def answer_parts(entry: Entry, width: int, page_path: str = "", store_options: str = "") -> Iterator[Part]:
+def answer_parts(entry: LabelledRun, width: int, page_path: str = "", store_options: str = "") -> Iterator[Part]:
     """Yields the parts of the answer. The last part has links to more details.
 
     `page_path` is the path of the page. `store_options` are the options with which other commands find the run.
@@ -70,7 +70,7 @@ def answer_parts(entry: Entry, width: int, page_path: str = "", store_options: s
     yield replace(last_part, elements=(*last_part.elements, last_element))
 
 
-def _parts_without_links(entry: Entry, width: int) -> Iterator[Part]:
+def _parts_without_links(entry: LabelledRun, width: int) -> Iterator[Part]:
     # 1. Report failures and missing cases.
     if failure_texts := tuple(report_failures(entry)):
         yield Part("losses", "", failure_texts)
@@ -108,14 +108,14 @@ def describe_storage(run_path: str, page_path: str) -> str:
     return "this run was not stored"
 
 
-def next_commands(entry: Entry, store_options: str) -> Sentences:
+def next_commands(entry: LabelledRun, store_options: str) -> Sentences:
     """Yields commands that could settle, change or explain an answer."""
     yield from propose_next_commands(entry.timed_panels, entry)
     if list_speeds(list_cases(entry.timed_panels)) and entry.run.request.suite != BENCH:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{store_options}"
 
 
-def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
+def _answer_panels(panels: Sequence[Panel], entry: LabelledRun) -> Part:
     """Returns one answer for all these panels: a verdict with its reason for each precision, what to do next, and
     tables of times.
     """

@@ -25,7 +25,7 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import count_missing, environment_fact, many
 
 # How often each name occurs, as the number of skipped runs by reason.
-Counts = Mapping[str, int]
+CountByName = Mapping[str, int]
 _SIGN_OF_ROUGH_FIGURE = "~"
 # At most this many reasons for skipped runs are listed, so that they do not hide the runs.
 _MAX_REASONS = 20
@@ -56,7 +56,12 @@ def show_trend_value(trend: Trend, number: float | None, digits: int = 3) -> str
 
 
 def trends_page(
-    endings: Sequence[Ending], store: str, num_runs: int, num_commits: int, skipped: Counts, store_options: str = ""
+    endings: Sequence[Ending],
+    store: str,
+    num_runs: int,
+    num_commits: int,
+    skipped: CountByName,
+    store_options: str = "",
 ) -> Page:
     """Returns the page of all series: a line for each series, grouped by machine and Python interpreter.
 
@@ -157,7 +162,7 @@ def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[
 def runs_page(
     rows: Sequence[tuple[Field, ...]],
     store: str,
-    skipped: Counts,
+    skipped: CountByName,
     store_options: str = "",
     other_results: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:
@@ -195,12 +200,12 @@ def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: 
     return Page(f"{store}: {summary}", "", tuple(parts))
 
 
-def asv_files_page(store: str, num_files: int, num_series: int, num_runs: int, skipped: Counts) -> Page:
+def asv_files_page(store: str, num_files: int, num_series: int, num_runs: int, skipped: CountByName) -> Page:
     counts_text = f"{many(num_files, 'asv file')} with {many(num_series, 'benchmark')}"
     return Page(f"{store}: wrote {counts_text} from {many(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
 
 
-def merge_page(title: str, counts: Counts) -> Page:
+def merge_page(title: str, counts: CountByName) -> Page:
     return Page(title, "", (), facts=tuple((name, str(count)) for name, count in counts.items()))
 
 
@@ -306,11 +311,11 @@ def _show_condition(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-def _list_skipped_runs(skipped: Counts) -> list[Part]:
+def _list_skipped_runs(skipped: CountByName) -> list[Part]:
     reasons = sort_counts(skipped)[:_MAX_REASONS]
     return list_of("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in reasons))
 
 
-def sort_counts(counts: Counts) -> list[tuple[str, int]]:
+def sort_counts(counts: CountByName) -> list[tuple[str, int]]:
     """Returns the reasons with their counts, the largest count first."""
     return sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))

@@ -50,7 +50,7 @@ def make_painter(color: bool) -> Paint:
     return paint
 
 
-class _Wrapper(textwrap.TextWrapper):
+class _TextWrapper(textwrap.TextWrapper):
     """Wraps text like textwrap, but may also break a long case name after a comma."""
 
     def _split(self, text: str) -> list[str]:
@@ -68,7 +68,7 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     """
     # Names and error texts are untrusted, and must not control the terminal.
     printable_text = printable(text)
-    wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
+    wrapper = _TextWrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
     return wrapper.wrap(printable_text) or [indent.rstrip()]
 
 

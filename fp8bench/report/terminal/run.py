@@ -12,7 +12,7 @@ from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import describe_intervals
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Facts, Page, Part, Table, Text, Tone
-from fp8bench.report.page.section import Entry
+from fp8bench.report.page.section import LabelledRun
 from fp8bench.report.panels import (
     FindingsById,
     Panel,
@@ -64,7 +64,7 @@ def answer_page(run: Run, findings: FindingsById, width: int, page_path: str = "
     `page_path` is the path of the HTML page. `store_options` are the options with which other commands find the run.
     """
     width = max(width, layout.MIN_WIDTH)
-    entry = Entry(run, findings)
+    entry = LabelledRun(run, findings)
     parts = answer_parts(entry, width, page_path, store_options)
     return Page("", "", tuple(parts), _legend_lines(entry.panels))
 
@@ -76,7 +76,7 @@ def detail_page(
     is at most `width` columns wide.
     """
     width = max(width, layout.MIN_WIDTH)
-    entry = Entry(run, findings)
+    entry = LabelledRun(run, findings)
     panels = entry.panels
     parts = []
     if not panels:

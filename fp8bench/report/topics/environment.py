@@ -12,7 +12,7 @@ from fp8bench.model import DeviceFacts, Label, Run
 from fp8bench.model.run import MARKS_SHARE, SWITCHES_SET
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
-from fp8bench.report.page.section import Entry, Material, section
+from fp8bench.report.page.section import LabelledRun, Material, section
 from fp8bench.report.panels import join_parts, list_cases
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import (
@@ -42,7 +42,7 @@ def environment_section(material: Material) -> Elements:
         yield from _list_remarks(entry)
     yield Text("How to measure it again", Tone.STRONG)
     for entry in material.entries:
-        yield from _entry_label(entry)
+        yield from _show_run_label(entry)
         commands = [entry.run.command, *(resumption.command for resumption in entry.run.resumptions)]
         if any(commands):
             yield Code("\n".join(filter(None, commands)))
@@ -50,7 +50,7 @@ def environment_section(material: Material) -> Elements:
             yield Text("The command is lost with the header of the file.", Tone.DOUBT)
 
 
-def _conditions_table(entries: Sequence[Entry]) -> Table:
+def _conditions_table(entries: Sequence[LabelledRun]) -> Table:
     """Returns a table with a row for each fact that some run has, and a column for each run."""
     cols: Cols[str] = [Col("fact", str)]
     names: dict[str, str] = {}
@@ -61,12 +61,12 @@ def _conditions_table(entries: Sequence[Entry]) -> Table:
     return table("machines", "The conditions of each run", cols, names)
 
 
-def _entry_label(entry: Entry) -> Texts:
+def _show_run_label(entry: LabelledRun) -> Texts:
     if entry.label:
         yield Text(entry.label, Tone.STRONG)
 
 
-def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
+def _list_facts(entry: LabelledRun) -> Iterator[tuple[str, str]]:
     run = entry.run
     get_fact = partial(environment_fact, run)
     measured_device_keys = {record.case.device for record in run.records}
@@ -178,7 +178,7 @@ def _add_in_brackets(text: str, word: str, addition: str) -> str:
     return f"{text} ({word}{addition})" if text and addition else text
 
 
-def _list_remarks(entry: Entry) -> Elements:
+def _list_remarks(entry: LabelledRun) -> Elements:
     run = entry.run
     remarks = [Text(f"note: {note}") for note in list_notes(run)]
     remarks += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
@@ -189,11 +189,11 @@ def _list_remarks(entry: Entry) -> Elements:
     if not run.started and not run.devices:
         remarks.insert(0, Text(_LOST_HEADER_TEXT, Tone.BAD))
     if remarks:
-        yield from _entry_label(entry)
+        yield from _show_run_label(entry)
         yield Items(tuple(remarks))
 
 
-def _explain_labels(entry: Entry) -> Texts:
+def _explain_labels(entry: LabelledRun) -> Texts:
     measured_cases = [case for case in list_cases(entry.panels) if case.is_ok]
     for label in Label:
         reasons = [case.reason(label) for case in measured_cases if label in case.labels]

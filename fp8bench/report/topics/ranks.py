@@ -92,7 +92,7 @@ def rank_elements(panel: Panel) -> Iterator[Table | Text]:
     yield from _explain_unknown("efficiency", efficiencies)
     # 3. Show how communication overlaps with products.
     overlap_of_cases = panel.find_values(lambda result: find_overlap(result.record))
-    yield from tables_with_rows(_sent_table(panel), _overlap_table(overlap_of_cases))
+    yield from tables_with_rows(_sent_bytes_table(panel), _overlap_table(overlap_of_cases))
     yield from _explain_unknown("overlap", overlap_of_cases)
     yield from _describe_bubbles(panel)
     # Warn on a CPU, because readers could take its numbers for those of a cluster.
@@ -141,7 +141,7 @@ def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Ta
 _CaseMessages = CaseValue[Sequence[Sent]]
 
 
-def _sent_table(panel: Panel) -> Table:
+def _sent_bytes_table(panel: Panel) -> Table:
     """Returns a table of the bytes that the ranks send in a step, by operation and dtype."""
     rows: list[_CaseMessages] = []
     for case in panel.named_cases:

@@ -20,7 +20,7 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, list_speeds, speed_up
 from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
-from fp8bench.report.page.section import Entry, Material, section, timed_panels
+from fp8bench.report.page.section import LabelledRun, Material, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
 from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propose_commands
@@ -85,12 +85,12 @@ def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
     return lines
 
 
-def warn_of_load(entry: Entry) -> Texts:
+def warn_of_load(entry: LabelledRun) -> Texts:
     if load_warning := describe_load_warning(entry):
         yield Text(f"{load_warning}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
 
 
-def describe_load_warning(entry: Entry) -> str:
+def describe_load_warning(entry: LabelledRun) -> str:
     """Returns a warning if other programs were running and some interval does not include the spread between runs.
     Otherwise returns ''.
     """
@@ -120,7 +120,7 @@ def describe_comparison(panels: Sequence[Panel]) -> str:
     )
 
 
-def propose_next_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
+def propose_next_commands(panels: Sequence[Panel], entry: LabelledRun) -> Sentences:
     cases = list_cases(panels)
     # A decided verdict needs no second run, even if other programs were running.
     under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
@@ -132,7 +132,7 @@ def is_decided(cases: Cases) -> bool:
     return not {find_case_status(case) for case in cases} & {CaseStatus.DOUBTED, CaseStatus.UNSURE, CaseStatus.UNTIMED}
 
 
-def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) -> Sentences:
+def explain_doubts(panels: Sequence[Panel], entry: LabelledRun, max_reasons: int = 2) -> Sentences:
     """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies. At most
     `max_reasons` reasons of single cases are listed: `show --all` has all of them.
     """
@@ -197,7 +197,7 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
         yield result.record.detail
 
 
-def warn_of_false_verdicts(entry: Entry) -> Texts:
+def warn_of_false_verdicts(entry: LabelledRun) -> Texts:
     """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
     num_judged_cases = len(list_speeds(list_cases(entry.panels)))
     if num_judged_cases > 1:
@@ -234,11 +234,11 @@ def _verdict_lead(material: Material) -> str:
 def verdict_section(material: Material) -> Elements:
     elements: list[Element] = []
     for entry in material.entries:
-        elements += _describe_entry(entry, material.is_single_run)
+        elements += _describe_labelled_run(entry, material.is_single_run)
     yield from elements or [Text("This report has no runs.")]
 
 
-def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
+def _describe_labelled_run(entry: LabelledRun, is_single_run: bool) -> Elements:
     if not is_single_run:
         yield Text(f"{entry.label}, {show_start(entry.run)}", Tone.STRONG)
     yield from report_failures(entry)
@@ -269,7 +269,7 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
     yield from bullet_list(doubts, Tone.DOUBT)
 
 
-def report_failures(entry: Entry) -> Elements:
+def report_failures(entry: LabelledRun) -> Elements:
     records = entry.run.records
     num_failed = sum(record.status is Status.FAILED for record in records)
     if num_failed:

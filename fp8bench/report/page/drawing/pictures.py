@@ -25,7 +25,7 @@ from matplotlib.transforms import Affine2D
 from fp8bench.report.elements import AnyChart
 from fp8bench.report.page.drawing.draw import draw_on
 from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
-from fp8bench.report.page.drawing.sheet import Line, PathCommands, Sheet, line_commands, shape_outline
+from fp8bench.report.page.drawing.sheet import PathCommands, Polyline, Sheet, line_commands, shape_outline
 
 # How many pixels of the sheet, points of a font or line, and pixels of the file make an inch.
 _PIXELS_PER_INCH = 96.0
@@ -49,7 +49,7 @@ _DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject
 _OMITTED_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 _MIN_BOLD_WEIGHT = 550
 
-Style = Mapping[str, str]
+CssProperties = Mapping[str, str]
 
 
 def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
@@ -74,11 +74,11 @@ class _PictureSheet(Sheet):
 
     def __init__(self, chart: AnyChart) -> None:
         super().__init__(chart)
-        self._shapes: list[tuple[int, PathCommands, Style]] = []
+        self._shapes: list[tuple[int, PathCommands, CssProperties]] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
 
     def add_lines(
-        self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False
+        self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
         self._shapes.append((layer, line_commands(lines, closed), css_properties("path", style)))
 
@@ -149,7 +149,7 @@ class _PictureSheet(Sheet):
         return figure
 
 
-def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
+def _make_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
     """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
     fill = _color_and_opacity(look, "fill")
     stroke = _color_and_opacity(look, "stroke")
@@ -179,7 +179,7 @@ def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
     )
 
 
-def _color_and_opacity(look: Style, name: str) -> tuple[str, float]:
+def _color_and_opacity(look: CssProperties, name: str) -> tuple[str, float]:
     color = look.get(name, "none")
     return ("#ffffff", 0.0) if color == "none" else (color, float(look.get(f"{name}-opacity", "1")))
 
@@ -190,7 +190,7 @@ def _printable_line(text: str) -> str:
 
 
 @cache
-def css_properties(kind: str, classes: str) -> Style:
+def css_properties(kind: str, classes: str) -> CssProperties:
     """Returns the CSS properties that a path or text with these classes has in the page's light theme."""
     matching_properties: dict[str, str] = {}
     for names, properties in sorted(_css_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
@@ -209,7 +209,7 @@ def css_properties(kind: str, classes: str) -> Style:
 
 
 @cache
-def _css_rules() -> Sequence[tuple[frozenset[str], Style]]:
+def _css_rules() -> Sequence[tuple[frozenset[str], CssProperties]]:
     """Returns the CSS rules of both style sheets as (tags and classes, properties). Rules in @media blocks are left
     out.
     """

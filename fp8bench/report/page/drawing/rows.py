@@ -33,7 +33,7 @@ _VALUE_GAP = 8.0
 _TEXT_GAP = 10.0
 
 
-class Rows(NamedTuple):
+class RowPositions(NamedTuple):
     """The positions of rows in pixels. Has the upper end of each row, the height of all rows, and the left end of the
     shapes in them. `bottom` is the lower end of the last row.
     """
@@ -44,7 +44,9 @@ class Rows(NamedTuple):
     bottom: float
 
 
-def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
+def arrange_rows(
+    sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0
+) -> RowPositions:
     """Writes the headings and labels of rows, and returns the positions of the rows. Each row has the given height."""
     has_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
@@ -64,7 +66,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
             sheet.add_text(shapes_left - _LABEL_GAP, y + height / 2, texts[len(row_tops)], "label", anchor="end")
             row_tops.append(y)
             y += height
-    return Rows(row_tops, height, shapes_left, y)
+    return RowPositions(row_tops, height, shapes_left, y)
 
 
 def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
@@ -197,7 +199,7 @@ _MIN_SHARE_WITH_TEXT = 0.03
 _REMAINDER_PARTS = ("other", "the rest")
 
 
-class _Stack(NamedTuple):
+class _StackedRow(NamedTuple):
     """A row of stacked parts: the index and value of each part in sequence, and the sum of the values."""
 
     label: str
@@ -225,7 +227,7 @@ def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
         pieces = chart.pieces[index] if chart.pieces else enumerate(values)
         drawn_pieces = [(part, value) for part, value in pieces if is_drawable(value, log=True)]
         if drawn_pieces:
-            rows.append(_Stack(label, drawn_pieces, sum(value for _, value in drawn_pieces)))
+            rows.append(_StackedRow(label, drawn_pieces, sum(value for _, value in drawn_pieces)))
     rows = rows[:MAX_ROWS]
     sheet.note_missing_values(len(chart.rows) - len(rows))
     if not rows:
@@ -269,7 +271,9 @@ def _part_classes(chart: Stacks) -> list[str]:
     return list(map(part_class, chart.parts, phases))
 
 
-def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:
+def _draw_stack(
+    sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _StackedRow, middle: float, scale: Scale
+) -> None:
     """Draws one bar. Each of its parts, such as a phase, is one shape. In a timeline, a part that occurs several times
     has several rectangles.
     """

@@ -35,7 +35,7 @@ _QUARTER_CIRCLE = (
     (0.5, 0.0),
 )
 
-Line = Sequence[tuple[float, float]]
+Polyline = Sequence[tuple[float, float]]
 # An SVG path command, as 'L', with the coordinates of its points.
 PathCommand = tuple[str, Sequence[float]]
 PathCommands = Sequence[PathCommand]
@@ -57,7 +57,7 @@ class Sheet:
         self._omitted = ""
 
     def add_lines(
-        self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False
+        self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
         steps = line_commands(lines, closed)
         self._elements.append((layer, f'<path class="{style}" d="{_path_data(steps)}"{self._hint_attributes(hint)}/>'))
@@ -134,7 +134,7 @@ def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def line_commands(lines: Sequence[Line], closed: bool) -> PathCommands:
+def line_commands(lines: Sequence[Polyline], closed: bool) -> PathCommands:
     commands: list[PathCommand] = []
     for line in lines:
         commands.append(("M", line[0]))
