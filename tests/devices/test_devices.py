@@ -19,7 +19,7 @@ from fp8bench.devices.cpu import Cpu, ProfilerMeter, read_last_cache, read_proce
 from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, format_pci_address
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.profiler.allocations import AllocationStream, Event, LiveAddresses, MemoryChange, PhaseStart
-from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, find_record_method
+from fp8bench.profiler.gpu import AllocatorMeter, BackwardPass, EventStamper, find_record_method
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 from tests.counts import for_each
@@ -338,7 +338,7 @@ class FakeAllocator:
         monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
         self.segments: list[dict[str, object]] = []
         self.ran: list[str] = []
-        monkeypatch.setattr(Backward, "run", lambda backward: self.ran.append("backward"))
+        monkeypatch.setattr(BackwardPass, "run", lambda backward: self.ran.append("backward"))
 
     def allocate(self, size: int) -> None:
         self.waiting += 1
