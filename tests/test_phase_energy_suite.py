@@ -57,7 +57,7 @@ def measured(simulation: Simulation, folder: Path, hows: str, *words: str) -> tu
         phases = phase_energies(record, findings(kept)[record.case.id])
         assert phases is not None
         found[str(record.case.param("how"))] = Measured(record, phases)
-    assert "energy of phases" in done.stdout or "joules of each phase run by itself" in done.stdout
+    assert "energy of phases" in done.stdout or "joules of each phase, measured alone" in done.stdout
     return found, render_whole(kept, findings(kept), 150)
 
 
@@ -93,7 +93,7 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
     for window in record.energy.windows:
         assert window.joules / window.steps == pytest.approx(STEP, rel=0.03)
     assert record.energy.power_limits == (650.0,) and " W of 650 W" in text
-    assert "joules of each phase run by itself" in " ".join(text.split())
+    assert "joules of each phase, measured alone" in " ".join(text.split())
     if found.void:
         assert found.void.startswith("run separately, the phases take ")
         return

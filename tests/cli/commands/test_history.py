@@ -183,7 +183,7 @@ def test_rebuild(store: Path, say: Say) -> None:
     code, out, err = say("rebuild")
     assert (code, err) == (0, "")
     assert out == (
-        ".fp8bench: made 2 files of asv's, 14 benchmarks, from 2 runs\n"
+        ".fp8bench: wrote 2 asv files with 14 benchmarks from 2 runs\n"
         "\nnot in it\n  1 run: the files differed from their commit\n"
     )
     before = tree(results_folder(store))
