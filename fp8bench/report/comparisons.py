@@ -18,7 +18,7 @@ from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Elements, Items, Page, Part, Text, Texts, Tone
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import many
 
@@ -148,7 +148,7 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     for title, lines in lines_by_title.items():
         if len(lines) > _MAX_LISTED:
             lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED} more"]
-        parts += list_of(title.replace(" ", "-"), title, lines)
+        parts += make_list_part(title.replace(" ", "-"), title, lines)
     # 3. Explain how to read the page.
     legend: list[str] = []
     if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):

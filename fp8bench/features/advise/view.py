@@ -11,7 +11,7 @@ from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import together
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.legend import RANGE_OF_ROUNDS
 from fp8bench.report.words.naming import many
 
@@ -43,7 +43,7 @@ def render_page(advised: Advised, notes: Sequence[str], everything: bool = False
     parts += [Part(table.name, "", (table,)) for table in question_tables(advised, everything)]
     if not everything and (next_steps := tuple(_suggest_commands(advised))):
         parts.append(Part("next", "", next_steps))
-    parts += list_of("notes", "notes", notes)
+    parts += make_list_part("notes", "notes", notes)
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 

@@ -23,7 +23,7 @@ from fp8bench.report.comparisons import (
 )
 from fp8bench.report.elements import Element, Field, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params, together
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import join_words, many
 
 _CHANGE_LEGEND = (
@@ -54,7 +54,7 @@ def render_page(duel: Duel) -> Page:
     times = [figure for figure in figures if figure[1].metric == TIME]
     shown: Element = table("times", "", _TIMES, times) if times else Text("Nothing was measured.")
     parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(figures)))]
-    parts += list_of("notes", "notes", _collect_notes(duel, figures))
+    parts += make_list_part("notes", "notes", _collect_notes(duel, figures))
     legend = (
         _TIME_LEGEND,
         _CHANGE_LEGEND,

@@ -29,7 +29,7 @@ from fp8bench.report.comparisons import explain_labels, show_change, split_case_
 from fp8bench.report.elements import Code, Element, Field, Items, Page, Part, Table, Text, Tone, printable
 from fp8bench.report.page import markdown
 from fp8bench.report.panels import together
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import many, shorten_line
 
 # The JUnit element of each outcome. Figures that block the gate undecided are errors. Outcomes without an element pass.
@@ -152,10 +152,10 @@ def render_page(verdict: GateVerdict) -> Page:
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     reasons = Counter(figure.why for figure in verdict.of(GateOutcome.OPEN) if figure.why)
-    parts += list_of(
+    parts += make_list_part(
         "open", "Cannot tell (not blocking), because", (f"{why} ({many(n, 'figure')})" for why, n in reasons.items())
     )
-    parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MAX_ROWS]))
+    parts += make_list_part("notes", "Notes", (f"- {note}" for note in verdict.notes[:MAX_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
     # 2. Explain only the terms that the page shows.

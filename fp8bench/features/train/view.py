@@ -36,7 +36,7 @@ from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.panels import join_parts, together
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import remove_option
 from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
@@ -164,7 +164,7 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     size_advice = (words.SIZE_ADVICE,) if answers else ()
     parts = (
         Part("verdict", question, (*answer, arms, *render_wire(judged))),
-        *list_of("notes", "Notes", (*words.describe_chance(verdicts), *size_advice, *list_notes(judged))),
+        *make_list_part("notes", "Notes", (*words.describe_chance(verdicts), *size_advice, *list_notes(judged))),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),

@@ -16,7 +16,7 @@ from fp8bench.report.comparisons import show_change
 from fp8bench.report.elements import Code, Elements, Page, Part, Text, Tone
 from fp8bench.report.panels import join_parts, together
 from fp8bench.report.terminal.history import count_series, describe_machine, show_trend_value, sort_counts
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import join_words, many
 
 _CHANGE_COLUMNS: tuple[Col[tuple[str, Change]], ...] = (
@@ -69,7 +69,7 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
         if rows:
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
     ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.left))
-    parts += list_of("left", "not looked at", ignored_series)
+    parts += make_list_part("left", "not looked at", ignored_series)
     # Show the commands for the first alarm only, because readers can adapt them to other changes.
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
     if first_alarm is not None:

@@ -21,7 +21,7 @@ from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Text
 from fp8bench.report.panels import join_parts
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import count_missing, environment_fact, many
 
 # How often each name occurs, as the number of skipped runs by reason.
@@ -122,7 +122,7 @@ def trend_page(trends: Sequence[Trend], description: str) -> Page:
         Col("change", "change", number=True),
         Col("why", "reason", below=True),
     ]
-    parts = list_of("what", "", [f"{description}; lower is better"])
+    parts = make_list_part("what", "", [f"{description}; lower is better"])
     for trend in trends:
         parts.append(Part("trend", "", (table("trend", describe_machine(trend), cols, _figure_rows(trend)),)))
     return Page(trends[0].name, "", tuple(parts), _TREND_LEGEND)
@@ -184,7 +184,7 @@ def runs_page(
     )
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
     for kind, lines in other_results.items():
-        parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
+        parts += make_list_part(f"{kind}s", f"{kind}s (UTC), newest first", lines)
     parts += [_next_command("show one run", f"fp8bench show {rows[0][0].text}{store_options}")] if rows else []
     return Page(f"{store}: {many(len(rows), 'run')}, newest first", "", (*parts, *_list_skipped_runs(skipped)))
 
@@ -193,10 +193,14 @@ def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: 
     parts: list[Part] = []
     for title, is_broken in (("broken", True), ("worth knowing", False)):
         listed_faults = [fault for fault in faults if fault.broken is is_broken]
-        parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed_faults))
+        parts += make_list_part(
+            title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed_faults)
+        )
     parts.append(Part("sound", "", (Text(f"{num_sound} of {num_files} run files are sound"),)))
-    num_faults = sum(fault.broken for fault in faults)
-    summary = f"{many(num_faults, 'thing is', 'things are')} broken" if num_faults else "nothing is broken"
+    num_broken_faults = sum(fault.broken for fault in faults)
+    summary = (
+        f"{many(num_broken_faults, 'thing is', 'things are')} broken" if num_broken_faults else "nothing is broken"
+    )
     return Page(f"{store}: {summary}", "", tuple(parts))
 
 
@@ -313,7 +317,7 @@ def _show_condition(value: object) -> str:
 
 def _list_skipped_runs(skipped: CountByName) -> list[Part]:
     reasons = sort_counts(skipped)[:_MAX_REASONS]
-    return list_of("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in reasons))
+    return make_list_part("left", "not in it", (f"{many(count, 'run')}: {reason}" for reason, count in reasons))
 
 
 def sort_counts(counts: CountByName) -> list[tuple[str, int]]:

@@ -72,7 +72,7 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
     return wrapper.wrap(printable_text) or [indent.rstrip()]
 
 
-def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
+def make_list_part(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
     texts = tuple(map(Text, sentences))
     return [Part(name, title, (Items(texts),))] if texts else []
 
@@ -92,7 +92,7 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
     parts = [part for part in page.parts if part.name != "summary"]
     has_hint = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
     if explain:
-        parts += list_of("legend", "how to read this", page.footer)
+        parts += make_list_part("legend", "how to read this", page.footer)
     elif has_hint and summary_parts:
         parts.append(Part("legend", "", (Text(_EXPLAIN_HINT),)))
     blocks = [header_lines]

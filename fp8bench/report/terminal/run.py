@@ -28,7 +28,7 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
-from fp8bench.report.terminal.layout import list_of
+from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.topics import roofline
 from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import energy_table, explain_missing_energy, list_energy_doubts, phase_energy_table
@@ -91,7 +91,7 @@ def detail_page(
     if not parts:
         parts.append(Part("nothing", "", (Text(f"This run has no {detail}."),)))
     if detail == "all":
-        parts += list_of("next", "next", next_commands(entry, store_options))
+        parts += make_list_part("next", "next", next_commands(entry, store_options))
         parts.append(Part("stored", "", (Text(describe_storage(run.path, page_path)),)))
     return Page("", "", tuple(parts), _legend_lines(panels, detail))
 
@@ -112,7 +112,7 @@ def _detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Iterator[P
         else:
             yield from _panel_part(panel, run, [*tensor_tables(panel, width), *data_table(panel)])
     if detail in ("notes", "all"):
-        yield from list_of("notes", "notes", merge_notes(_panel_notes(panel, run), len(panel.groups)))
+        yield from make_list_part("notes", "notes", merge_notes(_panel_notes(panel, run), len(panel.groups)))
     elif detail == "data" or panel.is_timed:
         elements: list[Element] = []
         for list_elements in _ELEMENTS_OF_DETAIL[detail]:
@@ -129,7 +129,9 @@ def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     if measurements := _list_other_measurements(panel):
         yield Part("numbers", "numbers", tuple(measurements))
     if limit_sentences := [*roofline.describe_phase_limits(panel), *roofline.describe_gains(panel)]:
-        yield from list_of("roofline", "what limits it", [*limit_sentences, *roofline.cite_peaks(panel.named_cases)])
+        yield from make_list_part(
+            "roofline", "what limits it", [*limit_sentences, *roofline.cite_peaks(panel.named_cases)]
+        )
 
 
 def _reference_line(panel: Panel) -> str:
@@ -331,7 +333,7 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
     lines += merge_notes(skip_notes, len(groups))
     title = panel_heading(case.workload, common_params, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))
-    yield from list_of("groups", "", lines)
+    yield from make_list_part("groups", "", lines)
 
 
 def _support_table(groups: Sequence[Group]) -> Table:

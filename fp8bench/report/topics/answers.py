@@ -35,7 +35,7 @@ from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_to_reference
 from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
-from fp8bench.report.words.naming import common_tone, name_unsplit_work, shorten_line
+from fp8bench.report.words.naming import common_tone, name_work_outside_phases, shorten_line
 
 PRECISION_QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
@@ -258,7 +258,7 @@ def explain_speed(case: NamedCase) -> str:
     if {*case.finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in case.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
     reason = find_case_reason(case)
-    return describe_reason(reason, name_unsplit_work(case)) if reason is not None else ""
+    return describe_reason(reason, name_work_outside_phases(case)) if reason is not None else ""
 
 
 def find_case_reason(case: NamedCase) -> Reason | None:
@@ -273,9 +273,9 @@ def find_case_reason(case: NamedCase) -> Reason | None:
     return find_reason(case.finding.gains, too_short_phases)
 
 
-def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
-    """Returns the reason for a step's speed. `unsplit_work` is the name for time outside of phases, or ''."""
-    gains_text = _describe_gains(reason.gains, unsplit_work)
+def describe_reason(reason: Reason, work_outside_phases: str = "") -> str:
+    """Returns the reason for a step's speed. `work_outside_phases` is the name for time outside of phases, or ''."""
+    gains_text = _describe_gains(reason.gains, work_outside_phases)
     saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
@@ -290,19 +290,19 @@ def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
             return f"{gains_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
         case Cause.ONE_PHASE:
-            return f"{_describe_gains(reason.gains[:1], unsplit_work)}, which is nearly all of the gain"
+            return f"{_describe_gains(reason.gains[:1], work_outside_phases)}, which is nearly all of the gain"
         case _:
             return gains_text
 
 
-def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
+def _describe_gains(gains: Sequence[PhaseGain], work_outside_phases: str) -> str:
     """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
-    casts 2.30 ms'. `unsplit_work` is the name for time outside of phases, or ''.
+    casts 2.30 ms'. `work_outside_phases` is the name for time outside of phases, or ''.
     """
     phrases = []
     previous_verb = ""
     for gain in gains:
-        noun = unsplit_work if unsplit_work and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
+        noun = work_outside_phases if work_outside_phases and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
         verb = "save" if gain.saved_seconds > 0 else "cost"
         if verb != previous_verb:
             is_plural = gain.phase == Phase.CAST or " and " in noun

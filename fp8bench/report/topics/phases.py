@@ -19,7 +19,7 @@ from fp8bench.report.page.charts import stack_chart
 from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, together
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import join_words, name_unsplit_work, phase_sort_key, phase_words
+from fp8bench.report.words.naming import join_words, name_work_outside_phases, phase_sort_key, phase_words
 
 COMPILED_REMARK = (
     "In compiled steps the forward and the backward pass are fused graphs of casts and products, so their time cannot "
@@ -232,10 +232,10 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
     finding = case.finding
     rows = []
     for gain in sorted(finding.gains, key=lambda gain: phase_sort_key(gain.phase)):
-        unsplit_work = name_unsplit_work(case) if gain.phase == UNATTRIBUTED else ""
+        work_outside_phases = name_work_outside_phases(case) if gain.phase == UNATTRIBUTED else ""
         tone = Tone.PLAIN if gain.is_clear else Tone.DOUBT
         interval = f"{_show_saving(gain.low)} to {_show_saving(gain.high)}"
-        name = unsplit_work or phase_words(gain.phase)
+        name = work_outside_phases or phase_words(gain.phase)
         rows.append(_GainRow(name, gain.seconds, gain.reference_seconds, tone, interval))
     rows.append(_GainRow("step", sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
     speed_hint = "the reference's time over this, above 1x is faster"

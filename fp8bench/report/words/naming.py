@@ -227,7 +227,7 @@ def phase_words(phase: str) -> str:
     return _PHASE_WORDS.get(phase, phase.replace("_", " "))
 
 
-def name_unsplit_work(case: NamedCase) -> str:
+def name_work_outside_phases(case: NamedCase) -> str:
     """Names the work outside of phases, as 'forward and backward', if the reference is a model of the user. Only data
     loading, casts and the optimizer are phases of such a model. Otherwise returns ''.
     """

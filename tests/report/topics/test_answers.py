@@ -9,7 +9,7 @@ from fp8bench.analysis.phase_gains import find_reason
 from fp8bench.model import Case, Interval, PhaseGain, Verdict
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_reason, propose_commands, verdict_rows
-from fp8bench.report.words.naming import name_unsplit_work
+from fp8bench.report.words.naming import name_work_outside_phases
 from tests.counts import for_each
 from tests.materials import Made, recased
 from tests.runs import judged, transformer
@@ -53,10 +53,10 @@ def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
 
     suite = judged((Verdict.FASTER, 0.5))
     named = [group_into_panels(*made)[0].named_cases[1] for made in (suite, recased(suite, to_own_model))]
-    assert [name_unsplit_work(case) for case in named] == ["", "forward and backward"]
+    assert [name_work_outside_phases(case) for case in named] == ["", "forward and backward"]
     reason = find_reason([gain("unattributed", 20, 40), gain("cast", 1, 0), gain("optimizer_step", 9, 9)])
     assert reason is not None and "the rest of the step saves 20.0 ms" in describe_reason(reason)
-    assert "forward and backward save 20.0 ms (2.00x)" in describe_reason(reason, name_unsplit_work(named[1]))
+    assert "forward and backward save 20.0 ms (2.00x)" in describe_reason(reason, name_work_outside_phases(named[1]))
 
 
 def unsettled(low: float, point: float, high: float, level: float = 0.99, **changes: object) -> Made:
