@@ -331,8 +331,8 @@ class AllocationStream:
             pass
 
     def stop(self) -> list[Event] | None:
-        """Stops recording and returns the events in order. Returns None if nothing was recorded. It can be called
-        after an exception.
+        """Stops recording and returns the events in order. Returns None if nothing was recorded. This
+        method can be called after an exception.
         """
         profiler = self._profile
         self._profile = None

@@ -210,8 +210,8 @@ class AllocatorMeter(StreamMeter):
 
 
 def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
-    """Returns what is held at the peak of memory. After the step a note is added to the events, and then libraries
-    free their workspaces. So a block that is released after the note is a workspace.
+    """Returns what is held at the peak of memory. The events have a note at the end of the step, and then libraries
+    free their workspaces. So a block that is released after this note is a workspace.
     """
     end_note_index = events.index(_STEP_END_NOTE) if _STEP_END_NOTE in events else len(events)
     memory_at_peak = find_memory_course(events[:end_note_index])
@@ -235,7 +235,7 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
 
 @contextmanager
 def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
-    """Limits torch's allocator during the body. It can reserve `limit` bytes more than it has reserved already."""
+    """Limits torch's allocator during the body. The allocator can then reserve `limit` more bytes than now."""
     previous_memory_fraction = backend.get_per_process_memory_fraction(index)
     max_reserved_bytes = backend.memory_reserved(index) + limit
     total_memory = backend.get_device_properties(index).total_memory

@@ -135,8 +135,8 @@ def build_parts(material: Material) -> tuple[Part, ...]:
 
 
 def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
-    """Replaces a chart of few values by a table. Drops the chart instead if the main table has its numbers. Long
-    tables are folded.
+    """Replaces a chart of few values by a table. If the main table has these numbers, the chart is dropped instead.
+    Long tables are folded.
     """
     for element in part.elements:
         if isinstance(element, Table) and not element.main and len(element.rows) > _MAX_UNFOLDED_ROWS:

@@ -51,8 +51,9 @@ def short_answer(
 ) -> Part:
     """Returns the answer as one part of a page.
 
-    `doubts` are reasons for uncertainty. If all verdicts are decided, they are only cautions. `action` is the command
-    to run next, with its purpose. `closing_facts` are pairs of a name and a value that are printed at the end.
+    `doubts` are reasons why verdicts are uncertain. If all verdicts are decided, the doubts are only cautions. `action`
+    is the command to run next, with its purpose. `closing_facts` are pairs of a name and a value that are printed at
+    the end.
     """
     elements: list[Element] = [*warnings]
     if answers:

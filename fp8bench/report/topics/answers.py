@@ -191,7 +191,7 @@ def _describe_accuracy(cases: Cases) -> str:
 
 def _describe_callable_accuracy(cases: Cases) -> str:
     """Returns how much the results of a user's function differ from those of the reference and from float64 results.
-    The case with the largest difference counts. Returns '' if no case has a difference.
+    The text describes the case with the largest difference. Returns '' if no case has a difference.
 
     An example: 'differs from torch:matmul by 2.9e-03; less exact: off float64 by 2.9e-03, torch:matmul by 2.9e-07'.
     """

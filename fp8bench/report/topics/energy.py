@@ -91,8 +91,8 @@ def show_ratio(ratio: EnergyRatio) -> str:
 
 
 def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
-    """Returns why energies of a group are missing or unclear. Each entry has the modes that this applies to, and the
-    reason.
+    """Returns why energies of a group are missing or unclear. Each entry is a pair of the modes that this applies
+    to, and the reason.
     """
     doubts: list[tuple[str, str]] = []
     unclear_energies = []

@@ -139,8 +139,8 @@ def _outside_field(statistics: TensorStatistics, name: str) -> Field:
 
 @section("numbers", "Accuracy", 100)
 def numbers_section(material: Material) -> Elements:
-    """Errors relative to the reference that each suite names; 0 is exact. They are also right for emulated precisions,
-    whose values are rounded as hardware would round them.
+    """Errors are relative to the reference that each suite names; 0 is exact. They are also right for emulated
+    precisions, whose values are rounded as hardware would round them.
     """
     for title, panel in timed_panels(material):
         yield from _panel_errors(title, panel)

@@ -226,8 +226,8 @@ def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
 
 
 def best_trade_offs(panel: Panel) -> Iterator[str]:
-    """Yields a sentence for each collective. It names the formats that no other format beats both in bytes and in
-    error. Only messages of the largest size are compared.
+    """Yields a sentence for each collective. The sentence names the formats that no other format beats both in bytes
+    and in error. Only messages of the largest size are compared.
     """
     all_rows = panel.find_values(lambda result: result.record.transfer)
     rows_by_collective = together(

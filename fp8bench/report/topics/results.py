@@ -96,8 +96,8 @@ def describe_noise_floor(group: ResultGroup) -> str:
 
 @section("results", "Results", 30)
 def results_section(material: Material) -> Elements:
-    """A line for each case, with the reason for its verdict. A step is the best case: undisturbed, with a hot
-    cache unless cache= is set. The time of an emulated case is the cost of emulating.
+    """The table has a line for each case, with the reason for its verdict. A step is the best case: undisturbed, with a
+    hot cache unless cache= is set. The time of an emulated case is the cost of emulating.
     """
     panels = [(entry, panel) for entry, panel in material.panels() if panel.is_timed]
     if not panels:

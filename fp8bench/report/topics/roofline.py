@@ -151,7 +151,7 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
 
 @section("roofline", "Roofline", 76)
 def roofline_section(material: Material) -> Elements:
-    """Counted FLOPs, bytes and launches over the seconds of the best case, compared with the peaks measured on this
+    """The table compares counted FLOPs, bytes and launches per second of the best case with the peaks measured on this
     device and those of its datasheet. Emulated cases are left out: their time is not that of the format.
     """
     for title, panel in panels_with_titles(material):
