@@ -128,7 +128,7 @@ def test_a_sink_that_fails_is_reported_once_and_the_other_goes_on(
 
 
 def test_without_the_package_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ["wandb", *(name for name in sys.modules if name.split(".")[0] == "tensorboard")]:
+    for name in ["wandb", "tensorboard", *(name for name in sys.modules if name.split(".")[0] == "tensorboard")]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=r"--log tensorboard:.* needs the package tensorboard, .*fp8bench\[tb\]"):
         check_target(LogTarget(TENSORBOARD, str(tmp_path / "new")))
