@@ -190,7 +190,7 @@ def _build_ablation(
     for names, record in zip(planned, records, strict=True):
         token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
-        # Label each record separately. `find` on several records assumes that all do the same work.
+        # Call `find` on one record at a time, because it assumes that all of its records do the same work.
         (finding,) = find([record], {})
         reason = record.reason
         if not reason and not paired:

@@ -12,8 +12,8 @@ FILE_NAME = "ablation.json"
 
 @dataclass(frozen=True)
 class AblatedOption:
-    """An option of a step. It is a precision, or the value `on` of an axis. Without the option, the axis has the
-    value `off`; '' stands for its default.
+    """One option that a step may have. It is either a precision, or a value of a suite's axis. With the option, the
+    axis has the value `on`. Without it, the axis has the value `off`, where '' means the axis's default.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """The evidence for advice: the cases of a run with their references, and the studies and trainings in the store.
 
-Shares of a step have intervals over rounds, as verdicts have. So have ratios of parts of two steps. A rule of the
-checklist asks one question about a precision (mode) in a setting. The answer `yes` always favours the lower
-precision. No rule uses a figure from another machine. A figure that was not measured here is reported as missing,
-with the command that would measure it.
+A share of a step has an interval over rounds, like a verdict. The time of a part of one step, divided by the time of a
+part of another step, has one as well. A rule of the checklist asks one question about a precision (mode) in a setting.
+The answer `yes` always favours the lower precision. No rule uses a figure from another machine. A figure that was not
+measured here is reported as missing, with the command that would measure it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class ComparedCase:
         """The phases that this precision may change. Time outside of all phases always counts, because it may belong
         to any of them.
 
-        If both cases have tapes, these are the phases whose counts differ. Otherwise they are products and casts, or
-        all phases if the reference does not mark products.
+        A tape is the recorded work of a step by phase. If both cases have tapes, the phases are those whose work
+        differs. Otherwise they are products and casts, or all phases if the reference does not mark products.
         """
         assert self.reference is not None
         # Phases with equal counts on both tapes cost the same.
@@ -118,8 +118,8 @@ class ComparedCase:
         return Interval(profiled, profiled, profiled, 0.0) if timed_ratio is None and profiled else timed_ratio
 
     def affected_share(self) -> Interval | None:
-        """Returns the share of the reference's step that this precision may change. If only products change, and a
-        user's model does not mark products, an untimed profile of the step shows their share.
+        """Returns the share of the reference's step that this precision may change. The share comes from an untimed
+        profile if the precision changes only products, and the reference's step does not mark its products.
         """
         changes_products_only = self.is_estimated and _changes_products_alone(self)
         return self.share(_PRODUCT_PHASES if changes_products_only else self.affected_phases)
@@ -213,7 +213,7 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
     rounds = verdicts.find_common_rounds([timing, base])
     if not rounds:
         return None
-    # Slots of the two timings may differ in calls: use the same number of calls from each.
+    # The two timings may have different numbers of calls per slot, so use the smallest number from every slot.
     calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
     samples = []
     for timed, names in ((timing, phases), (base, base_phases)):
@@ -232,13 +232,14 @@ def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phase
 
 
 def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
-    """Returns a ratio of parts of two steps, scaled to agree with reports. It then equals the quotient of the seconds
-    that reports show for these parts.
+    """Scales the ratio of two parts of steps, so that it equals the quotient of the seconds that reports show for these
+    parts.
     """
     seconds, base = (_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
-    # The point becomes the quotient of the displayed numbers. The ends are scaled by the same factor.
+    # Replace the ratio's point by the quotient of the seconds that reports show, and scale both bounds by the same
+    # factor.
     correction = seconds / base / ratio.point
     return map_interval(ratio, lambda value: value * correction)
 
@@ -320,19 +321,19 @@ class AdviceRule:
 
 
 def dtype_option(case: Case) -> str:
-    """Returns the precision of a case as --dtypes accepts it, and its map as an option."""
+    """Returns a precision as an argument of --dtypes. If the case has a precision map, --precision-map follows it."""
     return case.precision + (f" --precision-map {format_map(case.precision_map)}" if case.precision_map else "")
 
 
 def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
-    """Returns the texts that replace {again}, {study}, {train} and {store} in the commands of rules. They depend on
-    whether the case is from a suite or from a user's model.
+    """Returns the texts that replace {again}, {study}, {train} and {store} in the command of an `AdviceRule`. The texts
+    differ between a case of a suite and a case of a user's model.
     """
     case = pair.record.case
     reference = pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
     dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
-    # Without a user's model, commands name the suite.
+    # The commands for a suite. Those for a user's model replace them below.
     measure = f"suite {case.workload} {dtypes_option}"
     study = f"sensitivity --dtype {case.precision} --reference {reference}"
     train = f"train {dtypes_option}"

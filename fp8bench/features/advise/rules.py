@@ -106,7 +106,8 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         gain_bound = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
         bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
         grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
-    # 3. The bound with products that take no time never means "yes", because real products take time.
+    # 3. If the only bound assumes that products take no time, the answer is never "yes", because real products take
+    # time.
     gain_bound, condition = min(bounds, key=lambda bound: bound[0].point)
     met = compare_with_minimum(gain_bound, minimum)
     if met is Met.YES and len(bounds) == 1:

@@ -25,7 +25,7 @@ class Met(StrEnum):
 class Question(StrEnum):
     """The three questions that decide about a precision, in the order of their answers."""
 
-    # A precision that does not pay need not fit, and a precision that does not fit cannot learn.
+    # In this order, each question matters only if the answer to the question before it is yes.
     PAYS = "Does it pay?"
     FITS = "Does it fit?"
     LEARNS = "Does it learn?"

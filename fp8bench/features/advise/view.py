@@ -146,8 +146,8 @@ def _is_emulated(answer: RuleAnswer) -> bool:
 
 
 def _suggest_commands(advised: Advised) -> Iterator[Element]:
-    """Yields the number of unanswered questions. Then yields a command for each of the three topics that has an
-    unanswered question. The command would answer its first one.
+    """Yields the number of unanswered questions of the checklist. Then yields one command for each of the three topics
+    with unanswered questions: the one that would answer the first of them.
     """
     missing = []
     for question in Question:

@@ -88,7 +88,8 @@ class Subject(ABC):
     results is judged."""
 
     kind: ClassVar[AuditKind]
-    # Three different sides, then a square whose shape hides a transposition, then a long sum.
+    # Three shapes: one with three different sides, a square one that would hide a transposition, and one with long
+    # sums.
     shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("64x96x256,128x128x128,32x48x1024")
     odd_shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("1x96x256,33x47x256,64x96x200,17x40x48,130x258x144,1x1x16")
     timed_shape: ClassVar[Shape] = Shape(256, 256, 256)
@@ -271,7 +272,8 @@ def _sample_product(
     return a[rows], b[columns], ResultSample((len(a), len(b)), rows, columns)
 
 
-# How often the slow search for mistakes runs at most for each kind of result that has not failed.
+# The search for mistakes is slow. For each result name, it runs until this many results had remarks. Failed results are
+# always searched.
 _SEARCH_LIMIT = 4
 NORMAL_DATA = "normal"
 # Failures after which no other check can judge the results, so the audit ends.
@@ -373,7 +375,8 @@ class Auditor:
     def find_failure(
         self, matrices: Matrices, results: dict[str, Tensor], rng: Random | None = None, search_mistakes: bool = False
     ) -> AuditFinding | None:
-        """Judges all results, or with `rng` some rows and columns. Returns the first failure, or None."""
+        """Judges the results of one call. With `rng`, only a random sample of their rows and columns is judged.
+        Returns the first failure, or None."""
         verdicts = self.judge_results(matrices, results, search_mistakes, rng).items()
         prefix = "a sample of the " * (rng is not None)
         return next((replace(bad, why=f"{prefix}{name}: {bad.why}") for name, bad in verdicts if bad.has_failed), None)
@@ -419,7 +422,8 @@ class Auditor:
         )
 
     def _matches_precision(self, name: str, precision: str, data: str) -> bool:
-        """Returns whether the named result, on this kind of data, has the values that another precision gives."""
+        """Calls the kernel on inputs of one kind of data. Returns whether its result `name` has the values that
+        `precision` would give."""
         matrices = self.draw_matrices(self.first_input._replace(data=data))
         subject = type(self.subject)(self.subject.host, self.subject.signature, self.subject.facts)
         subject.signature = replace(subject.signature, precision=precision)

@@ -53,8 +53,8 @@ _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def _watched_functions() -> dict[str, Any]:
-    """Returns the functions that each of the watched names refers to now. A name that this version of torch lacks
-    refers to None.
+    """Returns the current function behind each name of time and torch in `_WATCHED`. The function is None if this
+    version of torch lacks the name.
     """
     functions = {}
     for place, (owner, names) in _WATCHED.items():
@@ -348,7 +348,7 @@ class KernelHost:
             output = self._function(*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
             reason = own_words(error)
-            # An error without a line of the function means that the function does not accept these arguments.
+            # If the traceback ends at this call, the function did not start: it does not accept these arguments.
             if isinstance(error, TypeError) and error.__traceback__ is not None and not error.__traceback__.tb_next:
                 reason += f". The audit calls it as f({', '.join('abcdef'[: len(arguments)])})"
             raise KernelRaised(reason) from None

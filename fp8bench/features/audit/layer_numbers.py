@@ -33,15 +33,15 @@ from fp8bench.user_code import own_words
 
 UNCAST, UNKNOWN_PRECISION, WEIGHTS_ONLY = "not cast", "not known", "weights alone"
 WIDE_DTYPES = {UNCAST: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The relative error of a result that was rounded to bfloat16, and rounded again when its bias was added.
+# The largest relative error of a result that was rounded to bfloat16 twice: after the product, and after adding the
+# bias.
 _OUTPUT_ROUNDING = 2.0**-7
-# A cast that only rounds differently from the emulation has an error between these two multiples of the emulation's
-# error. Its mean gain differs from the emulation's by less than the last number.
+# A correct cast may round differently from the emulation. Then its error, divided by the emulation's error, is within
+# this band. Its mean gain differs from the emulation's by less than _MIN_GAIN.
 _ERROR_BAND, _MIN_GAIN = (0.8, 1.25), 0.01
-# A right bias is added once. A failure is reported if the factor by which it was added differs from 1 by more than
-# this.
+# A layer must add its bias once. It fails if the factor by which the bias was added differs from 1 by more than this.
 _BIAS_CHANGE = 0.5
-# The error of one row or column may be the overall error times this factor, plus this much.
+# The error of one row or column may be at most _LINE_FACTOR times the overall error, plus _LINE_SLACK.
 _LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
 # The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
 _GRADIENT_ERROR, _FEW_BITS_GRADIENT_ERROR, _FEW_BITS = 0.12, 0.45, 6
@@ -68,8 +68,9 @@ class LayerVerdict(NamedTuple):
 
 @dataclass
 class LayerNumbers:
-    """Judges a converted layer. Has the layer, the precisions in which it may run, and the arguments with which the
-    model called it. Precisions in `likely` are tried first, and accepted if they explain the output.
+    """Judges the numbers of a converted layer. `guesses` are the precisions in which the layer may run. Those in
+    `likely` are tried first, and the first that explains the output is accepted. `arguments` and `options` are those
+    with which the model called the layer.
     """
 
     module: nn.Module
@@ -319,8 +320,8 @@ def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> boo
 def _describe_wrong_gradient(
     gradient: Tensor, exact: Tensor, size: Tensor, error_limit: float, expected_gain: float
 ) -> str:
-    """Describes what is wrong with a gradient; '' if it is right. The gain of a right gradient is 1 or, because casts
-    that saturate shrink gradients, the expected one.
+    """Describes what is wrong with a gradient; '' if it is right. The gain is the factor by which a gradient is too
+    large. It must be between 1 and `expected_gain`, because casts that saturate shrink gradients.
     """
     shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
     gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))

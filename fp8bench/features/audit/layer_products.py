@@ -110,9 +110,9 @@ class LayerProduct:
         return self.multiply_rows(self.x.to(dtype).float(), self.weight.to(dtype).float())
 
     def iterate_cast_results(self, promised: PromisedCasts, casts_inputs: bool = True) -> Iterator[Tensor]:
-        """Yields the product with its operands cast, or with only its weight cast if not `casts_inputs`. If rounding
-        to bf16 would change an operand, also yields products whose operands (one or both) were rounded to bf16 before
-        the cast.
+        """Yields the product of the layer's operands after the promised casts. Without `casts_inputs`, only the weight
+        is cast. If rounding to bf16 changes an operand, also yields the products of which one or both operands were
+        rounded to bf16 before the cast.
         """
         first, second, _ = promised.treatments
         for carriers in self._carriers:

@@ -166,8 +166,8 @@ class ModelCheck:
         self._precision_by_class: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
-        """Runs the model on a batch. Raises UsageError if the model fails. Layers that the model did not call are
-        checked during a second run. They are called inside a layer that the model calls, so that the model's autocast
+        """Runs the model on a batch. Raises UsageError if the model fails. Then runs it again to check the chosen
+        layers that it did not call: a hook in a layer that the model calls runs them, so that the model's autocast
         applies to them.
         """
         handles = [
@@ -352,8 +352,8 @@ def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterato
 
 
 def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:
-    """Returns the code of a fault in the numbers of a converted layer, and the end of a sentence about such layers.
-    Both are '' if the layer runs as promised.
+    """Returns the code of the fault that the numbers of a converted layer show, and the predicate of a sentence whose
+    subject is such layers. Both are '' if the layer runs as promised.
     """
     if precision and row.runs == WEIGHTS_ONLY and not row.code:
         return "not-cast", f" cast only their weights, but {precision} was promised"

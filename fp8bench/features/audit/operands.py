@@ -329,7 +329,7 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
         recipe = getattr(precisions.get(name), "recipe", None)
         casts = recipe.treatments if isinstance(recipe, Recipe) else ()
         candidates += [(f"cast as in {name}", cast) for cast in casts]
-    # 3. Finer scales than promised.
+    # 3. Casts with finer scales than promised.
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
         for name, finer_scaling in {"row": ROW, **finer_scalings}.items():

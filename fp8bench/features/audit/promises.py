@@ -44,25 +44,25 @@ from fp8bench.numerics.norms import relative_frobenius
 ERROR_BAND = (0.8, 1.25)
 # With fewer rows than this, the errors of two stochastic casts may differ by this factor by chance.
 _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
-# A mistake is named if its result is this many times nearer than the expected one, in mean squares. The first number
-# is for products, the second one for attention.
+# A mistake is named if the kernel's result is this many times nearer to that of the mistake than to the expected one,
+# by mean square distance. Products and attention have different factors.
 _NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
-# The relative error of an element times its float32 scale, if the scale was computed in another way. It is also that
-# of float32 exponentials, and of the order of summation in attention.
+# The relative difference of two values (elements times float32 scales) whose scales were computed in different ways. In
+# attention, it also covers float32 exponentials and the order of summation.
 _LAST_BITS = 2.0**-18
-# A value may differ by this many steps of the format's grid if its scale differs.
+# If a scale was rounded differently, a value may be off by this many steps of the format's grid.
 _GRID_STEPS = 2.0
 # Rounding errors count as random: a sum may be off by this many standard errors.
 _STANDARD_ERRORS = 6.0
 # With fewer results than this, no mistake is named and no error is judged.
 _MIN_RESULTS = 64
-# A mean gain of all results is reported if it exceeds the first number and so many standard errors. At least the last
-# number, as a share, of the exact sums must be independent of ties, because ties may cause a gain too.
+# The mean gain of all results is reported if it exceeds _MIN_GAIN and _GAIN_STANDARD_ERRORS standard errors. At least
+# _INDEPENDENT_SHARE of the variance must not come from ties, because ties may cause a gain too.
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
-# A mean gain is only checked if sums have at least this many effective terms.
+# The mean gain is checked only if the median sum has at least this many effective terms.
 _MIN_TERMS = 8.0
-# If the error of a result cannot be judged, sums in fewer bits than the first number are failures: Hopper's FP8
-# products have 14. Below the second number, the result is not a sum of products of the operands.
+# If the error of a result cannot be judged, sums in fewer than _SHORT_SUM_BITS bits fail: Hopper's FP8 products have
+# 14. A result that seems to be summed in fewer than _MIN_SUM_BITS bits is not a sum of products of the operands.
 _SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
 # At most this many terms of sums in Hopper's units are simulated, one by one, which takes about a second.
 _SIMULATED_TERMS = 1 << 25
@@ -100,9 +100,9 @@ class ResultSample:
 @dataclass(frozen=True)
 class ExpectedProduct:
     """The expected product of a (M, K) and transposed b (N, K), both rounded by their recipe. `emulated` is the
-    emulation's result. It is set if casts rotate operands or use random numbers, and then only the error is compared.
-    With `hopper`, FP8 products may be summed in few bits. With `sample`, a and b hold some rows of the operands, and
-    only the sampled part of the result is judged."""
+    emulation's result. It is set only if casts rotate operands or use random numbers. Then errors are compared, not
+    values. `hopper` accepts the short sums of Hopper's FP8 units. With `sample`, a and b hold only some rows of the
+    operands, and only the sampled part of the result is judged."""
 
     a: Rounded
     b: Rounded
@@ -133,12 +133,14 @@ class ExpectedProduct:
         return error_finding if error_finding.has_failed else AuditFinding(error=error, expected=expected)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether the error of stochastic casts varies by chance: few results are judged or numbers cast."""
+        """Returns whether the measured error of stochastic casts depends on chance, because few results are judged
+        or few numbers are cast."""
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
         """Judges a result if some expected sums overflow its dtype. These sums may become infinite or the largest
-        number. The remaining sums may differ by ties and last bits, or have the expected error."""
+        number. Every other sum must be correct up to ties and the last bits of scales. Otherwise, their common error
+        must be the expected one."""
         float64_result = result.double()
         unbounded = torch.where(
             float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result
@@ -224,20 +226,22 @@ class ExpectedProduct:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that remain wrong if ties are rounded either way and scales differ in their last bits."""
+        """Marks results that stay wrong even if ties of operands were rounded the other way, and scales differed in
+        their last bits."""
         slack = map(_measure_slack, (self.a, self.b), self._value_ranges)
         return self._mark_unreachable(float64_result, sums, slack)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that no rounding of the operands explains, if its errors are random."""
+        """Marks results that stay wrong even if every operand element is off by `_GRID_STEPS` steps of its format's
+        grid. These errors are assumed to be random."""
         slack = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
         return self._mark_unreachable(float64_result, sums, slack, at_random=True)
 
     def _mark_unreachable(
         self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], at_random: bool = False
     ) -> Tensor:
-        """Marks results that cannot be a rounded sum of the operands, even if each element of these is wrong by up to
-        its slack. If elements are wrong `at_random`, their errors partly cancel in a sum."""
+        """Marks results that are not a rounded sum of products, even if every operand element may be wrong by up to
+        its `slack`. With `at_random`, these errors are random and partly cancel in a sum."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         operand_slack = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if at_random:
@@ -247,7 +251,8 @@ class ExpectedProduct:
         return ~((float64_result >= low) & (float64_result <= high))
 
     def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
-        """Returns in how many bits sums seem to be kept, if short sums explain the result. Otherwise returns 0."""
+        """Estimates how many bits the kernel's accumulator has. Returns 0 if a short accumulator does not explain
+        the result."""
         if (float64_result[sums.exact == 0] != 0).any():
             return 0
         bits = estimate_sum_bits(float64_result, sums)
@@ -390,7 +395,7 @@ class ExpectedAttention:
         q, k, v = self._cast_operands
         carrier = self.given[0].dtype
         scores = _compute_scores(q, k)
-        if stores_scores:  # rounded before and after the scores are scaled
+        if stores_scores:  # round the scores before and after scaling them
             root_size = math.sqrt(q.shape[-1])
             scores = ((scores * root_size).to(carrier).double() / root_size).to(carrier).double()
         weights = self._softmax(scores)

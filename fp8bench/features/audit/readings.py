@@ -69,7 +69,7 @@ def describe_found_precision(promised: str, data: Sequence[str], matches: Callab
 
 
 def _describe_scales(precision: str) -> str:
-    """Returns a precision with the rounding of its scales, such as 'fp8-rowwise, whose scales are powers of two'."""
+    """Describes a precision and how its scales are rounded, such as 'fp8-rowwise, whose scales are powers of two'."""
     recipe = getattr(precisions.get(precision), "recipe", None)
     scaling = recipe.input.scaling if isinstance(recipe, Recipe) else None
     description = (
@@ -78,7 +78,8 @@ def _describe_scales(precision: str) -> str:
     return f"{precision}, whose scales are {description}" if description else precision
 
 
-# Wrong results have a common factor if their rest is smaller than this share.
+# Wrong results count as multiples of the exact ones by a common factor if the remaining difference is less than this
+# share of their norm.
 _FACTOR_REST = 0.01
 
 

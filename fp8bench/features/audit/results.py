@@ -128,8 +128,8 @@ def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFindi
 
 
 def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, ResultsByName]]:
-    """Yields for each repeated call the failure that it may show (its code and description), the matrices, and the
-    results.
+    """Calls the kernel repeatedly. For each call, yields the code and the description of the failure that a wrong
+    result would show, then the call's matrices and its results.
     """
     host = auditor.subject.host
 
@@ -344,7 +344,7 @@ def _get_first(results: ResultsByName) -> Tensor:
 def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
     result = _get_first(results)
-    if subject.kind is AuditKind.LINEAR and operand == 2:  # the gradient
+    if subject.kind is AuditKind.LINEAR and operand == 2:  # operand 2 is the gradient of the output
         result = results["input gradient"]
     result = result.reshape(-1, result.shape[-1])
     if subject.kind is AuditKind.ATTENTION and operand:
@@ -377,8 +377,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
     subject = auditor.subject
     first_input = auditor.first_input
     matrices = auditor.draw_matrices(first_input)
-    # Only operands with scales, and not in fp16, can have values far from one. In attention only the values are scaled,
-    # because scaling queries and keys changes the softmax.
+    # Multiply operands by large and small powers of two. Only operands with scales that are not in fp16 can represent
+    # such values. In attention, only the values are multiplied, because other queries and keys change the softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
     is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():

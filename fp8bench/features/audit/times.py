@@ -59,11 +59,11 @@ def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 _MAX_ROUNDS, _MIN_ROUNDS, _TIMING_SECONDS = 7, 2, 1.0
-# A call is too fast if it is the first number of times faster than a measured ceiling (the label `above-ceiling` uses
-# the same number). Without a ceiling, it is too fast if it is the second number of times faster than torch in this
-# process. A narrower dtype and a rising clock may explain less than that.
+# A call is too fast if it is more than _CEILING_MARGIN times as fast as a measured ceiling; the label `above-ceiling`
+# has the same margin. Without a ceiling, it is too fast if it is more than _TORCH_MARGIN times as fast as torch in this
+# process. A narrower dtype and a rising clock can explain smaller factors.
 _CEILING_MARGIN, _TORCH_MARGIN = 2.5, 8.0
-# The same factor on a GPU, where the search for the ceiling may have missed the best shape by this much.
+# The margin above a ceiling of a GPU. The search for the ceiling may have missed the fastest shape by this factor.
 _GPU_MARGIN = 1.25
 
 
@@ -89,9 +89,9 @@ def _synchronize(device: str) -> None:
 def iterate_shortest_times(
     ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved_bytes: int, device: str
 ) -> Iterator[tuple[float, str]]:
-    """Yields the shortest plausible seconds of a call, with a description of the limit: once for its bytes, and once
-    for its FLOPs. A limit follows from torch's speed now, or from the best measured copy (in any cache) or product
-    (in this precision or a wider one) of this device, if that is faster.
+    """Yields two limits, each with its description: the shortest plausible seconds of a call by the bytes that it
+    moves, and by its FLOPs. Each limit comes from the fastest known copy or product: torch's speed now, or this
+    device's stored ceilings (copies in any cache, products in this precision or a wider one).
     """
     rank = precisions.get(precision).rank
     rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
@@ -138,8 +138,9 @@ _SHORTCUT_SPEEDUP = 4.0
 # If half of each operand's rows are zeros, a kernel that skips blocks of zeros takes at most this share of the time.
 _HALF_ZEROS_TIME = 0.8
 
-# The kernel's process reports how long a round took. That must be at least this share of the seconds that passed
-# here, less the time of the communication. If it reports less in every round, its clock is wrong.
+# The kernel's process reports how long each round took. The judge's process measures the same round. The report must be
+# at least _REPORTED_SHARE of that measurement, less _ROUND_TRIP_SECONDS for communication. If no round satisfies this,
+# the clock of the kernel's process is wrong.
 _REPORTED_SHARE, _ROUND_TRIP_SECONDS = 0.6, 5e-3
 # How many timed calls are judged for each kind of data.
 _JUDGED_CALLS = 2

@@ -24,7 +24,7 @@ from fp8bench.workloads.model import is_exhausted
 
 # A relative change of inputs that float64 can represent and float32 cannot.
 _FLOAT64_CHANGE = 2.0**-30
-# No rounding changes a result by more than this share of its size.
+# Rounding never causes a larger relative difference of a result than this.
 _LARGEST_ROUNDING = 0.5
 # The error of a column with fewer rows may be due to chance.
 _MIN_ROWS = 16
@@ -197,9 +197,9 @@ def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
 
 
 def find_magnified_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> list[bool]:
-    """Returns for each result whether a callable is just as far off when it computes in bfloat16. It may subtract
-    nearly equal numbers, so rounding explains any difference of this result. It explains none if the callable refuses
-    bfloat16.
+    """Repeats a callable in bfloat16. Returns for each result whether it then differs from the expected one by more
+    than rounding can. Such a callable magnifies rounding, for example because it subtracts nearly equal numbers. So
+    rounding may explain any difference of this result. Returns False for every result if the callable refuses bfloat16.
     """
     low_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
     try:

@@ -27,12 +27,13 @@ from fp8bench.protocols import Setup
 from fp8bench.worker.bits import replace_numbers
 from fp8bench.worker.state_tensors import get_address, is_foreign
 
-# Results of different inputs differ by more than this. Results of equal inputs differ by less, even if the inputs are
-# at other addresses and summed in a different order.
+# Two results with a larger relative difference come from different inputs. Equal inputs at other addresses may be
+# summed in a different order, but their results differ by less.
 _STALE_DIFFERENCE = 0.01
-# A column with more than this share of a difference is named.
+# A column is named if it has more than this share of the squared difference.
 _MOST = 0.9
-# At another shape, the error may be this many times the error at the first shape, or at most this large.
+# The error at another shape may be at most _ERROR_LIMIT, or _ERROR_FACTOR times the error at the first shape if that is
+# larger.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 
 
@@ -93,7 +94,7 @@ def _refuse_caching(
             copy_results, repeated_results, expected_copy_results = (
                 run_callable(name, copies) for name in (target, target, against)
             )
-    except UsageError:  # a callable may need special inputs, as a factorization does
+    except UsageError:  # a callable may refuse these inputs, as a matrix factorization does
         return
     kinds = _list_shapes_and_dtypes(copy_results)
     if not _list_shapes_and_dtypes(in_place_results) == kinds == _list_shapes_and_dtypes(repeated_results):

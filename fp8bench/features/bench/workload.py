@@ -116,9 +116,9 @@ class Callables(Workload):
         return function(*inputs.positional, **inputs.by_name)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Measures how far the results are from the reference's results. If the reference can compute in float64,
-        also measures how far they are from its results in float64. A difference that rounding
-        does not explain has a second name.
+        """Measures how far the results are from the reference's results. If the reference can compute in float64, also
+        measures how far they are from its float64 results. A difference from the reference that rounding does not
+        explain is also reported as BEYOND_ROUNDING_ERROR.
         """
         from fp8bench.features.bench.calls import (
             compute_exact_results,
@@ -142,7 +142,7 @@ class Callables(Workload):
             errors[DIFFERENCE_ERROR] = measure_difference(results, expected)
             differs = list(map(exceeds_rounding, results, expected))
             if any(differs):
-                # Results of random numbers differ from each other as much.
+                # A callable that draws random numbers differs as much from itself.
                 repeated = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
                 is_random = any(map(exceeds_rounding, [*results, *expected], [*repeated[0], *repeated[1]]))
                 is_explained = find_magnified_rounding(against, make_inputs(setup), expected)

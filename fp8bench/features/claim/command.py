@@ -155,7 +155,7 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Claim]]:
-    """Returns the claims to answer, after the claims file that has them and their parts."""
+    """Returns a claims file, and the claims of it to answer. The file also has the claims of which these consist."""
     names: list[str] = arguments.what
     catalogue = load_catalogue()
     if arguments.all or arguments.published:

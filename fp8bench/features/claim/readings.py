@@ -124,7 +124,8 @@ def _get_typical_value(metric: Metric) -> float | None:
 
 
 def _read_reference_value(claim: Claim, run: Run, record: Record) -> float:
-    """Returns the metric of the case's reference. Raises CannotDecide if it is unknown or 0."""
+    """Returns the value of the claim's metric for the reference of a case. Raises CannotDecide if this value is
+    unknown or 0."""
     reference = _find_reference(record, run)
     if reference is not None:
         metric = _list_step_metrics(reference, findings(run).get(reference.case.id), run).get(claim.metric)

@@ -39,7 +39,8 @@ TRAINING_FIGURES = (
 _SPEED_WORDS = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
 # Words about times, which arithmetic cannot decide. A peak speed is a figure of a datasheet, not a time.
 _TIME_WORDS = rf"(?<!peak )(?:{_SPEED_WORDS}|time|duration|seconds)"
-# Words of a sentence, the figures that measure what these words promise, and how to measure it.
+# Each rule: a pattern of words in a claim's sentence, a pattern of the figures that measure what such words promise,
+# and a remedy for a claim with a different figure.
 _CLAIM_WORDING_RULES = (
     (r"accura\w*|qualit\w*", r"accuracy|score", "a run or training has no figure of task accuracy"),
     (r"converge\w*|loss(?:es)?", r"loss|gap|held_out", "measure `gap` of a training"),
@@ -149,7 +150,8 @@ def _find_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row in a uniform shape: single values become lists, and `case` becomes pairs of strings."""
+    """Returns a row of a claims file in uniform types: single values become lists, and `case` becomes a list of
+    pairs of strings."""
     normalized_row = dict(row)
     for key in ("bound", "device", "parts", "also"):
         if key in normalized_row and not isinstance(normalized_row[key], list):
@@ -200,7 +202,8 @@ def _check_arithmetic(claim: Claim) -> None:
 
 
 def _find_word(words: str, sentence: str) -> str:
-    """Returns the first match of a pattern of words in a sentence, or ''."""
+    """Returns the first match in a sentence of `words`, a regular expression of whole words. Returns '' without a
+    match."""
     match = re.search(rf"\b(?:{words})\b", sentence, re.IGNORECASE)
     return match[0] if match else ""
 
@@ -268,7 +271,8 @@ def _find_metric_spec(claim: Claim) -> MetricSpec | None:
                 f"{name} is already relative to the loss of the reference, so it has no ratio. Remove ` ratio`."
             )
         return None
-    # The name of a figure that a suite defines ends in words that the table of metrics has.
+    # A suite may define figures that METRICS lacks. `spec_of` has a description for those whose names end in known
+    # words.
     spec = spec_of(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]

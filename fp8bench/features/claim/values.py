@@ -84,7 +84,7 @@ class Claim:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The lowest and the highest value for which the sentence is true."""
+        """The lowest and the highest value for which the claim's sentence is true."""
         if self.relation in ("<", "<="):
             return -math.inf, self.bound[0]
         if self.relation in (">", ">="):
@@ -94,7 +94,7 @@ class Claim:
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
     def find_side(self, value: float) -> int:
-        """Returns 0 if the sentence is true for a value, -1 if it is too low, 1 if too high."""
+        """Returns 0 if the claim's sentence is true for this value, -1 if the value is too low, 1 if it is too high."""
         low, high = self.range
         if value < low or (self.relation == ">" and value == low):
             return -1
@@ -146,7 +146,7 @@ class ClaimAnswer:
     remedy: str = ""
 
     def as_value(self) -> dict[str, Any]:
-        """Returns the fields for JSON. Of the claim, they only have its id, sentence and unit."""
+        """Returns the fields for JSON. Only three fields of the claim are included: its id, sentence and unit."""
         values = encode(self)
         row = values.pop("claim")
         return {**{name: row[name] for name in ("id", "sentence", "unit")}, **values}

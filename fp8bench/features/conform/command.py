@@ -148,7 +148,7 @@ def _choose_tone(conforms: bool) -> Tone:
 
 
 def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> str:
-    """Returns the number of casts and products whose difference is of these kinds."""
+    """Counts the casts and products of a mode whose difference between kernel and emulation is of these kinds."""
     count = sum(case.difference in kinds for case in mode.found)
     return str(count) if count else units.NONE
 

@@ -1,8 +1,8 @@
 """Stores duels, and reads and shows stored duels.
 
 The file is `<store>/duels/<utc>-<id>.jsonl`, in JSON lines. Each session is written before the next one begins. Duels
-are not stored among the runs. A run belongs to a series of one interpreter and commit, but a duel has two of them,
-and measures two processes at a time.
+are stored apart from runs, because a run has one interpreter and one commit, and a duel has two. A duel also measures
+two processes at a time.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class DuelKind(Kind[Duel]):
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
-            # Only a last line marks a complete file.
+            # Only the last line can mark a file as complete.
             finished=end_lines[-1:] == ["finished"],
             path=str(path),
         )

@@ -385,8 +385,8 @@ def _measure_all_sessions(
         progress.doing("starting workers")
         restart_start = time.monotonic()
         restart_workers(pair, request.seed, number)
-        # Half of the workers were running before the first session, so the time of its restart counts twice. The
-        # budget must also cover the restarts of later sessions.
+        # Reserve time for the restarts of later sessions. Before the first session, half of the workers were running
+        # already, so the measured time of that restart is doubled.
         later_starts = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
         for position, case in enumerate(cases):
             progress.done = number * len(cases) + position

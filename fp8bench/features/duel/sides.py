@@ -27,7 +27,8 @@ from fp8bench.store.commit_runs import find_commit
 
 PREFIX = "fp8bench-duel-"
 _LOCK_FILE = "owner.lock"
-# A younger folder without a lock may still be under construction, by a process that waits for a core.
+# A folder without a lock is only removed if it is older than this: another process may still be creating it, and wait
+# for a core.
 _CREATION_SECONDS = 600.0
 # A shell script that waits until this process ends, makes git forget the working tree, and removes the folder. It
 # retries, because a terminating worker may still write into the folder.

@@ -61,13 +61,14 @@ _NEGLIGIBLE_SHIFT = 1e-9
 
 @dataclass(frozen=True)
 class DuelVerdict:
-    """The verdict on the times of one case. `ratio` is `after` / `before`, which are in seconds. If a session slows
-    down both sides, this slow-down is removed from the two times. `apart` is how much slower the slowest process of
-    a side was than its fastest, as a share, for the side with the larger share. `chance` is the fraction of name
-    assignments that put the sides as far apart, and `finest` is the smallest fraction possible. `distance` is the
-    difference in standard deviations of the assignments (`error`, a logarithm), with `freedom` degrees of freedom.
-    `rounds` is the number of rounds in the session that has fewest. `typical` is the ratio of the means over all
-    calls. `whole` is True if complete steps were compared, not their parts.
+    """The verdict on the times of one case. `before` and `after` are the seconds of side A and side B, and `ratio` is
+    their quotient. A slow-down that both sides share in a session is removed from both. `typical` is the ratio of the
+    means over all calls. `apart` is how much slower the slowest process of a side was than its fastest, as a share; the
+    larger share of the two sides. `chance` is the fraction of name assignments that put the sides at least as far
+    apart, and `finest` is the smallest possible fraction. `error` is the standard deviation of the logarithm of the
+    ratio over all assignments. `distance` is the measured logarithm in such deviations, with `freedom` degrees of
+    freedom. `rounds` is the number of rounds in the session with the fewest. `whole` is True if complete steps were
+    compared, not parts of steps.
     """
 
     verdict: Verdict
@@ -200,14 +201,15 @@ def _measure_spread(seconds: Sequence[float]) -> float:
 
 
 def _mean_of_fastest(logs: NDArray[np.float64]) -> Any:
-    """Returns the mean of the lowest three fifths (rounded up) of each row."""
+    """Returns the mean of the lowest three fifths of each row. The number of values is rounded up."""
     # The slowest processes were disturbed, and the fastest one alone may be lucky.
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
 def _judge_without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) -> Verdict:
-    """Judges a case with too few processes for an interval. The sides only count as different if even their nearest
-    processes differ enough: by more than any two processes of one side, and by more than known noise.
+    """Judges a case with too few processes for an interval. The sides count as different only if all processes of one
+    side are slower than all of the other. The gap between them must exceed CLEAR_DIFFERENCE, and the range of the
+    processes of each side.
     """
     if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
@@ -243,7 +245,7 @@ class _NameAssignments:
             after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.finest = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
-        # An assignment and its mirror image differ only in sign, and every assignment has equally many of each name.
+        # Store the indices of the processes with the names B and A. Every assignment has equally many of each.
         self._after, self._before = (
             np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
         )
@@ -253,9 +255,10 @@ class _NameAssignments:
         return self._measure_distances(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """Returns the ratio of B to A with its interval. The interval is unbounded if there are too few assignments
-        for this level. Its bounds are the smallest and the largest shift that chance explains. Between them may be
-        shifts that chance does not explain, so bisection approaches the bounds from outside.
+        """Returns the ratio of B to A with its interval at a confidence level. The interval is unbounded if there are
+        too few name assignments for this level. Its bounds are the smallest and the largest shift (logarithm of the
+        ratio) that chance explains. Some shifts between these bounds may not be explained by chance, so bisection
+        approaches each bound from outside.
         """
         shift = self.shift
         low = -math.inf
@@ -308,8 +311,8 @@ class _NameAssignments:
 def _mark_named_b(
     sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
 ) -> NDArray[np.bool_]:
-    """Returns a row for each assignment that is True for the processes with the name B. `sizes` has the numbers of
-    processes of each session.
+    """Returns one row of booleans per assignment: True for each process that has the name B. `sizes` has the numbers of
+    processes with the names A and B in each session.
     """
     ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
     rows = np.zeros((len(assignments), ends[-1]), dtype=np.bool_)

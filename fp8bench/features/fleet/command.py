@@ -176,7 +176,7 @@ def _show_status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
 
 def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     file, store, only_cell = arguments.plan.resolve(), arguments.store, arguments.cell
-    # 1. With several workers, start each as a process that runs this function with one worker.
+    # 1. If several workers are requested, start each of them as a process that runs this function.
     if arguments.workers > 1:
         if only_cell is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")

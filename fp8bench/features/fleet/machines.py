@@ -52,8 +52,9 @@ class Deviation:
 
 @dataclass(frozen=True)
 class MachineKind:
-    """Machines with the same hardware, software and settings. `differs` lists how they differ from the machines of
-    the first kind. `deviations` are by machine. They are empty if the kind has too few machines.
+    """Machines with the same hardware, software and settings. `differs` lists how they differ from the machines of the
+    first kind. `deviations` maps the name of each machine to its deviation. It is empty if the kind has too few
+    machines.
     """
 
     name: str
@@ -95,8 +96,8 @@ class FleetReport:
     """A comparison of the machines of a fleet.
 
     `settings` is the number of all settings, and `lacking` are the settings that no machine measured completely.
-    `excluded` explains which runs do not count. `why_not` gives for a kind the reason why its times are not compared
-    with those of the first kind.
+    `excluded` explains which runs do not count. `why_not` maps a kind of machine to the reason why its times are not
+    compared with those of the first kind.
     """
 
     machines: tuple[Machine, ...]

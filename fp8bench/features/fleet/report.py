@@ -278,9 +278,8 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
 
 
 def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
-    """Yields machines whose measurements are missing or incomplete: machines with interrupted runs, and expected
-    machines that sent nothing. A machine is also yielded if it lacks a setting which at least half of the other
-    machines have.
+    """Yields an alarm for each machine that has interrupted runs, for each expected machine that sent nothing, and for
+    each machine that lacks settings that at least half of the other machines measured.
     """
     by_machine = _group_by_machine(runs)
     complete = {machine: _complete_settings(members) for machine, members in by_machine.items()}

@@ -34,11 +34,12 @@ from fp8bench.report.words.naming import many
 FALSE_SUSPECT_SHARE = 0.02
 # The fewest cases from which the spread of a single case can be estimated.
 MIN_CASES_FOR_SPREAD = 12
-# The second look must exceed this many standard deviations. Both looks use the same baseline with its noise, so the
-# second look is not independent.
+# The change that the second look (measurement) shows must exceed this many standard deviations. Both looks share the
+# noise of one baseline, so the second one is not independent.
 CONFIRMING_DEVIATIONS = 3.0
 _NORMAL_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# The smaller of the two quartile distances of n normal values is too small by this number over the root of n.
+# The nearer quartile of n normal values is nearer to the median than that of the distribution: by this number, divided
+# by sqrt(n), in standard deviations.
 _QUARTILE_BIAS = 0.888
 
 
@@ -60,9 +61,9 @@ class CaseSpread:
 
 def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
     """Returns how far unchanged cases move between two sets of runs. Returns None for fewer cases than
-    `MIN_CASES_FOR_SPREAD`. It uses the quartile that is nearer to the median. So neither regressions nor improvements
-    count as noise, even if half of the cases changed. A shift of all cases is subtracted if it is below 10%, the
-    usual variation of a machine.
+    `MIN_CASES_FOR_SPREAD`. The spread is the distance from the median to the nearer quartile, so regressions or
+    improvements of up to half of the cases do not count as noise. A median shift below 10%, the usual variation of a
+    machine, is subtracted.
     """
     if len(log_ratios) < MIN_CASES_FOR_SPREAD:
         return None
@@ -264,8 +265,8 @@ def is_from_few_runs(figure: Comparison) -> bool:
 
 def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
     if second.evidence is Evidence.HISTORY:
-        # The second value is a single one. If the new level is just at the threshold, half of the values at this
-        # level are below the threshold.
+        # The second look at a series has only one value, so it need not exceed the threshold: if the new level is just
+        # at the threshold, half of its values are below.
         return second.direction is Direction.WORSE
     if (
         figure.spread
@@ -344,7 +345,7 @@ def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> Judged
 DETECTION_PROBABILITY = 0.8
 # A series with fewer nightly values since its last step may be unable to detect a slow-down by its threshold.
 SENSITIVE_AFTER_NIGHTS = 14
-# If the gate cannot detect a slow-down in one of these figures, it does not pass.
+# The gate passes only if it can detect a slow-down in each figure of these metrics.
 TIME_METRICS = (TIME, RELATIVE)
 
 
@@ -383,9 +384,9 @@ class DetectionLimit:
 def mark_undetectable(
     figures: Sequence[JudgedFigure], limits: Sequence[DetectionLimit], lost_cases: Collection[str]
 ) -> tuple[JudgedFigure, ...]:
-    """Marks times as `CANNOT_TELL` if the gate would not detect a slow-down by their threshold. The reason is too
-    much noise, or an interval that extends beyond the threshold. Times of `lost_cases` are also marked. These cases
-    have an earlier time but no comparable time now.
+    """Marks each time as `CANNOT_TELL` if the gate would not detect a slow-down as large as its threshold: there is too
+    much noise, or the interval extends beyond the threshold. Also marks the times of `lost_cases`, which have an
+    earlier time but no comparable time now.
     """
     limits_by_key = {limit.key: limit for limit in limits}
     return tuple(_mark_if_undetectable(figure, limits_by_key.get(figure.key), lost_cases) for figure in figures)
@@ -427,8 +428,8 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
 @dataclass(frozen=True)
 class GateVerdict:
     """The gate's verdict on all figures. `title` names the compared sides. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `sights` are the smallest slow-downs that the gate would detect, the least
-    sensitive figure first.
+    reason, and `code` its exit code. `sights` has the smallest slow-down of each figure that the gate would detect, the
+    least sensitive figure first.
     """
 
     title: str

@@ -57,9 +57,9 @@ class _Requirement(NamedTuple):
 
 
 def _make_requirement(fixed_log: float, evidence_log: float, error: float, freedom: float) -> _Requirement:
-    """Returns the requirement of a look (one measurement). The logarithm of the ratio must exceed `fixed_log`, and
-    also `evidence_log`, which depends on the noise. If the noise was estimated with few degrees of freedom,
-    `evidence_log` is larger and varies itself.
+    """Returns what a look (one measurement) requires: the logarithm of the ratio must exceed both `fixed_log` and
+    `evidence_log`. `evidence_log` is a multiple of the estimated noise. With few degrees of `freedom`, the estimate is
+    uncertain, so the standard deviation of the requirement is larger.
     """
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence_log <= fixed_log:
@@ -115,9 +115,9 @@ def _smallest_failing_share(threshold: Threshold, baseline: float | None) -> flo
 
 
 def _smallest_detectable(requirements: Sequence[_Requirement]) -> float:
-    """Returns the smallest slow-down that all looks show in the share `DETECTION_PROBABILITY` of builds. A look is
-    one measurement. The probability to miss the slow-down is divided equally among the looks with noise. Together
-    these looks then miss it no more often, even if they are correlated.
+    """Returns the smallest slow-down that is shown by all looks (measurements) with the probability
+    `DETECTION_PROBABILITY`. The allowed probability of missing the slow-down is divided equally among the noisy looks.
+    This bounds the probability that any look misses it, even if looks are correlated.
     """
     noisy_looks = sum(requirement.error > 0 for requirement in requirements)
     deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_looks))
@@ -144,7 +144,7 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     band = math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND)
     if remeasurement is Remeasurement.NONE:  # without a second measurement, the first look decides alone
         return [_make_requirement(band, first_evidence, error, freedom)]
-    if remeasurement is Remeasurement.DUEL:  # compared with stored runs, a duel has negligible noise
+    if remeasurement is Remeasurement.DUEL:  # a duel has negligible noise, compared with stored runs
         return [_make_requirement(0.0, first_evidence, error, freedom), _Requirement(math.log1p(verdicts.BAND), 0.0)]
     return [
         _make_requirement(0.0 if is_from_few_runs(change) else band, first_evidence, error, freedom),
@@ -153,8 +153,9 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
 
 
 def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[float, float, float, float]:
-    """Returns four numbers for comparisons of few runs. The first two are the minimum logarithms of the first and of
-    the second look (measurement). The other two are the standard errors of the two looks.
+    """Returns four numbers for a comparison of few runs. The first two are the logarithms of the ratio that the first
+    and the second look (measurement) must exceed. The last two are the standard errors of the first and of the second
+    look.
     """
     change = figure.comparison
     spread = figure.spread
@@ -187,8 +188,8 @@ def _compute_many_runs_limits(change: Comparison, p_limit: float) -> tuple[float
 
 
 def _second_look_error(error: float, noise: Noise) -> float:
-    """Returns the standard error of the second measurement, which compares all runs of the first side with one new
-    run.
+    """Returns the standard error of the second look. That look compares all runs of the first side with one new run,
+    and `error` is the standard error of the first look.
     """
     first_side_share = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
     return error * math.sqrt(first_side_share + (1 - first_side_share) * noise.after)
@@ -211,8 +212,8 @@ class SeriesState(NamedTuple):
 def history_detection_limits(
     series: Sequence[SeriesState], rules: Rules, changes: int, remeasurement: Remeasurement
 ) -> tuple[DetectionLimit, ...]:
-    """Returns, for each series, the smallest step (change of level) that the history would show. `changes` is the
-    number of steps that the history already shows.
+    """Returns a detection limit for each series: the smallest change of its level that the history would show.
+    `changes` is the number of changes that the history shows now.
     """
     p_limit = FALSE_SUSPECT_SHARE / (1 + changes)
     limits = []

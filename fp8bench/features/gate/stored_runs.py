@@ -1,8 +1,9 @@
 """Finds the comparisons that the gate judges: those between two stored sides (sets of runs), or those of a duel.
 
-If a run or duel was interrupted, planned cases that were not measured fail. Suspects of runs are measured in a duel
-if the first side is a commit of the repository in the working directory. Otherwise the second side is measured again.
-Suspects of a duel are measured in a second duel, with fresh processes on both sides.
+If a run or duel was interrupted, planned cases that were not measured fail. A suspect is a figure that seems worse, and
+is measured again. A suspect of stored runs is measured in a duel if the first side is a commit of the repository in the
+working directory. Otherwise only the second side is measured again. A suspect of a duel is measured in a second duel,
+with fresh processes on both sides.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class GateSource:
     now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about
     `look_seconds` per look. Both numbers are None if unknown.
 
-    For a history, `comparisons` are only the changes, and `newest` is the latest state of each series. `unchanged`
-    has all figures, so that a rule for an unchanged figure counts as used.
+    For a history, `comparisons` has only the changes, and `newest` has the latest state of each series. `unchanged` has
+    the figures of all series, so that a thresholds rule that matches only unchanged figures is not reported as unused.
     """
 
     title: str
@@ -214,7 +215,8 @@ class Remeasurer:
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
-        """Adds the sessions of earlier duels before those of a result, and keeps all sessions for the next duel."""
+        """Returns the result of a case with the sessions of all earlier duels with this commit, followed by its own.
+        Remembers them all for the next duel."""
         key = commit, result.after.case.id
         if not result.is_measured:
             return result
@@ -361,9 +363,9 @@ def _remeasure_for_run(
 
 
 def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
-    """Returns the first side's commit if a duel with it would answer the same question as the comparison, else None.
-    A duel measures both sides with one interpreter and one torch. So it would not show, for example, the cost of a
-    different torch.
+    """Returns the first side's commit if a duel with this commit would answer the same question as the comparison.
+    Returns None if the sides differ in more than their code: a duel measures both sides with one interpreter and one
+    torch, so it would not show the cost of a different torch.
     """
     head = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.

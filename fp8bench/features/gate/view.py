@@ -223,7 +223,8 @@ _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The outcome at the beginning of a comment. If several apply, the first one in this order is shown."""
+    """The outcome with which the comment on a pull request begins. If several apply, the first one in this order is
+    shown."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
@@ -234,8 +235,9 @@ class ReviewStatus(StrEnum):
     PASS = "no regression"
 
 
-# For each status: its exit code, and the text after it in the headline. {threshold} is the largest threshold of a
-# time, and {quality} what blocks the change.
+# For each status: the exit code of the gate, and the text that follows the status in the headline. {threshold} is the
+# largest threshold of a time. {quality} says why the change is blocked: numbers became worse, or a case fails on head
+# alone.
 CODE_AND_TEXT_BY_STATUS = {
     ReviewStatus.QUALITY: (EXIT_REGRESSION, ": {quality}"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
@@ -303,8 +305,8 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
-    """Returns, in percent, the largest slow-down of a time that the gate lets pass. If no times were measured,
-    returns the largest threshold of all tested figures.
+    """Returns the largest threshold of all times as a percentage: the largest slow-down that the gate lets pass.
+    Without times, returns the largest threshold of all tested figures.
     """
     time_shares = [limit.threshold for limit in verdict.sights]
     all_shares = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]

@@ -91,9 +91,9 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
 def spread_factor(rounds: int) -> float:
     """Returns the factor by which the spread of resamples must be widened for this number of rounds.
 
-    It is a product of three factors. The first is Student's t over the normal distribution's 1.96. The second is the
-    spread that is lost by resampling n values. The third, from a simulation, is how much slower the fastest of few
-    rounds are than the fastest of many.
+    It is a product of three factors. The first is the quantile of Student's t, divided by 1.96, that of the normal
+    distribution. The second corrects the spread that resampling n values loses. The third corrects that the fastest of
+    few rounds are slower than the fastest of many; it comes from a simulation.
     """
     freedom = max(1, rounds - 1)
     # this approximation is accurate to 1% from 2 degrees of freedom on
@@ -102,12 +102,12 @@ def spread_factor(rounds: int) -> float:
 
 
 def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
-    """Returns the context at which the arm's line crosses the reference's line. It searches only between the measured
-    contexts.
+    """Returns the context at which the arm's line crosses the reference's line. Searches only between the shortest and
+    the longest measured context.
 
-    The interval contains every context at which resamples do not agree which arm is faster. It also contains contexts
-    at which the arms differ by less than a step in the times. Arms that read whole pages have such steps, and
-    resampling a line cannot show them.
+    The interval contains every context at which resamples do not agree which arm is faster. The times of an arm that
+    reads its cache in whole pages rise in steps, which a line cannot show. So the interval also contains contexts at
+    which the arms differ by less than such a step.
     """
     measured = np.array(sorted(contexts))
     shortest, longest = int(measured[0]), int(measured[-1])
@@ -148,11 +148,13 @@ def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
 
 
 def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, grid: Floats) -> Floats:
-    """Returns the seconds by which either arm may differ from its line at each grid context.
+    """Returns, for each context of `grid`, by how many seconds either arm may differ from its line, because times rise
+    in steps.
 
-    They are twice the range of the measured distances from the lines, because few contexts seldom hit both ends of a
-    step. At shorter contexts, steps are assumed to be as high as at long ones. If all measured contexts are multiples
-    of a number, smaller steps could not be measured, and are added.
+    The seconds are `_STEP_MARGIN` times the range of the measured distances between times and lines, because few
+    contexts seldom hit both ends of a step. At shorter contexts, steps are assumed to be as high as at long ones. If
+    all measured contexts are multiples of a number, steps shorter than this number could not be measured. Their height
+    is added.
     """
     expected = reference.point[0] + reference.point[1] * measured
     relative_distances = (arm.above - reference.above) / expected

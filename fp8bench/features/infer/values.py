@@ -31,7 +31,7 @@ LOW_CARRIER = "bf16"
 
 def parse_arm(text: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
-    # A carrier precision alone is an arm without low-precision storage.
+    # The name of a carrier precision stands for an arm without low-precision storage.
     if text in CARRIERS:
         return ServedArm(text)
     try:
@@ -155,8 +155,8 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of all arms. `itself` is the reference compared with a repetition, which must not differ. `floor`
-    is the reference compared with itself under a different attention kernel.
+    """The quality of all arms. `itself` compares the reference with a repetition of the reference, which must not
+    differ. `floor` compares the reference with itself under a different attention kernel.
 
     `arms` and `rollouts` have the order of the question's arms. Only `rollouts` include the reference. `caution`
     explains why the figures show only the effect of arithmetic, for example because weights are random.

@@ -227,7 +227,7 @@ def _format_scientific(value: float, digits: int) -> str:
 
 
 def _half_width(value: Interval) -> float:
-    """Returns the larger distance from the middle of an interval to one of its ends."""
+    """Returns the distance from the point of an interval to its farther bound."""
     return max(value.high - value.point, value.point - value.low)
 
 

@@ -33,7 +33,7 @@ def format_recorded_requirement(recorded: str) -> str:
     """
     try:
         return _name_origin(json.loads(recorded))
-    except (ValueError, AttributeError):  # not JSON, not a mapping, or an invalid port
+    except (ValueError, AttributeError):  # the record is not JSON or not a mapping, or its address has an invalid port
         return ""
 
 
@@ -45,7 +45,7 @@ def _name_origin(origin: dict[str, Any]) -> str:
     if "dir_info" in origin:
         folder = unquote(urlsplit(address).path)
         if _run_git(folder, "rev-parse", "--show-prefix") or not _run_git(folder, "branch", "-r", "--contains", "HEAD"):
-            return ""  # a subfolder of a different repository, or a local commit
+            return ""  # the folder is inside a different repository, or its commit was not pushed
         return _name_commit(_run_git(folder, "remote", "get-url", "origin"), _run_git(folder, "rev-parse", "HEAD"))
     return address if address.startswith("https://") else ""
 

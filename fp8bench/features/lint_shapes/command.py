@@ -216,7 +216,7 @@ def _format_sides(sides: Sides | None) -> str:
     return " x ".join(map(str, sides or ())) or "no padding helps"
 
 
-# A finding without mode and device, and the pairs of mode and device to which it applies.
+# One row of the table: a finding, and all pairs of mode and device with the same finding.
 RefusedRow = tuple[ShapeFinding, list[tuple[str, str]]]
 _REFUSED_COLUMNS: tuple[Col[RefusedRow], ...] = (
     Col("product", lambda row: f"{row[0].layer} {row[0].product}"),

@@ -195,7 +195,8 @@ _TRAINING_SYNTAX = (
 
 
 def _parse_training(text: str, planned: Load) -> MeasuredTraining:
-    # 1. A model given by sizes contains commas: the first fields with keys of models belong to it.
+    # 1. The sizes of a model are separated by commas as well: all leading fields with a key of `KEYS` belong to the
+    # model.
     model_text, *parts = (part.strip() for part in text.split(","))
     while parts and parts[0].partition("=")[0] in KEYS:
         model_text += f",{parts.pop(0)}"

@@ -55,7 +55,7 @@ class DecoderModel:
 
     @property
     def ends(self) -> int:
-        """The number of weights of the embedding. The head has the same number."""
+        """The number of weights of the embedding, which is also that of the head."""
         return self.vocabulary * self.width
 
     @property
@@ -149,9 +149,9 @@ class Load:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """How many bytes per weight a training stores. `copy` counts the bytes of a weight as ranks send it for products.
-    `resident` counts the bytes of such a copy in memory. FP8 needs two, because Hopper multiplies FP8 in one
-    orientation only.
+    """How many bytes per weight a training stores. `weight` is for the master weight, and `first` and `second` are for
+    the two moments. `copy` is for the copy that products read, as ranks send it. `resident` is for that copy in memory:
+    FP8 takes two bytes, because Hopper multiplies FP8 in only one orientation, and both are stored.
     """
 
     weight: int
@@ -267,7 +267,7 @@ def _activation_bytes(model: DecoderModel, load: Load) -> float:
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
         return _BF16_BYTES * width
-    # stored are a block's input, the output of every other product, and attention's output
+    # selective checkpointing stores a block's input, the output of every other product, and attention's output
     if load.checkpointing is Checkpointing.SELECTIVE:
         return _BF16_BYTES * (4 * width + keys + hidden * (1 if model.gated else 0.5))
     return _BF16_BYTES * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
@@ -290,9 +290,9 @@ _RECOMPUTED_SCORES = 0.5
 
 @dataclass(frozen=True)
 class StepPace:
-    """The seconds of a step, by cause. Products, which include attention, wait for the traffic of `tensor` and
-    `context`. The traffic of `shards` and `copies` overlaps with products, except for `exposed` seconds. `bubble` is
-    the share of its work during which a pipeline is idle.
+    """The seconds of a step, by cause. Products include attention, and wait for the traffic of `tensor` and `context`
+    parallelism. The traffic of `shards` and `copies` overlaps with products, except for `exposed` seconds. `bubble` is
+    the idle time of a pipeline, divided by its working time.
     """
 
     products: float

@@ -73,7 +73,7 @@ HELD_OUT_TEXT = (
     "machines, 62 of 106 on the one with long sequences)"
 )
 UNCALIBRATED_TEXT = "25% to 396% too fast in 44 published trainings (median 87%)"
-# This recipe is published for a single machine, so that no machine could be held out.
+# Trainings with this recipe are published for only one machine, so no machine could be held out.
 _FP8_RECIPE_OF_ONE_MACHINE = "mxfp8"
 
 
@@ -119,8 +119,8 @@ def predict_training_pace(topology: Topology, training: MeasuredTraining) -> flo
 def pace_band(
     training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
 ) -> float | None:
-    """Returns the largest error of such predictions on machines that were held out. The prediction is for this
-    layout, from a measured training. None if no machine was held out for such predictions.
+    """Returns the largest error of paces that were predicted for this kind of layout from a training with the measured
+    kind of layout, on machines that were held out. Returns None if no machine was held out for such a pair.
     """
     if training is None:
         return None
@@ -155,8 +155,9 @@ MEMORY_ERROR = "12.1%"
 
 @dataclass(frozen=True)
 class ParallelQuestion:
-    """A training whose layouts are ranked. `batch` is the number of sequences per step on all GPUs. `load` lacks the
-    sizes that each layout sets. `by` is the training that calibrated the topology's rates, if any.
+    """A training whose layouts are ranked. `batch` is the number of sequences per step on all GPUs. `load` is the work
+    of a step; each layout fills in its sequences and micro-batches. `by` is the measured training that calibrated the
+    topology's rates, if any.
     """
 
     model: DecoderModel
@@ -369,7 +370,8 @@ def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQ
 
 
 def list_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
-    """Describes the sizes that are outside the range of all published trainings, where bands are only a guess."""
+    """Describes the sizes that are outside the range of all published trainings. Outside this range, the error bands
+    of predictions are only a guess."""
     sizes = []
     for name, value, (low, high) in (
         ("GPUs", gpus, PUBLISHED_GPUS),

@@ -128,8 +128,8 @@ def _remark_on_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str
 
 
 def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
-    """Returns the traffic per step that a GPU needs for scales, because tensor parallelism divides the scaled
-    tensors. Only tensorwise FP8 scales cause such traffic.
+    """Returns the traffic of scales per GPU and step. FP8 with one scale per tensor causes it, because tensor
+    parallelism divides the tensor among GPUs.
     """
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)

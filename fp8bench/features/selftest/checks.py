@@ -1,4 +1,4 @@
-"""Checks the harness on this machine in about a minute: rounding, verdicts and phases. Each check can fail."""
+"""Checks rounding, verdicts and phases of the harness on this machine, in about a minute."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def check_rounding() -> SelfCheck:
 
 
 def make_base_params(workload: str, **params: str | int) -> Params:
-    """Returns the parameters of the workload `_planted`, which slows down a workload with these parameters."""
+    """Returns parameters for the workload `_planted`. It runs the named workload with `params`, and adds extra work
+    to slow it down."""
     return ("base", workload), *((f"base.{name}", value) for name, value in params.items())
 
 
@@ -86,7 +87,8 @@ CPU_SIDE, GPU_SIDE = 256, 2048
 
 
 def _make_slowed_case(side: int, extra: int, device: str = "cpu") -> Case:
-    """Returns a product that does extra work `extra` times, so that it is slower by a known amount."""
+    """Returns a case of a matrix product that repeats a piece of extra work `extra` times, so that its slow-down is
+    known."""
     return Case("_planted", (*make_product_params(side), ("extra", extra)), "fp32", device)
 
 

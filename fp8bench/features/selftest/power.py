@@ -141,7 +141,8 @@ class PowerRow:
 
 @dataclass(frozen=True)
 class Power:
-    """The result of the experiment. `loads` are the load averages of the machine, sorted."""
+    """How often verdicts on injected slow-downs were right. `loads` are the load averages of the machine during the
+    measurement, sorted."""
 
     rows: tuple[PowerRow, ...]
     loads: tuple[float, ...]
@@ -191,8 +192,8 @@ def measure_power(
     seed: int,
     after_trial: Callable[[OperationResult], None] = lambda result: None,
 ) -> OperationResult:
-    """Measures how often verdicts on one operation are right, by `trials` trials with states that are renewed every
-    few trials.
+    """Measures in `trials` trials how often verdicts on one operation are right. Creates new states of the operation
+    every few trials.
     """
     start_seconds = time.monotonic()
     result = OperationResult(operation.name)

@@ -198,7 +198,7 @@ def _describe_reference(study: Study) -> str:
 
 
 def _probes_table(study: Study) -> Table:
-    by_kind = study.by is LoweredUnit.KIND  # the first column then has the kind
+    by_kind = study.by is LoweredUnit.KIND  # then `name` is that of a kind
     cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", "name"),
         Col("kind", "kind", when=not by_kind),

@@ -49,7 +49,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """`request` has two cases, the low precision and the reference. Tolerances are shares."""
+    """What a study trains. `request` has two cases: one in the low precision, one in the reference precision. `by`
+    is what is lowered at a time. `tolerance` is the largest loss gap, and `gradient_tolerance` the largest error of
+    the first gradients, both as shares."""
 
     request: Request
     by: LoweredUnit
@@ -192,8 +194,8 @@ _ALL_LAYERS = "all layers"
 class StudyRunner:
     """Runs one training after the other in the worker, and adds each to `study`.
 
-    `low` and `reference` are the cases without a map. `high` is the precision of layers that the suite keeps high by
-    default.
+    `low` and `reference` are the cases in which all layers have the low or the reference precision. `high` is the
+    precision of those layers that the suite keeps in high precision by default.
     """
 
     study: Study
@@ -211,7 +213,8 @@ class StudyRunner:
         self.study = replace(self.study, **changes)
 
     def append(self, part: str, trial: LayerTrial) -> None:
-        """Appends a trial to the draws, probes or candidates of the study."""
+        """Appends a trial to one list of the study: `draws` (other initial weights), `probes` (one layer or kind
+        low) or `candidates` (maps)."""
         self.add(**{part: (*getattr(self.study, part), trial)})
 
     def run(self, report_progress: Tell) -> None:
@@ -276,7 +279,8 @@ class StudyRunner:
                 yield name, tuple(low_layers)
 
     def _lower_one(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
-        """Returns the precision and the map of a model in which only one layer or kind, `key`, has a mode."""
+        """Returns the precision and the map with which only `key`, the name of one layer or kind, has the given
+        mode. `names` are its layers."""
         reference = self.reference.precision
         if reference != UNTOUCHED:
             return reference, make_map_of_one(self.layers, key, names, (mode, reference))

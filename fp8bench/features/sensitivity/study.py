@@ -22,8 +22,8 @@ _EQUAL_LOSSES = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """The unit that a study sets to low precision: one layer, or all layers of a kind. With FORMAT, it tries each of
-    FORMATS in one layer at a time.
+    """What a study sets to low precision at a time: one layer, or all layers of a kind. FORMAT also sets one layer at a
+    time, in each of the formats in FORMATS.
     """
 
     LAYER = "layer"
@@ -54,7 +54,7 @@ class LossVerdict(StrEnum):
 class LayerTrial:
     """One training with the layers in `low` in low precision. `draw` is the number of its random initial weights.
 
-    `gradient_error` is the error of the first step's gradients. A trial with a `form` only ran that step, with its
+    `gradient_error` is the error of the first step's gradients. A trial with a `form` ran only the first step, with its
     layer in this format.
     """
 
@@ -176,14 +176,14 @@ class Study:
 
     @property
     def proposed_formats(self) -> dict[str, str]:
-        """The cheapest format of each layer whose error is close to the smallest one."""
+        """For each layer, the cheapest format among those whose gradient error is close to the smallest one."""
         proposed = {}
         for layer in dict.fromkeys(trial.name for trial in self.probes):
             errors = self.format_errors(layer)
             nearly_best_formats = (
                 form for form in FORMATS if form in errors and errors[form] <= _ERROR_TOLERANCE * min(errors.values())
             )
-            proposed[layer] = next(nearly_best_formats, self.reference)  # the reference if every format failed
+            proposed[layer] = next(nearly_best_formats, self.reference)  # if every format failed: the reference
         return proposed
 
     def explicit_map(self, trial: LayerTrial) -> PrecisionMap:
@@ -232,8 +232,8 @@ def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], defaults:
 
 
 def make_map_of_one(layers: Sequence[Layer], key: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
-    """Returns a map in which only one layer or kind, `key`, has low precision. Its layers are `low`. They get the
-    first mode if all other layers have the second.
+    """Returns the precision map with which the layer or kind `key` has the first mode, and all other layers have the
+    second. `low` are the names of the layers of `key`.
     """
     defaults = {layer.name: modes[1] for layer in layers}
     return _add_exceptions(layers, {key: modes[0]}, {**defaults, **dict.fromkeys(low, modes[0])}, defaults)
@@ -242,10 +242,10 @@ def make_map_of_one(layers: Sequence[Layer], key: str, low: Collection[str], mod
 def _add_exceptions(
     layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
-    """Adds entries for layers to which the other entries give a wrong mode. This happens if a layer
+    """Adds an entry for each layer to which the entries `keys` do not give the requested mode. This happens if a layer
     has the same name as the kind of a different layer.
     """
-    # Each pass names more layers, so the loop ends.
+    # Each iteration adds entries for more layers, so the loop ends.
     while True:
         modes = {layer.name: keys.get(key_of(layer, keys) or "", defaults[layer.name]) for layer in layers}
         exceptions = {name: requested[name] for name, mode in modes.items() if mode != requested[name]}
