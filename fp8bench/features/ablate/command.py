@@ -88,5 +88,5 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     )
     # 3. Store before printing, so that a closed pipe loses no measurement.
     ablation = store_ablation(ablate(request, arguments.options, arguments.store, observer), arguments.store)
-    code = EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED
-    return CommandResult(ablation, *AblationKind().view(ablation), code=code)
+    exit_code = EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED
+    return CommandResult(ablation, *AblationKind().view(ablation), code=exit_code)

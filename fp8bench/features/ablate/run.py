@@ -104,15 +104,15 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
     KeyboardInterrupt if it is interrupted, because incomplete arms prove nothing.
     """
     # 1. Require a single suite, because all arms are variants of one case.
-    resolved = resolve(request, os.environ)
-    suite, *other_suites = resolved.suites
+    resolved_request = resolve(request, os.environ)
+    suite, *other_suites = resolved_request.suites
     if other_suites:
         raise UsageError(
-            f"{request.suite} is {len(resolved.suites)} suites, but an ablation measures one. Name "
+            f"{request.suite} is {len(resolved_request.suites)} suites, but an ablation measures one. Name "
             f"one, such as {suite.name}; "
             "--import FILE loads the suites of a file."
         )
-    corpus, switches = resolved.corpus(store), resolved.switches
+    corpus, switches = resolved_request.corpus(store), resolved_request.switches
     with claim_process(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
         # 2. Plan a case for each arm. An arm that the device refuses is dropped, with its reason.
         facts = worker.probe()

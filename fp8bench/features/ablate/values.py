@@ -78,8 +78,8 @@ def iterate_arms(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Yields the options of each arm: no options, each one alone, each one added to all earlier ones, and all but
     one. With k >= 3 options, these are 3k - 1 arms.
     """
-    combinations = [(), *((name,) for name in names)]
-    combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
-    combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
+    option_combinations = [(), *((name,) for name in names)]
+    option_combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
+    option_combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
     # With one or two options, some combinations are equal.
-    yield from dict.fromkeys(combinations)
+    yield from dict.fromkeys(option_combinations)

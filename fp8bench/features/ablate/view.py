@@ -67,7 +67,7 @@ class Savings:
         """Adds up the seconds of the arms with these options, each times its factor. Returns None if any arm is not
         timed.
         """
-        point, draws, by_round = 0.0, np.zeros(1), np.zeros(1)
+        point, resampled_sum, by_round = 0.0, np.zeros(1), np.zeros(1)
         for options, factor in factors.items():
             arm = self.ablation.find_arm(options)
             if not arm.is_timed:
@@ -75,9 +75,9 @@ class Savings:
             # Each resample draws the same rounds for all arms, so that the noise of a round cancels in the difference.
             case = resample_rounds(arm.rounds)
             point += factor * math.exp(case.point)
-            draws = draws + factor * np.exp(case.resampled)
+            resampled_sum = resampled_sum + factor * np.exp(case.resampled)
             by_round = by_round + factor * np.array(arm.rounds)
-        return _make_interval(point, draws, by_round)
+        return _make_interval(point, resampled_sum, by_round)
 
     @property
     def floor(self) -> float | None:
@@ -101,8 +101,10 @@ def resample_rounds(rounds: tuple[float, ...]) -> Resampled:
 
 def _resample_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
     numerator, denominator = resample_rounds(above), resample_rounds(below)
-    draws: Floats = np.exp(numerator.resampled - denominator.resampled)
-    return _make_interval(math.exp(numerator.point - denominator.point), draws, np.array(above) / np.array(below))
+    resampled_ratio: Floats = np.exp(numerator.resampled - denominator.resampled)
+    return _make_interval(
+        math.exp(numerator.point - denominator.point), resampled_ratio, np.array(above) / np.array(below)
+    )
 
 
 def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
@@ -142,13 +144,13 @@ def render_page(ablation: Ablation) -> Page:
 def describe_results(ablation: Ablation) -> Iterator[str]:
     base_arm, full_arm = ablation.arms[0], ablation.find_arm(ablation.names)
     names = join_words(ablation.names)
-    emulated = "emulated, so its time says nothing about speed"
+    emulated_reason = "emulated, so its time says nothing about speed"
     # 1. A speed-up needs the times of the arms without options and with all options.
     if not base_arm.is_timed:
-        yield f"speed is unknown: the step without options has no time ({base_arm.why or emulated})"
+        yield f"speed is unknown: the step without options has no time ({base_arm.why or emulated_reason})"
         return
     if not full_arm.is_timed:
-        yield f"{names} together have no speed: {full_arm.why or emulated}"
+        yield f"{names} together have no speed: {full_arm.why or emulated_reason}"
         return
     # 2. Compare the speed-up of all options with the noise floor.
     savings = Savings(ablation)

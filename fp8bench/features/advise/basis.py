@@ -114,8 +114,12 @@ class ComparedCase:
             return None
         timed_ratio = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
         # Prefer timed phases to those of an untimed profile.
-        profiled = _profiled_share(self.reference, phases)
-        return Interval(profiled, profiled, profiled, 0.0) if timed_ratio is None and profiled else timed_ratio
+        profiled_share = _profiled_share(self.reference, phases)
+        return (
+            Interval(profiled_share, profiled_share, profiled_share, 0.0)
+            if timed_ratio is None and profiled_share
+            else timed_ratio
+        )
 
     def affected_share(self) -> Interval | None:
         """Returns the share of the reference's step that this precision may change. The share comes from an untimed
@@ -187,12 +191,12 @@ def describe_doubts(pair: ComparedCase) -> str:
     """Returns a text with all labels that cast doubt on the times behind an advice, each once. For example ';
     labelled noisy; its reference labelled bimodal'.
     """
-    owners: dict[str, str] = {}
+    owner_by_label: dict[str, str] = {}
     for owner, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
-                owners.setdefault(label, owner)
-    labels = together((owner, str(label)) for label, owner in owners.items())
+                owner_by_label.setdefault(label, owner)
+    labels = together((owner, str(label)) for label, owner in owner_by_label.items())
     return "".join(f"; {owner}labelled {', '.join(names)}" for owner, names in labels.items())
 
 
@@ -240,8 +244,8 @@ def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[st
         return ratio
     # Replace the ratio's point by the quotient of the seconds that reports show, and scale both bounds by the same
     # factor.
-    correction = seconds / base / ratio.point
-    return map_interval(ratio, lambda value: value * correction)
+    correction_factor = seconds / base / ratio.point
+    return map_interval(ratio, lambda value: value * correction_factor)
 
 
 def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:

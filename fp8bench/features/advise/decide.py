@@ -44,8 +44,8 @@ def advise(basis: Basis) -> Advised:
         answers += [reply for reply in replies if reply is not None]
     # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
-    for served in basis.served:
-        advice += advise_on_serving(served)
+    for serving_answer in basis.served:
+        advice += advise_on_serving(serving_answer)
     advice.sort(key=lambda piece: _KIND_ORDER.index(piece.kind))
     advice += sorted(_advise_on_steps(basis, answers), key=_sort_key)
     return Advised(basis.run.id, tuple(advice), tuple(answers), basis.least)
@@ -115,8 +115,8 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
     )
     if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is Met.YES:
         sentence = _describe_gain(pair, answers)
-        supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _make_advice(pair, "step", AdviceKind.ADOPT, sentence, [step, *supporting], pair.speed)
+        supporting_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
+        return _make_advice(pair, "step", AdviceKind.ADOPT, sentence, [step, *supporting_answers], pair.speed)
     # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
@@ -149,17 +149,17 @@ def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
     sentence = "perhaps " * pair.finding.doubtful + sentence
     sentence += f"; {answers['errors'].figure}"
     memory = answers["memory"]
-    learns = answers.get("learns")
+    learning_answer = answers.get("learns")
     if memory.met is Met.NO:
         sentence += f"; it saves no memory ({memory.figure})"
-    if learns is None:
+    if learning_answer is None:
         return sentence
-    if learns.met is Met.YES:
-        return f"{sentence}; it learns as well ({learns.figure})"
-    if learns.met is Met.TOLERATED:
-        return f"{sentence}; its loss is {learns.figure}"
-    command = f": {learns.measure}" if learns.measure else ""
-    return f"{sentence}; whether it learns as well is {learns.met}{command}"
+    if learning_answer.met is Met.YES:
+        return f"{sentence}; it learns as well ({learning_answer.figure})"
+    if learning_answer.met is Met.TOLERATED:
+        return f"{sentence}; its loss is {learning_answer.figure}"
+    command = f": {learning_answer.measure}" if learning_answer.measure else ""
+    return f"{sentence}; whether it learns as well is {learning_answer.met}{command}"
 
 
 def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:

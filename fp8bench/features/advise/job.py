@@ -28,5 +28,5 @@ def collect_basis(run_name: str, store: Path, training: str | None, least: float
         trained = JudgedTraining(judged_training)
         troubles += judged_training.troubles
     answers, broken_answers = open_answer_log(run_store).lines()
-    served = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
-    return Basis(run, findings(run), studies, trained, least, served), troubles + broken_answers
+    serving_answers = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
+    return Basis(run, findings(run), studies, trained, least, serving_answers), troubles + broken_answers

@@ -77,8 +77,8 @@ def amdahl_bound(pair: ComparedCase) -> Interval | None:
     """
     if pair.reference is None or pair.reference.support.is_emulated or pair.reference.timing is None:
         return None
-    share = pair.affected_share()
-    return map_interval(share, lambda value: amdahl(value, 0.0)) if share is not None else None
+    affected_share = pair.affected_share()
+    return map_interval(affected_share, lambda value: amdahl(value, 0.0)) if affected_share is not None else None
 
 
 def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
@@ -86,34 +86,36 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     as measured here, or as the device's ceiling allows, and that casts are free.
     """
     # 1. Find the share of the step that a precision can make faster.
-    share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCT_PHASE)
-    if share is None or pair.reference is None:
+    product_share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCT_PHASE)
+    if product_share is None or pair.reference is None:
         return _NO_PRODUCTS
-    minimum = 1 + basis.least
-    grounds = [Ground(pair.reference.case.id, f"products are {show_share(share)} of the step")]
+    min_speed_up = 1 + basis.least
+    grounds = [Ground(pair.reference.case.id, f"products are {show_share(product_share)} of the step")]
     # 2. Collect up to three upper bounds of the gain. The smallest bound counts.
-    bounds = [(map_interval(share, lambda value: amdahl(value, 0.0)), "with products that take no time")]
+    speed_up_bounds = [
+        (map_interval(product_share, lambda value: amdahl(value, 0.0)), "with products that take no time")
+    ]
     gain = None
     if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
         gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.binds:
-        bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
+        speed_up_bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
         grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
-        low = amdahl(share.low, product_ratio.high)
-        high = amdahl(share.high, product_ratio.low)
-        gain_bound = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
-        bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
+        low = amdahl(product_share.low, product_ratio.high)
+        high = amdahl(product_share.high, product_ratio.low)
+        gain_bound = Interval(amdahl(product_share.point, product_ratio.point), low, high, product_ratio.level)
+        speed_up_bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
         grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
     # 3. If the only bound assumes that products take no time, the answer is never "yes", because real products take
     # time.
-    gain_bound, condition = min(bounds, key=lambda bound: bound[0].point)
-    met = compare_with_minimum(gain_bound, minimum)
-    if met is Met.YES and len(bounds) == 1:
-        share_sentence = f"products are {show_share(share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
+    gain_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
+    met = compare_with_minimum(gain_bound, min_speed_up)
+    if met is Met.YES and len(speed_up_bounds) == 1:
+        share_sentence = f"products are {show_share(product_share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
         return f"{share_sentence}, but the speed of low-precision products was not measured"
-    figure = f"products are {show_share(share)} of the step; {condition}, the step would be "
+    figure = f"products are {show_share(product_share)} of the step; {condition}, the step would be "
     figure += f"{show_gain(gain_bound)} as fast{_ESTIMATED_NOTE * pair.is_estimated}"
     return Reply(met, figure, tuple(grounds))
 
@@ -123,10 +125,10 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         return reason
     product_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     with_casts_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
-    casts = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
+    cast_ratio = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
     if product_ratio is None or with_casts_ratio is None:
         return _NO_PRODUCTS
-    if casts is None:
+    if cast_ratio is None:
         return "it casts nothing"
     product_gain = product_ratio.inverse
     gain_with_casts = with_casts_ratio.inverse
@@ -134,7 +136,7 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     figure += _ESTIMATED_NOTE * pair.is_estimated
     grounds = (
         Ground(pair.row, f"products alone {show_gain(product_gain)}"),
-        Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
+        Ground(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
     )
     if product_gain.high < 1 + BAND:
         return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
@@ -157,9 +159,9 @@ def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs"
     if kinds:
         figure += f" ({', '.join(kinds)})"
-    unconverted = [holder for holder in coverage.holders if holder.flops and not holder.converted]
-    if unconverted:
-        largest = max(unconverted, key=lambda holder: holder.flops)
+    unconverted_weights = [holder for holder in coverage.holders if holder.flops and not holder.converted]
+    if unconverted_weights:
+        largest = max(unconverted_weights, key=lambda holder: holder.flops)
         figure += f"; {largest.name} is not: {largest.reason}"
     return Reply(Met.YES if coverage.share >= _MIN_COVERAGE else Met.NO, figure, (Ground(pair.row, figure),))
 
@@ -174,7 +176,7 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     reference = pair.reference
     if pair.record.memory is None or reference is None or reference.memory is None or not reference.memory.peak:
         return "no memory was measured"
-    share = pair.record.memory.peak / reference.memory.peak
+    memory_share = pair.record.memory.peak / reference.memory.peak
     roles = dict(pair.record.memory.roles)
     reference_roles = dict(reference.memory.roles)
     # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
@@ -187,12 +189,12 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
             instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
             texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{instead_text})")
     details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
-    figure = f"{units.ratio(share)} of {reference.case.mode}'s peak{''.join(details)}"
+    figure = f"{units.ratio(memory_share)} of {reference.case.mode}'s peak{''.join(details)}"
     grounds = (
         Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
         Ground(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
     )
-    return Reply(Met.YES if share <= 1 - _MIN_SAVING else Met.NO, figure, grounds)
+    return Reply(Met.YES if memory_share <= 1 - _MIN_SAVING else Met.NO, figure, grounds)
 
 
 _ANSWERS_BY_DEMAND = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}
@@ -243,14 +245,14 @@ def find_study(pair: ComparedCase, basis: Basis) -> Study | None:
     """Returns the newest study of this suite, device and precision, and of the same model if the suite has several."""
     case = pair.record.case
     params = dict(case.params)
-    matching = []
+    matching_studies = []
     for study in basis.studies:
         is_same_case = (study.workload, study.low, study.device) == (case.workload, case.precision, case.device)
         model = {name: value for name, value in study.params if name in ("size", "make")}
         is_same_model = {name: params.get(name, value) for name, value in model.items()} == model
         if is_same_case and is_same_model and not study.baseline.failure and study.by is not LoweredUnit.FORMAT:
-            matching.append(study)
-    return max(matching, key=lambda study: study.started, default=None)
+            matching_studies.append(study)
+    return max(matching_studies, key=lambda study: study.started, default=None)
 
 
 def find_trial(pair: ComparedCase, study: Study) -> LayerTrial:

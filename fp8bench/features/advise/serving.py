@@ -79,14 +79,14 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. The times cross: the advice holds from the crossing on, or up to it.
     if crossing.at is not None:
-        lower = f"{crossing.low:.0f}"
-        upper = f"{crossing.high:.0f}"
-        contexts = f"from a context of {upper} on" if crossing.faster[1] else f"up to {lower} tokens"
+        lower_text = f"{crossing.low:.0f}"
+        upper_text = f"{crossing.high:.0f}"
+        contexts = f"from a context of {upper_text} on" if crossing.faster[1] else f"up to {lower_text} tokens"
         return _weigh_quality(
             answer,
             times.arm,
             contexts,
-            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower}, {upper}]",
+            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower_text}, {upper_text}]",
         )
     # 3. The arm is faster at all measured contexts.
     if crossing.faster == (True, True):

@@ -48,8 +48,8 @@ def render_page(advised: Advised, notes: Sequence[str], everything: bool = False
 
 
 def advice_items(advised: Advised) -> Items:
-    shorten = make_name_shortener(advised)
-    texts = [_describe_group(group, shorten) for group in _group_equal_advice(advised.advice)]
+    shorten_name = make_name_shortener(advised)
+    texts = [_describe_group(group, shorten_name) for group in _group_equal_advice(advised.advice)]
     hidden_count = len(texts) - _MAX_SENTENCES
     if hidden_count > 0:
         texts[_MAX_SENTENCES:] = [Text(f"{hidden_count} more pieces of advice are in the JSON.")]
@@ -149,18 +149,18 @@ def _suggest_commands(advised: Advised) -> Iterator[Element]:
     """Yields the number of unanswered questions of the checklist. Then yields one command for each of the three topics
     with unanswered questions: the one that would answer the first of them.
     """
-    missing = []
+    missing_answers = []
     for question in Question:
-        unanswered = [row[0] for row in _group_answers(advised, question) if not _is_answered(row)]
-        missing += [answer for answer in unanswered if not _is_emulated(answer)]
+        unknown_answers = [row[0] for row in _group_answers(advised, question) if not _is_answered(row)]
+        missing_answers += [answer for answer in unknown_answers if not _is_emulated(answer)]
     # One command per topic is enough, because it often answers the topic's other questions as well.
     commands: dict[Question, str] = {}
-    for answer in missing:
+    for answer in missing_answers:
         if answer.measure:
             commands.setdefault(answer.topic, answer.measure)
-    if missing:
+    if missing_answers:
         introduction = " These commands answer more of them:" if commands else ""
-        yield Text(f"{many(len(missing), 'question')} not measured here (--all lists them).{introduction}")
+        yield Text(f"{many(len(missing_answers), 'question')} not measured here (--all lists them).{introduction}")
         yield Items(tuple(map(Text, commands.values())))
 
 
@@ -168,7 +168,7 @@ def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     """Returns the columns of a table of answers to one question. They show the most frequent answer, and the first
     case with this answer.
     """
-    shorten = make_name_shortener(advised)
+    shorten_name = make_name_shortener(advised)
     suites_and_devices = {_suite_and_device(answer) for answer in advised.answers}
 
     def precision(answers: Sequence[RuleAnswer]) -> str:
@@ -189,11 +189,11 @@ def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
     def figure(answers: Sequence[RuleAnswer]) -> str:
         answer, settings = find_most_frequent(answers)[0], {answer.setting for answer in answers}
         needs_no_setting = len(settings) == 1 or _is_emulated(answer)
-        return answer.figure if needs_no_setting else f"{answer.figure} at {shorten(answer.setting)}"
+        return answer.figure if needs_no_setting else f"{answer.figure} at {shorten_name(answer.setting)}"
 
     def evidence(answers: Sequence[RuleAnswer]) -> str | None:
         answer = find_most_frequent(answers)[0]
-        grounds = [f"{ground.figure} in {shorten(ground.row)}" for ground in answer.grounds[:_MAX_GROUNDS]]
+        grounds = [f"{ground.figure} in {shorten_name(ground.row)}" for ground in answer.grounds[:_MAX_GROUNDS]]
         measure = f"measure it: {answer.measure}" if answer.measure and not _is_emulated(answer) else None
         return "; ".join(grounds) or measure
 

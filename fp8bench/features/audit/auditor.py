@@ -335,16 +335,16 @@ class Auditor:
         self, arguments: Matrices, slot: int = 0, at_new_address: bool = True
     ) -> tuple[PackedTensor, ...]:
         """Sends arguments to the process and device of the kernel, and returns the tensors as they were sent."""
-        packed = tuple(map(pack_tensor, arguments))
-        self.subject.host.place_arguments(slot, packed, at_new_address)
-        return packed
+        packed_arguments = tuple(map(pack_tensor, arguments))
+        self.subject.host.place_arguments(slot, packed_arguments, at_new_address)
+        return packed_arguments
 
     def call_kernel(self, arguments: Matrices, slot: int = 0, at_new_address: bool = True) -> dict[str, Tensor]:
         """Calls the kernel and returns copies of its results. Records a finding if the kernel changed the memory of
         its arguments."""
         sent_arguments = self.send_arguments(arguments, slot, at_new_address)
-        results, digests = self.subject.host.call_kernel(slot)
-        self.record_changed_arguments(self.current, sent_arguments, digests)
+        results, argument_digests = self.subject.host.call_kernel(slot)
+        self.record_changed_arguments(self.current, sent_arguments, argument_digests)
         return unpack_results(results)
 
     def record_changed_arguments(
@@ -398,10 +398,13 @@ class Auditor:
                 continue
             # The second input does not confirm the mistake, so the mistake is not named. A deviating figure (error or
             # gain) may have been chance.
-            verdicts[name] = unnamed = expected_results[name].judge(results[name], search_mistakes=False)
-            if unnamed.code in FIGURE_CODES and not second_verdicts[name].has_failed:
+            verdicts[name] = unnamed_finding = expected_results[name].judge(results[name], search_mistakes=False)
+            if unnamed_finding.code in FIGURE_CODES and not second_verdicts[name].has_failed:
                 verdicts[name] = replace(
-                    unnamed, outcome=AuditOutcome.PASS, code="other-rounding", why=f"on one input of two {unnamed.why}"
+                    unnamed_finding,
+                    outcome=AuditOutcome.PASS,
+                    code="other-rounding",
+                    why=f"on one input of two {unnamed_finding.why}",
                 )
         return verdicts
 

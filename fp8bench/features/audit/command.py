@@ -107,7 +107,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     if arguments.precision is not None:
         # check the name early: an invalid one must not start a worker process
         precisions.canonical(arguments.precision)
-    facts, done = audit(
+    facts, finished_audit = audit(
         check_function_name(arguments.target),
         _parse_signature(arguments),
         arguments.device,
@@ -115,10 +115,12 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         arguments.store,
         observer,
     )
-    document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    page = partial(render_page, facts, done, arguments.all)
-    full_page = partial(render_page, facts, done)
-    return CommandResult(done, page, lambda: document, whole=full_page, code=_EXIT_CODES[done.outcome])
+    document = {"device": encode(facts), "outcome": finished_audit.outcome.value, **encode(finished_audit)}
+    page = partial(render_page, facts, finished_audit, arguments.all)
+    full_page = partial(render_page, facts, finished_audit)
+    return CommandResult(
+        finished_audit, page, lambda: document, whole=full_page, code=_EXIT_CODES[finished_audit.outcome]
+    )
 
 
 def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
@@ -177,8 +179,8 @@ def audit(
                 if not isinstance(cause, WorkerError):
                     raise cause from None
                 has_raised = isinstance(cause, WorkerFault)
-                code = "raises" if has_raised else "hangs" if isinstance(cause, WorkerHung) else "crashes"
-                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(cause))
+                failure_code = "raises" if has_raised else "hangs" if isinstance(cause, WorkerHung) else "crashes"
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, failure_code, str(cause))
                 return facts, Audit(target, signature, (finding,))
 
 

@@ -56,11 +56,11 @@ def _watched_functions() -> dict[str, Any]:
     """Returns the current function behind each name of time and torch in `_WATCHED`. The function is None if this
     version of torch lacks the name.
     """
-    functions = {}
-    for place, (owner, names) in _WATCHED.items():
+    functions_by_path = {}
+    for owner_path, (owner_object, names) in _WATCHED.items():
         for name in names:
-            functions[f"{place}.{name}"] = getattr(owner, name, None)
-    return functions
+            functions_by_path[f"{owner_path}.{name}"] = getattr(owner_object, name, None)
+    return functions_by_path
 
 
 _ORIGINAL_FUNCTIONS = _watched_functions()
@@ -86,8 +86,10 @@ def describe_stop(error: BaseException) -> AuditFinding:
         name = str(error).removeprefix(f"{lazy_class_name}: ")
         reason = f"it returns {name}, whose values may be computed when they are read. Return a torch.Tensor."
         return make_failure("lazy-result", reason)
-    code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
-    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, describe_error(error))
+    failure_code = (
+        "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
+    )
+    return AuditFinding("", AuditOutcome.CANNOT_TELL, failure_code, describe_error(error))
 
 
 def raise_deception(error: BaseException) -> None:
@@ -128,13 +130,13 @@ def _view_bytes(tensor: Tensor) -> Tensor:
 
 
 def pack_results(results: dict[str, Tensor]) -> PackedResults:
-    packed = []
+    packed_results = []
     for name, tensor in results.items():
         # A one-element tensor counts as contiguous whatever its strides, and then cannot be viewed as bytes.
         cpu_copy = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         data = cpu_copy.view(-1).view(torch.uint8).numpy().tobytes()
-        packed.append((name, str(cpu_copy.dtype)[6:], tuple(cpu_copy.shape), data))
-    return tuple(packed)
+        packed_results.append((name, str(cpu_copy.dtype)[6:], tuple(cpu_copy.shape), data))
+    return tuple(packed_results)
 
 
 def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
@@ -285,7 +287,7 @@ class KernelHost:
         """Calls the kernel on the slots in turn, up to `calls` times or for `seconds`. Returns the number of calls,
         and every distinct result. With each result, returns the slot and the number of the first call that gave it.
         """
-        different = []
+        different_results = []
         distinct_results = set[tuple[int, PackedResults]]()
         end = _CLOCK() + seconds
         number = 0
@@ -295,8 +297,8 @@ class KernelHost:
             results = pack_results(self._call_raw(slot))
             if (slot, results) not in distinct_results and len(distinct_results) < _RESULT_LIMIT:
                 distinct_results.add((slot, results))
-                different.append((number, slot, results))
-        return number, different
+                different_results.append((number, slot, results))
+        return number, different_results
 
     def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
         """Times one call on each slot. Returns the seconds of each call by wall clock and by process time. They

@@ -155,8 +155,8 @@ class LayerNumbers:
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
         matching_casts = dict[str, float]()
         same_error = []
-        for guess, promised in guesses.items():
-            for cast in product.iterate_cast_results(promised):
+        for guess, promised_casts in guesses.items():
+            for cast in product.iterate_cast_results(promised_casts):
                 if (difference := compare_with(cast)).is_negligible:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
@@ -331,12 +331,12 @@ def _describe_wrong_gradient(
     has_right_gain = min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
     if noise_level <= error_limit and not has_right_gain:
         return f"is {gain:.2f} times the exact gradient"
-    unrounded = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
-    differences = measure_differences(unrounded, size)
-    worst = differences.worst
-    if differences.level <= error_limit and worst <= _LINE_FACTOR * differences.level + _LINE_SLACK:
+    difference_beyond_rounding = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0)
+    differences = measure_differences(difference_beyond_rounding, size)
+    worst_difference = differences.worst
+    if differences.level <= error_limit and worst_difference <= _LINE_FACTOR * differences.level + _LINE_SLACK:
         return ""
-    off_text = f"is {differences.level:.0%} off, {worst:.0%} in the worst row or column"
+    off_text = f"is {differences.level:.0%} off, {worst_difference:.0%} in the worst row or column"
     return f"{off_text}; casts make at most {error_limit:.0%}"
 
 
@@ -396,12 +396,12 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
     """Fills a layer's weight and bias with random numbers inside the `with` block, and restores them afterwards. The
     random bias is about as large as the layer's results without it.
     """
-    originals = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    original_values = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.copy_(draw_random_like(tensor, tensor.shape))
-            if len(originals) == 2:
+            if len(original_values) == 2:
                 bias = tensors["bias"]
                 weight = tensors["weight"].float()
                 result_size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
@@ -410,14 +410,14 @@ def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(originals[name])
+                tensor.copy_(original_values[name])
 
 
 @contextmanager
 def restore_training(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     try:
         yield
     finally:
-        for part, mode in modes:
-            part.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode

@@ -125,10 +125,10 @@ class LayerProduct:
 
     @cached_property
     def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
-        wide = torch.float32
-        short = torch.bfloat16
-        is_exact_in_bf16 = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
-        return ((wide, wide),) if is_exact_in_bf16 else ((wide, wide), (short, short), (short, wide), (wide, short))
+        fp32 = torch.float32
+        bf16 = torch.bfloat16
+        is_exact_in_bf16 = all(torch.equal(side, side.to(bf16).float()) for side in (self.x, self.weight))
+        return ((fp32, fp32),) if is_exact_in_bf16 else ((fp32, fp32), (bf16, bf16), (bf16, fp32), (fp32, bf16))
 
     def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
         if self.kind != CONV2D:

@@ -64,7 +64,7 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
-    for module, (name, *also) in paths.items():
+    for module, (name, *other_names) in paths.items():
         weight = get_weight(module)
         holder = holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
@@ -75,7 +75,7 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
             kind = type(weight)
             description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
-            row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(also))
+            row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(other_names))
             layers.append(FoundLayer(module, weight, row))
     return layers
 
@@ -128,7 +128,9 @@ def _find_layers_after_odd(model: nn.Module, path: str = "") -> Iterator[tuple[s
     for name, child in model.named_children():
         child_path = f"{path}.{name}".lstrip(".")
         if odd_layer:
-            yield from ((f"{child_path}.{inner}".rstrip("."), odd_layer) for inner, _ in child.named_modules())
+            yield from (
+                (f"{child_path}.{inner_path}".rstrip("."), odd_layer) for inner_path, _ in child.named_modules()
+            )
         elif type(child) is nn.Linear and any(side % _REQUIRED_MULTIPLE for side in child.weight.shape):
             odd_layer = child_path
         else:
@@ -170,11 +172,11 @@ class ModelCheck:
         layers that it did not call: a hook in a layer that the model calls runs them, so that the model's autocast
         applies to them.
         """
-        handles = [
+        hook_handles = [
             layer.module.register_forward_hook(partial(self._inspect_call, layer), with_kwargs=True)
             for layer in self.layers
         ]
-        self._call_model(batch, handles)
+        self._call_model(batch, hook_handles)
         called_module = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
         if called_module is not None and self._uncalled_layers:
             self._call_model(batch, [called_module.register_forward_hook(lambda *_: self.check_uncalled())])
@@ -218,8 +220,8 @@ class ModelCheck:
         arguments: tuple[Any, ...] = (),
         options: dict[str, Any] | None = None,
     ) -> None:
-        likely = self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
-        layer_numbers = LayerNumbers(layer.module, layer.weight, self.guesses, likely, arguments, options)
+        likely_precisions = self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
+        layer_numbers = LayerNumbers(layer.module, layer.weight, self.guesses, likely_precisions, arguments, options)
         self._is_checking = True
         try:
             verdict = layer_numbers.check(x, output, also_alone=layer.row.low)
@@ -239,8 +241,8 @@ class ModelCheck:
         low_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
         for layer in self.layers:
             if layer.verdict and (layer.row.low or type(layer.module) in low_classes):
-                runs, code, wrong = layer.verdict
-                layer.row = replace(layer.row, low=True, runs=runs, code=code, wrong=wrong)
+                runs, fault_code, wrong_text = layer.verdict
+                layer.row = replace(layer.row, low=True, runs=runs, code=fault_code, wrong=wrong_text)
             elif layer.row.low:
                 reason = "not checked: other layers of their class and shape were"
                 layer.row = replace(layer.row, code="sampled", wrong=reason)
@@ -283,31 +285,31 @@ def restore_model(model: nn.Module) -> Iterator[None]:
 
 
 def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
-    started = time.perf_counter()
+    start_seconds = time.perf_counter()
     layers = find_layers(model)
     check = ModelCheck(model, layers, facts, signature.precision)
-    failed = []
+    failed_rows = []
     with restore_model(model):
         try:
             if batch is not None:
                 check.run(batch)
         except UsageError as error:
-            failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
+            failed_rows.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.finish()
-    explain = make_exclusion_explainer(model, layers)
+    explain_exclusion = make_exclusion_explainer(model, layers)
     rows = []
     for layer in layers:
-        rule, reason = explain(layer)
+        rule, reason = explain_exclusion(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
     checks = {
         "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
-        "numbers": [*failed, *_find_number_faults(rows, signature.precision)],
+        "numbers": [*failed_rows, *_find_number_faults(rows, signature.precision)],
     }
     findings = []
     for name, found in checks.items():
         findings += [replace(finding, check=name) for finding in found] or [AuditFinding(name)]
     looked_at = sum(bool(row.runs) for row in rows)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start_seconds
     return Audit(target, signature, tuple(findings), looked_at, seconds, layers=tuple(rows))
 
 
@@ -336,19 +338,21 @@ def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFindi
         yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
+    for rule, excluded_layers in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
         make_finding = make_failure if rule in _CONVERTER_FAULTS else make_remark
-        reason = f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"
-        yield _name_layers(excluded, make_finding(rule, reason))
+        reason = f"{len(excluded_layers)} of {len(rows)} layers were not converted: {excluded_layers[0].reason}"
+        yield _name_layers(excluded_layers, make_finding(rule, reason))
 
 
 def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
     low_rows = [row for row in rows if row.low]
-    for (code, reason), same_rows in together((_explain_numbers(row, precision), row) for row in low_rows).items():
-        if code:
-            make_finding = make_remark if code in _REMARK_CODES else make_failure
+    for (fault_code, reason), same_rows in together(
+        (_explain_numbers(row, precision), row) for row in low_rows
+    ).items():
+        if fault_code:
+            make_finding = make_remark if fault_code in _REMARK_CODES else make_failure
             count_text = f"{len(same_rows)} of {len(low_rows)} converted layers"
-            yield _name_layers(same_rows, make_finding(code, count_text + reason))
+            yield _name_layers(same_rows, make_finding(fault_code, count_text + reason))
 
 
 def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:

@@ -118,10 +118,10 @@ def _draw_half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor
 
 def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
     draw_functions = (DATA | TIMED | {HALF_ZEROS: _draw_half_zeros})[data]
-    draw = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
+    draw_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
     seed_text = f"{data} {operand} {rows}x{columns}"
     generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(seed_text.encode()))
-    return draw(rows, columns, generator).to(dtype)
+    return draw_function(rows, columns, generator).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,9 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
     scales."""
     down, across = scales.shape
     rows, columns = like.shape
-    high = _find_block_side(rows, down)
-    wide = _find_block_side(columns, across)
-    return scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+    block_rows = _find_block_side(rows, down)
+    block_columns = _find_block_side(columns, across)
+    return scales.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
 
 def _find_block_side(length: int, count: int) -> int:
@@ -319,16 +319,18 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
     candidates = [(f"cast as in {promised.fmt.name} without scales", replace(promised, scaling=None))]
     scaling = promised.scaling
     if promised.fmt in _FNUZ_FORMATS and (scaling is None or scaling.scale is None):
-        fnuz = _FNUZ_FORMATS[promised.fmt]
-        description = f"cast as in {fnuz.name}"
-        if fnuz.largest != promised.fmt.largest:
-            description = f"scaled to {fnuz.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz.name}"
-        candidates.append((description, replace(promised, fmt=fnuz)))
+        fnuz_format = _FNUZ_FORMATS[promised.fmt]
+        description = f"cast as in {fnuz_format.name}"
+        if fnuz_format.largest != promised.fmt.largest:
+            description = (
+                f"scaled to {fnuz_format.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz_format.name}"
+            )
+        candidates.append((description, replace(promised, fmt=fnuz_format)))
     # 2. The casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
-        casts = recipe.treatments if isinstance(recipe, Recipe) else ()
-        candidates += [(f"cast as in {name}", cast) for cast in casts]
+        other_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
+        candidates += [(f"cast as in {name}", cast) for cast in other_treatments]
     # 3. Casts with finer scales than promised.
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
@@ -339,10 +341,10 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
         square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
         candidates.append(("cast as in blocks of 16 x 16", replace(promised, scaling=square_blocks)))
     # 4. Yield each cast once, and never the promised one.
-    yielded = [promised]
+    yielded_treatments = [promised]
     for description, treatment in candidates:
-        if treatment not in yielded:
-            yielded.append(treatment)
+        if treatment not in yielded_treatments:
+            yielded_treatments.append(treatment)
             yield description, replace(treatment, stochastic=False)
 
 

@@ -113,8 +113,8 @@ class ExpectedProduct:
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
         shape = (len(self.a.elements), len(self.b.elements))
-        if wrong := _find_unusable(result, shape if sample is None else sample.shape):
-            return wrong
+        if failure := _find_unusable(result, shape if sample is None else sample.shape):
+            return failure
         if sample is not None:
             result = result[sample.rows][:, sample.columns]
         result = result.float() if result.dtype is torch.float64 else result
@@ -122,32 +122,31 @@ class ExpectedProduct:
         likely_result = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
         if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
-        if wrong := _find_nonfinite(result):
-            return wrong
+        if failure := _find_nonfinite(result):
+            return failure
         error = self._measure_error(result)
-        expected = self._measure_error(likely_result)
-        if self.emulated is None or (error is None and expected is None):
-            finding = self._compare_sums(result, sums, search_mistakes, error, expected)
-            return replace(finding, error=error, expected=expected)
-        error_finding = judge_error(error, expected, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
-        return error_finding if error_finding.has_failed else AuditFinding(error=error, expected=expected)
+        expected_error = self._measure_error(likely_result)
+        if self.emulated is None or (error is None and expected_error is None):
+            finding = self._compare_sums(result, sums, search_mistakes, error, expected_error)
+            return replace(finding, error=error, expected=expected_error)
+        finding = judge_error(error, expected_error, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
+        return finding if finding.has_failed else AuditFinding(error=error, expected=expected_error)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether the measured error of stochastic casts depends on chance, because few results are judged
-        or few numbers are cast."""
+        """Returns whether the error of stochastic casts depends on chance: few results are judged or few numbers
+        cast."""
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
         """Judges a result if some expected sums overflow its dtype. These sums may become infinite or the largest
-        number. Every other sum must be correct up to ties and the last bits of scales. Otherwise, their common error
-        must be the expected one."""
+        number. The other sums must be right up to ties and last bits of scales, or have the expected error."""
         float64_result = result.double()
-        unbounded = torch.where(
+        result_with_infinities = torch.where(
             float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result
         )
 
         def has_unreachable(mark_unreachable: Callable[[Tensor, ConformitySums], Tensor]) -> bool:
-            is_unreachable = mark_unreachable(float64_result, sums) & mark_unreachable(unbounded, sums)
+            is_unreachable = mark_unreachable(float64_result, sums) & mark_unreachable(result_with_infinities, sums)
             return bool((is_unreachable & ~sums.exact.isnan()).any())
 
         if not has_unreachable(self._mark_beyond_ties):
@@ -155,10 +154,10 @@ class ExpectedProduct:
         if has_unreachable(self._mark_outliers):
             return make_failure("too-bad", "some results overflow as expected, but the remaining results are wrong")
         is_finite = result.isfinite() & likely_result.isfinite()
-        error, expected = (
+        error, expected_error = (
             self._measure_error(torch.where(is_finite, numbers, 0), is_finite) for numbers in (result, likely_result)
         )
-        return judge_error(error, expected)
+        return judge_error(error, expected_error)
 
     def _compare_sums(
         self, result: Tensor, sums: ConformitySums, search_mistakes: bool, error: float | None, expected: float | None
@@ -182,9 +181,9 @@ class ExpectedProduct:
             return make_remark("other-rounding", ROUNDING_REASON)
         reason = ""
         if search_mistakes and not has_few_results:
-            code, reason = self._explain_difference(float64_result, result, sums)
-            if code:
-                return make_failure(code, reason)
+            mistake_code, reason = self._explain_difference(float64_result, result, sums)
+            if mistake_code:
+                return make_failure(mistake_code, reason)
         # 5. Report the results that no rounding of the operands explains, or their mean.
         if not self._is_lossless:
             if not is_near:
@@ -214,8 +213,8 @@ class ExpectedProduct:
         codes, codes_of_b = (side.elements for side in operands)
         scales, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
         row_step = max(1, -(-result.numel() * codes.shape[1] // _SIMULATED_TERMS))
-        simulated = (codes[::row_step], codes_of_b), (scales[::row_step], scales_of_b)
-        return any(matches_hopper_units(result[::row_step], *simulated, promoted) for promoted in (True, False))
+        codes_and_scales = (codes[::row_step], codes_of_b), (scales[::row_step], scales_of_b)
+        return any(matches_hopper_units(result[::row_step], *codes_and_scales, promoted) for promoted in (True, False))
 
     @property
     def _is_lossless(self) -> bool:
@@ -226,16 +225,14 @@ class ExpectedProduct:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that stay wrong even if ties of operands were rounded the other way, and scales differed in
-        their last bits."""
-        slack = map(_measure_slack, (self.a, self.b), self._value_ranges)
-        return self._mark_unreachable(float64_result, sums, slack)
+        """Marks results that stay wrong if ties are rounded the other way and scales differ in their last bits."""
+        slack_by_operand = map(_measure_slack, (self.a, self.b), self._value_ranges)
+        return self._mark_unreachable(float64_result, sums, slack_by_operand)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that stay wrong even if every operand element is off by `_GRID_STEPS` steps of its format's
-        grid. These errors are assumed to be random."""
-        slack = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
-        return self._mark_unreachable(float64_result, sums, slack, at_random=True)
+        """Marks results that stay wrong if each operand element is randomly off by `_GRID_STEPS` steps of its grid."""
+        slack_by_operand = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
+        return self._mark_unreachable(float64_result, sums, slack_by_operand, at_random=True)
 
     def _mark_unreachable(
         self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], at_random: bool = False
@@ -251,8 +248,7 @@ class ExpectedProduct:
         return ~((float64_result >= low) & (float64_result <= high))
 
     def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
-        """Estimates how many bits the kernel's accumulator has. Returns 0 if a short accumulator does not explain
-        the result."""
+        """Estimates the bits of the kernel's accumulator; 0 if a short accumulator does not explain the result."""
         if (float64_result[sums.exact == 0] != 0).any():
             return 0
         bits = estimate_sum_bits(float64_result, sums)
@@ -284,13 +280,13 @@ class ExpectedProduct:
                 explanations += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
         regressors = torch.stack([(column / sums.magnitude).flatten() for column in explanations], 1)
         differences = ((float64_result - sums.exact.to(sums.dtype).double()) / sums.magnitude).flatten()
-        gram = regressors.t() @ regressors
-        inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
+        gram_matrix = regressors.t() @ regressors
+        inverse = torch.linalg.pinv(gram_matrix, hermitian=True, rtol=1e-10)
         coefficients = inverse @ (regressors.t() @ differences)
         unexplained_square = (differences - regressors @ coefficients).square().mean()
         standard_error = math.sqrt(max(float(unexplained_square * inverse[0, 0]), 0.0))
         gain = float(coefficients[0])
-        variance_inflation = float(inverse[0, 0] * gram[0, 0])
+        variance_inflation = float(inverse[0, 0] * gram_matrix[0, 0])
         is_certain = (
             len(differences) >= _MIN_RESULTS
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
@@ -314,35 +310,35 @@ class ExpectedProduct:
         """Returns the code and description of the first mistake that explains every element. If there is none,
         describes the kind of difference, or a mistake that is much nearer than the expected result."""
         nearest = (math.inf, "", "")
-        for code, description, a, b in self._iterate_guesses():
+        for mistake_code, description, a, b in self._iterate_guesses():
             guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
             if guessed_sums.is_within_bound(float64_result):
-                return code, description
+                return mistake_code, description
             distance = _mean_square_distance(float64_result, guessed_sums.exact)
             if distance < nearest[0]:
-                nearest = (distance, code, description)
+                nearest = (distance, mistake_code, description)
         difference, reason = explain_product(result, sums)
         if difference in _CODE_BY_DIFFERENCE:
             return _CODE_BY_DIFFERENCE[difference], reason
         # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
-        distance, code, description = nearest
+        distance, mistake_code, description = nearest
         is_nearer = distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.exact)
         if is_nearer and float64_result.any():
-            return code, f"the nearest mistake is: {description}"
+            return mistake_code, f"the nearest mistake is: {description}"
         return "", reason
 
     def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         first_mistakes = list(iterate_mistakes(self.a))
         second_mistakes = list(iterate_mistakes(self.b))
         # A precision may have several casts. Pair the first ones of both operands.
-        second_operands = {(code, description): values for code, description, values in reversed(second_mistakes)}
-        for code, description, values in first_mistakes:
-            if (code, description) in second_operands:
-                yield code, f"each operand is {description}", values, second_operands[code, description]
-        for code, description, values in first_mistakes:
-            yield code, f"the first operand is {description}", values, self.b.values
-        for code, description, values in second_mistakes:
-            yield code, f"the second operand is {description}", self.a.values, values
+        second_operands = {(mistake, description): values for mistake, description, values in reversed(second_mistakes)}
+        for mistake, description, values in first_mistakes:
+            if (mistake, description) in second_operands:
+                yield mistake, f"each operand is {description}", values, second_operands[mistake, description]
+        for mistake, description, values in first_mistakes:
+            yield mistake, f"the first operand is {description}", values, self.b.values
+        for mistake, description, values in second_mistakes:
+            yield mistake, f"the second operand is {description}", self.a.values, values
 
 
 @dataclass(frozen=True)
@@ -357,31 +353,31 @@ class ExpectedAttention:
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
         shape = tuple(self.given[0].shape) if sample is None else sample.shape
-        if wrong := _find_unusable(result, shape) or _find_nonfinite(result):
-            return wrong
+        if failure := _find_unusable(result, shape) or _find_nonfinite(result):
+            return failure
         if sample is not None:
             result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
         exact = self._compute_exact()
-        promised = self._compute_attention()
+        promised_result = self._compute_attention()
         error = relative_frobenius(result, exact)
-        variants = (
-            promised,
+        attention_variants = (
+            promised_result,
             self._compute_attention(casts_weights=True),
             self._compute_attention(casts_weights=True, stores_scores=True),
         )
-        expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
+        expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in attention_variants]
         is_lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
         low = _EQUAL_RATIO * min(expected_errors) * is_lossy
         high = max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
         if sample is None:
-            distance, code, description = min(
-                (_mean_square_distance(result, mistaken), code, description)
-                for code, description, mistaken in self._iterate_mistakes()
+            distance, mistake_code, description = min(
+                (_mean_square_distance(result, mistaken), mistake_code, description)
+                for mistake_code, description, mistaken in self._iterate_mistakes()
             )
-            if distance * _NEARER_FACTOR_IN_ATTENTION < _mean_square_distance(result, promised):
-                return make_failure(code, description, error, high)
+            if distance * _NEARER_FACTOR_IN_ATTENTION < _mean_square_distance(result, promised_result):
+                return make_failure(mistake_code, description, error, high)
         return judge_error(error, high if error > high else low)
 
     def _compute_exact(self) -> Tensor:
@@ -448,7 +444,7 @@ def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
     if treatment is None:
         return x.double()
     heads = x.reshape(-1, *x.shape[-2:])
-    cast_heads = torch.stack([round_operand(head.contiguous(), treatment).values for head in heads])
+    cast_heads = torch.stack([round_operand(head_values.contiguous(), treatment).values for head_values in heads])
     return cast_heads.view(x.shape).double()
 
 
@@ -473,8 +469,8 @@ def _mean_square_distance(result: Tensor, expected: Tensor) -> float:
 
 def _find_unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
     if tuple(result.shape) != shape:
-        actual, expected = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
-        return make_failure("shape", f"the result has the shape {actual}; expected {expected}")
+        result_text, shape_text = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
+        return make_failure("shape", f"the result has the shape {result_text}; expected {shape_text}")
     if result.dtype not in _RESULT_DTYPES:
         return make_failure("dtype", f"the result is {result.dtype}; expected float32, bfloat16 or float16")
     return None

@@ -89,14 +89,14 @@ def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, rows: Ten
     """
     wrong_rows = _describe_lines("row", rows, outliers.any(1))
     wrong_columns = _describe_lines("column", columns, outliers.any(0))
-    wrong = result[outliers]
-    right = exact[outliers]
-    factor = (wrong @ right) / (right @ right)
-    has_factor = (wrong - factor * right).norm() < _FACTOR_REST * wrong.norm()
+    wrong_values = result[outliers]
+    exact_values = exact[outliers]
+    factor = (wrong_values @ exact_values) / (exact_values @ exact_values)
+    has_factor = (wrong_values - factor * exact_values).norm() < _FACTOR_REST * wrong_values.norm()
     factor_text = f", where results are {factor:.3g} times the expected ones" if has_factor else ""
     return (
-        f"{len(wrong)} of {outliers.numel()} results differ by more than any rounding of the operands explains, all in "
-        f"{wrong_rows} and {wrong_columns}{factor_text}"
+        f"{len(wrong_values)} of {outliers.numel()} results differ by more than any rounding of the operands explains, "
+        f"all in {wrong_rows} and {wrong_columns}{factor_text}"
     )
 
 

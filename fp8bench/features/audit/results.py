@@ -37,16 +37,16 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
     """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
     result, and each remark once.
     """
-    reported = set()
+    reported_findings = set()
     for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
         for data in auditor.subject.data_kinds:
             auditor.current = audit_input = AuditInput(data, shape)
             for name, verdict in auditor.find_problems(audit_input).items():
                 report_key = name, verdict.code if verdict.is_remark else "failed"
-                if report_key not in reported:
-                    reported.add(report_key)
+                if report_key not in reported_findings:
+                    reported_findings.add(report_key)
                     yield auditor.make_finding(audit_input, name, verdict)
-        if any(code == "failed" for _, code in reported):
+        if any(finding_code == "failed" for _, finding_code in reported_findings):
             return
 
 
@@ -112,18 +112,18 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
         yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
     if auditor.has_right_numbers:
         yield from _first_of_each_code(
-            make_failure(code, reason)
-            for code, reason, matrices, results in _iterate_repeated_calls(auditor)
+            make_failure(failure_code, reason)
+            for failure_code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
         )
         yield from _check_small_calls(auditor)
 
 
 def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
-    reported = set()
+    reported_codes = set()
     for finding in findings:
-        if finding.code not in reported:
-            reported.add(finding.code)
+        if finding.code not in reported_codes:
+            reported_codes.add(finding.code)
             yield finding
 
 
@@ -207,12 +207,12 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
         shape = auditor.first_input.shape
         auditor.send_arguments(subject.make_arguments(matrices_by_slot[0]))
     auditor.current = AuditInput(NORMAL_DATA, shape)
-    calls, different = host.repeat_calls(list(matrices_by_slot), _SMALL_CALLS, _SMALL_SECONDS)
-    first_results = {slot: unpack_results(results) for _, slot, results in reversed(different)}
-    different.sort(key=lambda row: _sum_differences(first_results[row[1]], unpack_results(row[2])), reverse=True)
-    for call_number, slot, packed in different[:_JUDGED_RESULTS]:
-        if wrong := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed)):
-            yield make_failure("differs", f"call {call_number} of {calls} on the same arguments: {wrong.why}")
+    calls, changed_results = host.repeat_calls(list(matrices_by_slot), _SMALL_CALLS, _SMALL_SECONDS)
+    first_results = {slot: unpack_results(results) for _, slot, results in reversed(changed_results)}
+    changed_results.sort(key=lambda row: _sum_differences(first_results[row[1]], unpack_results(row[2])), reverse=True)
+    for call_number, slot, packed_results in changed_results[:_JUDGED_RESULTS]:
+        if failure := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed_results)):
+            yield make_failure("differs", f"call {call_number} of {calls} on the same arguments: {failure.why}")
             return
 
 
@@ -230,10 +230,10 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
         for slot, matrices in enumerate(two_inputs):
             auditor.send_arguments(subject.make_arguments(matrices), slot)
         for matrices, results in zip(two_inputs, subject.host.call_pair((0, 1), order), strict=True):
-            if wrong := auditor.find_failure(matrices, unpack_results(results)):
+            if failure := auditor.find_failure(matrices, unpack_results(results)):
                 order_text = "the first" if order[0] == 0 else "the last"
                 yield make_failure(
-                    "backward", f"two forward calls, then backward starting with {order_text} call: {wrong.why}"
+                    "backward", f"two forward calls, then backward starting with {order_text} call: {failure.why}"
                 )
                 return
 
@@ -289,7 +289,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
     """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
     subject = auditor.subject
     matrices = auditor.draw_matrices(auditor.first_input)
-    refused = []
+    refusals = []
 
     def call_with(change: str, changed: Matrices) -> ResultsByName:
         auditor.current = AuditInput("", auditor.first_input.shape, change)
@@ -297,15 +297,15 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
             results = auditor.compute_results(changed)
         except REFUSAL_ERRORS as error:
             raise_deception(error)
-            refused.append(
+            refusals.append(
                 auditor.add_input(auditor.current, make_remark("raises", f"{change}: {describe_error(error)}"))
             )
             return {}
         auditor.tried += len(results)
         return results
 
-    zeroed = subject.zeroed_operand
-    results = call_with("zeros", _replace_operand(matrices, zeroed, torch.zeros_like(matrices[zeroed])))
+    zeroed_index = subject.zeroed_operand
+    results = call_with("zeros", _replace_operand(matrices, zeroed_index, torch.zeros_like(matrices[zeroed_index])))
     if results and _get_first(results).any():
         yield make_failure("zeros", "an input of zeros gave results that are not zero")
     subnormal_matrix = matrices[0] * torch.finfo(matrices[0].dtype).smallest_normal / 4
@@ -333,7 +333,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
                 if not any(verdict.has_failed for verdict in verdicts):
                     reason = f"an infinity {location}: results are those of a zero in its place"
                     yield make_failure("infinity-lost", reason)
-    yield from refused
+    yield from refusals
 
 
 def _get_first(results: ResultsByName) -> Tensor:
@@ -408,7 +408,7 @@ def _check_inputs(
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
     """Judges the kernel on each input, until one fails or the time is up. The kernel may refuse inputs."""
-    refused = []
+    refusals = []
     end = time.monotonic() + seconds
     # Record the current input in the auditor, so that exceptions are reported with it.
     for index, audit_input in enumerate(inputs):
@@ -423,14 +423,14 @@ def _check_inputs(
         # A kernel may refuse an input, unless the refusal is a deception.
         except REFUSAL_ERRORS as error:
             raise_deception(error)
-            refused.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
+            refusals.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
             continue
         if failure:
             yield failure
             return
     # Report all refusals in one line: a kernel with fixed sizes refuses dozens of inputs.
-    if refused:
-        yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
+    if refusals:
+        yield replace(refusals[0], why=f"{len(refusals)} of {len(inputs)} such calls are refused: {refusals[0].why}")
 
 
 def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
@@ -456,8 +456,8 @@ def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 def _make_slice(x: Tensor) -> Tensor:
-    neighbours = torch.cat((x[1:], x[:1]))
-    return torch.cat((neighbours, x, neighbours), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    next_rows = torch.cat((x[1:], x[:1]))
+    return torch.cat((next_rows, x, next_rows), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
 def _transpose_in_memory(x: Tensor) -> Tensor:

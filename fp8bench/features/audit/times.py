@@ -70,15 +70,15 @@ _GPU_MARGIN = 1.25
 def measure_fastest(call: Callable[[], object], device: str) -> float:
     """Returns the shortest time of several torch calls in this process, in seconds."""
     call()
-    taken: list[float] = []
+    measured_seconds: list[float] = []
     end = time.perf_counter() + _TIMING_SECONDS
-    while len(taken) < _MAX_ROUNDS and (not taken or time.perf_counter() < end):
+    while len(measured_seconds) < _MAX_ROUNDS and (not measured_seconds or time.perf_counter() < end):
         _synchronize(device)
         start = time.perf_counter()
         call()
         _synchronize(device)
-        taken.append(time.perf_counter() - start)
-    return max(min(taken), 1e-9)
+        measured_seconds.append(time.perf_counter() - start)
+    return max(min(measured_seconds), 1e-9)
 
 
 def _synchronize(device: str) -> None:
@@ -186,10 +186,10 @@ def _time_calls(
         reported_seconds = host.measure_calls(range(len(kinds)))
         rounds.append((reported_seconds, time.perf_counter() - start))
     # 2. Check whether calls changed their arguments.
-    digests = host.digest_arguments(range(len(kinds)))
+    argument_digests = host.digest_arguments(range(len(kinds)))
     for kind, sent in zip(kinds, sent_arguments, strict=True):
-        auditor.record_changed_arguments(AuditInput(kind, shape), sent, digests[: len(sent)])
-        digests = digests[len(sent) :]
+        auditor.record_changed_arguments(AuditInput(kind, shape), sent, argument_digests[: len(sent)])
+        argument_digests = argument_digests[len(sent) :]
     # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
     timed_rounds = rounds[1:]
     by_clock = {}

@@ -47,14 +47,14 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
                 "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
             )
         return [*_remark_on_randomness(setup, target, run_callable(target, inputs))]
-    expected = run_callable(against, inputs)
+    expected_results = run_callable(against, inputs)
     results = run_callable(target, inputs)
-    _check_same_work(target, results, against, expected)
-    _refuse_caching(target, inputs, results, against, expected)
+    _check_same_work(target, results, against, expected_results)
+    _refuse_caching(target, inputs, results, against, expected_results)
     return [
         *_remark_on_randomness(setup, target, results),
-        *_remark_on_wrong_column(target, results, expected),
-        *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected)),
+        *_remark_on_wrong_column(target, results, expected_results),
+        *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected_results)),
         *_remark_on_hidden_nan(setup, target, against),
     ]
 
@@ -133,8 +133,8 @@ def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Se
     for result, correct in zip(results, expected, strict=True):
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
-        column, share = find_wrong_column(result, correct) or (0, 0.0)
-        if share > _MOST:
+        column, difference_share = find_wrong_column(result, correct) or (0, 0.0)
+        if difference_share > _MOST:
             last = ", the last" if column == result.shape[-1] - 1 else ""
             yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"
 
@@ -148,13 +148,16 @@ def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error:
     half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
     inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
     location = f"at {format_shapes(half_shapes)}"
-    expected, results = _call_both(inputs, against, target)
+    expected_results, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"{location} {against} works, but {results}"
-    elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
-        yield f"{location} {target} returns {describe_tensors(results)}, but {against} {describe_tensors(expected)}"
-    elif expected:
-        error = measure_difference(results, expected)
+    elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected_results):
+        yield (
+            f"{location} {target} returns {describe_tensors(results)}, "
+            f"but {against} {describe_tensors(expected_results)}"
+        )
+    elif expected_results:
+        error = measure_difference(results, expected_results)
         if error > max(_ERROR_LIMIT, _ERROR_FACTOR * usual_error):
             distance = units.relative_error(error)
             yield f"{location} {target} is {distance} from {against}, so it is wrong at other shapes"
@@ -169,13 +172,13 @@ def _call_both(inputs: CallInputs, against: str, target: str) -> tuple[list[Tens
     its message in their place. If the reference raises one, returns two empty lists.
     """
     try:
-        expected = run_callable(against, inputs)
+        expected_results = run_callable(against, inputs)
     except UsageError:
         return [], []
     try:
-        return expected, run_callable(target, inputs)
+        return expected_results, run_callable(target, inputs)
     except UsageError as error:
-        return expected, str(error)
+        return expected_results, str(error)
 
 
 def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[str]:
@@ -186,10 +189,10 @@ def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[s
     float_tensors = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
     for first in float_tensors[:1]:
         first[(0,) * first.dim()] = math.nan
-    expected, results = _call_both(inputs, against, target)
+    expected_results, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"with a NaN in its input {results}"
-    elif any(map(_has_nan, expected)) and not any(map(_has_nan, results)):
+    elif any(map(_has_nan, expected_results)) and not any(map(_has_nan, results)):
         yield (
             f"a NaN in the input does not reach the result of {target}, but does reach that of "
             f"{against}, so mistakes stay hidden"

@@ -86,6 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         runs.append(execute(request, store, observer, command, origin=BENCH))
         return runs[0]
 
-    code = measure_and_print(request, arguments, execute_bench)
+    exit_code = measure_and_print(request, arguments, execute_bench)
     is_wrong = any(record.measurement(BEYOND_ROUNDING_ERROR) for run in runs for record in run.records)
-    return EXIT_REGRESSION if is_wrong and code == EXIT_OK else code
+    return EXIT_REGRESSION if is_wrong and exit_code == EXIT_OK else exit_code

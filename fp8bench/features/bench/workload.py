@@ -138,15 +138,17 @@ class Callables(Workload):
         exact = make_exact() if setup.shared is None else setup.shared(make_exact)
         errors = {} if exact is None else {OUTPUT_ERROR: measure_difference(results, exact)}
         if setup.case.precision != against:
-            expected = run_callable(against, make_inputs(setup))
-            errors[DIFFERENCE_ERROR] = measure_difference(results, expected)
-            differs = list(map(exceeds_rounding, results, expected))
-            if any(differs):
+            expected_results = run_callable(against, make_inputs(setup))
+            errors[DIFFERENCE_ERROR] = measure_difference(results, expected_results)
+            exceeds_rounding_by_result = list(map(exceeds_rounding, results, expected_results))
+            if any(exceeds_rounding_by_result):
                 # A callable that draws random numbers differs as much from itself.
-                repeated = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
-                is_random = any(map(exceeds_rounding, [*results, *expected], [*repeated[0], *repeated[1]]))
-                is_explained = find_magnified_rounding(against, make_inputs(setup), expected)
-                unexplained = [a and not b for a, b in zip(differs, is_explained, strict=True)]
-                if any(unexplained) and not is_random:
+                repeated_results = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
+                is_random = any(
+                    map(exceeds_rounding, [*results, *expected_results], [*repeated_results[0], *repeated_results[1]])
+                )
+                is_explained = find_magnified_rounding(against, make_inputs(setup), expected_results)
+                is_unexplained = [a and not b for a, b in zip(exceeds_rounding_by_result, is_explained, strict=True)]
+                if any(is_unexplained) and not is_random:
                     errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors

@@ -102,13 +102,13 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     answers = _answer_claims(file, claims, arguments, observer)
     # 2. Return the exit code of the worst answer. The whole catalogue always ends with 0, because many of its sentences
     # are wrong.
-    code = EXIT_OK if is_catalogue else _exit_code(answered.answer for answered in answers)
-    values = [answered.as_value() for answered in answers]
+    exit_code = EXIT_OK if is_catalogue else _exit_code(claim_answer.answer for claim_answer in answers)
+    values = [claim_answer.as_value() for claim_answer in answers]
     page = partial(render_answer, answers[0])
     if len(answers) > 1:
         file_name = arguments.what[0] if arguments.what and arguments.what[0].endswith(".toml") else ""
         page = partial(render_answers, answers, file_name)
-    return CommandResult(answers, page, lambda: values, code=code)
+    return CommandResult(answers, page, lambda: values, code=exit_code)
 
 
 def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
@@ -149,9 +149,14 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
     if len(arguments.what) != 2 or arguments.all or arguments.published or arguments.keep:
         raise UsageError("claim check takes one folder that --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
-    checked = check_folder(Path(folder), parse_run_texts)
-    code = _exit_code(answer.standing for answer in checked)
-    return CommandResult(checked, partial(render_check, folder, checked), partial(encode, checked), code=code)
+    checked_answers = check_folder(Path(folder), parse_run_texts)
+    exit_code = _exit_code(answer.standing for answer in checked_answers)
+    return CommandResult(
+        checked_answers,
+        partial(render_check, folder, checked_answers),
+        partial(encode, checked_answers),
+        code=exit_code,
+    )
 
 
 def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Claim]]:

@@ -42,11 +42,11 @@ def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> 
 
 
 def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
-    computed = evaluate(claim.figure)
-    value = computed.value
+    computed_figure = evaluate(claim.figure)
+    value = computed_figure.value
     answer = Answer.REFUTED if claim.find_side(value) else Answer.CONFIRMED
     return ClaimAnswer(
-        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed.citations))
+        claim, answer, value, value, value, why="; ".join((f"computed as {claim.figure}", *computed_figure.citations))
     )
 
 
@@ -82,14 +82,14 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
         reading = read_figure(claim, run)
     except CannotDecide as error:
         return ClaimAnswer(claim, Answer.CANNOT_TELL, error.value, runs=runs, why=str(error), remedy=error.remedy)
-    decided = ClaimAnswer(claim, Answer.CONFIRMED, reading.value, reading.low, reading.high, runs)
+    confirmed_answer = ClaimAnswer(claim, Answer.CONFIRMED, reading.value, reading.low, reading.high, runs)
     if claim.published:
-        return _compare_published(decided, run)
+        return _compare_published(confirmed_answer, run)
     bound_sides = {claim.find_side(reading.low), claim.find_side(reading.high)}
     if len(bound_sides) > 1:
         why = "the sentence is true for some values of the interval and false for others"
-        return replace(decided, answer=Answer.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
-    return replace(decided, answer=Answer.REFUTED) if bound_sides.pop() else decided
+        return replace(confirmed_answer, answer=Answer.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))
+    return replace(confirmed_answer, answer=Answer.REFUTED) if bound_sides.pop() else confirmed_answer
 
 
 def _compare_published(measured: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
@@ -108,11 +108,11 @@ def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:
     """Yields how the card or its power limit differs from that of the published figure, or that it is unknown."""
     device = _find_device(run)
     sheet = find_datasheet(device.name)
-    card = sheet.name if sheet else device.name
+    card_name = sheet.name if sheet else device.name
     if not claim.card:
-        yield f"the source names no card; this card is {card}"
-    elif not {*claim.card.lower().split()} <= {*card.lower().split()}:
-        yield f"card {card}, published {claim.card}"
+        yield f"the source names no card; this card is {card_name}"
+    elif not {*claim.card.lower().split()} <= {*card_name.lower().split()}:
+        yield f"card {card_name}, published {claim.card}"
     power_cap = _get_environment(run).get(f"{device.key} power_cap")
     power = power_cap if isinstance(power_cap, int | float) else None
     is_same_power = power is not None and claim.power is not None and abs(power / claim.power - 1) <= _EQUAL_POWER

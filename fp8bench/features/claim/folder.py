@@ -43,17 +43,17 @@ def write_folder(
     runs."""
     with keeping(folder, "Choose another --keep FOLDER."):
         (folder / _RUNS).mkdir(parents=True, exist_ok=True)
-        digests = {}
+        digest_by_path = {}
         for run in runs_by_claim.values():
             path = folder / _RUNS / f"{get_run_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
-            digests[get_run_id(run)] = _compute_digest(path)
+            digest_by_path[get_run_id(run)] = _compute_digest(path)
         content = {
             "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
             "answers": [_encode_answer(answer, claims) for answer in answers],
             "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
-            "digests": digests,
+            "digests": digest_by_path,
         }
         write_whole(folder / _CLAIMS, claims.text)
         write_whole(folder / _ANSWERS, json.dumps(seal(content), indent=1) + "\n")
@@ -85,8 +85,8 @@ class StoredAnswers:
 
 
 def _encode_answer(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
-    parts = [claims.claims[part] for part in answer.claim.parts]
-    return {"row": encode(answer.claim), "part_rows": encode(parts), **answer.as_value()}
+    part_claims = [claims.claims[part] for part in answer.claim.parts]
+    return {"row": encode(answer.claim), "part_rows": encode(part_claims), **answer.as_value()}
 
 
 def check_folder(
@@ -149,9 +149,9 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
         return Standing.UNKNOWN, "the claim was not measured"
     # 3. The same answer must follow from these rows and runs.
-    recomputed = answer_claim(claim, claims.claims, source)
+    recomputed_answer = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
-        current = getattr(recomputed, name)
+        current = getattr(recomputed_answer, name)
         previous = getattr(stored, name)
         if current != previous:
             return Standing.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
@@ -162,11 +162,11 @@ def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
     """Returns how the row of a claim was edited after it was answered; '' if it is unchanged."""
     if current_row is None:
         return f"its row is missing in {_CLAIMS}"
-    for part in fields(Claim):
-        before = encode(getattr(answered_row, part.name))
-        now = encode(getattr(current_row, part.name))
+    for claim_field in fields(Claim):
+        before = encode(getattr(answered_row, claim_field.name))
+        now = encode(getattr(current_row, claim_field.name))
         if before != now:
-            return f"{part.name} is {now} in {_CLAIMS}, but was {before} when answered"
+            return f"{claim_field.name} is {now} in {_CLAIMS}, but was {before} when answered"
     return ""
 
 

@@ -89,8 +89,8 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
     sources = content.get("source", {})
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} has no claims. Begin each with a line [[claim]]; docs/claims.md shows a row.")
-    if (unknown := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
-        misplaced_key = min(unknown, default="source")
+    if (unknown_keys := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
+        misplaced_key = min(unknown_keys, default="source")
         raise UsageError(
             f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
@@ -211,11 +211,11 @@ def _find_word(words: str, sentence: str) -> str:
 def _check_sentence_promises(claim: Claim) -> None:
     """Raises UsageError if a sentence promises more than its figure measures."""
     for words, figures, remedy in _CLAIM_WORDING_RULES:
-        promise = _find_word(words, claim.sentence)
-        if promise and not re.search(figures, claim.figure):
+        promised_word = _find_word(words, claim.sentence)
+        if promised_word and not re.search(figures, claim.figure):
             raise UsageError(
-                f"{promise!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or change the "
-                "figure."
+                f"{promised_word!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or "
+                "change the figure."
             )
     training = _find_word(r"train\w*", claim.sentence)
     if training and not _TRAINING_RUN.match(claim.run):

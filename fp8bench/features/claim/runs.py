@@ -60,31 +60,33 @@ class RunSource:
         """
         request = self._make_request(claim)
         if request not in self._runs:
-            finished, unfinished = find_stored_run(request, self.store)
-            self._runs[request] = finished or self._measure(request, unfinished)
+            finished_run, unfinished_path = find_stored_run(request, self.store)
+            self._runs[request] = finished_run or self._measure(request, unfinished_path)
         self.runs_by_claim[claim.id] = self._runs[request]
         return self._runs[request]
 
     def announce(self, claims: Iterable[Claim]) -> None:
         """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
-        missing: dict[RunRequest, float] = {}
-        reused = set()
+        seconds_by_request: dict[RunRequest, float] = {}
+        reused_runs = set()
         for claim in claims:
             with suppress(CannotDecide):
                 request = self._make_request(claim)
                 if find_stored_run(request, self.store)[0] is not None:
-                    reused.add(request)
+                    reused_runs.add(request)
                 else:
-                    missing[request] = max(claim.seconds, missing.get(request, 0.0))
-        if missing:
-            longest = [seconds or self._estimate_longest(request) for request, seconds in missing.items()]
-            limit = "about" if all(missing.values()) else "up to"
+                    seconds_by_request[request] = max(claim.seconds, seconds_by_request.get(request, 0.0))
+        if seconds_by_request:
+            time_limits = [
+                seconds or self._estimate_longest(request) for request, seconds in seconds_by_request.items()
+            ]
+            limit = "about" if all(seconds_by_request.values()) else "up to"
             duration_text = (
-                f"{limit} {clock(sum(longest))} on an idle machine" if all(longest) else "for an unknown time"
+                f"{limit} {clock(sum(time_limits))} on an idle machine" if all(time_limits) else "for an unknown time"
             )
-            run_count = "1 run" if len(missing) == 1 else f"{len(missing)} runs"
+            run_count = "1 run" if len(seconds_by_request) == 1 else f"{len(seconds_by_request)} runs"
             self.observer.note(
-                f"measures {run_count}, {duration_text}, and reuses {len(reused)} of the last 7 days. "
+                f"measures {run_count}, {duration_text}, and reuses {len(reused_runs)} of the last 7 days. "
                 "Ctrl-C keeps "
                 "finished runs, and the same command continues."
             )
@@ -159,7 +161,7 @@ def fits_device(claim: Claim, name: str) -> bool:
     """
     sheet = find_datasheet(name)
     words = set(f"{name} {sheet.name if sheet else ''}".lower().replace(",", " ").split())
-    return "cuda" in claim.device or any({*card.lower().split()} <= words for card in claim.device)
+    return "cuda" in claim.device or any({*card_name.lower().split()} <= words for card_name in claim.device)
 
 
 def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None, Path | None]:
@@ -167,18 +169,18 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
     unfinished run, which can be resumed.
     """
     is_run = isinstance(request, Request)
-    unfinished: Path | None = None
+    unfinished_path: Path | None = None
     for path in run_files(store) if is_run else KIND.files(store):
         with suppress(StoreError):
-            head: Run | Training = load_header(path) if is_run else load_training_head(path)
-            if head.request != request or not is_reusable(head.environment, head.started):
+            run_header: Run | Training = load_header(path) if is_run else load_training_head(path)
+            if run_header.request != request or not is_reusable(run_header.environment, run_header.started):
                 continue
             run: StoredRun = load_run(path) if is_run else load_training(path)
             if run.finished and not run.troubles:
                 return run, None
             if not run.troubles:
-                unfinished = unfinished or path
-    return None, unfinished
+                unfinished_path = unfinished_path or path
+    return None, unfinished_path
 
 
 def is_reusable(environment: Environment, started: str) -> bool:

@@ -36,11 +36,11 @@ def format_figure(value: float, unit: str) -> str:
 
 def describe_claimed(claim: Claim) -> str:
     """Describes the values that a sentence claims, such as 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
-    bounds = " to ".join(format_figure(bound, claim.unit) for bound in claim.bound)
+    bounds_text = " to ".join(format_figure(bound, claim.unit) for bound in claim.bound)
     if claim.tolerance:
         accepted_range = " to ".join(format_figure(end, claim.unit) for end in claim.range)
-        return f"about {bounds}: {accepted_range}"
-    return f"{_RELATION_TEXTS.get(claim.relation, '')}{bounds}"
+        return f"about {bounds_text}: {accepted_range}"
+    return f"{_RELATION_TEXTS.get(claim.relation, '')}{bounds_text}"
 
 
 def format_answer_figure(answer: ClaimAnswer) -> str:

@@ -75,22 +75,24 @@ def compare_precisions(
     """Compares native and emulated results of each precision on the device. By default, these are all precisions that
     the device supports, including those that it emulates.
     """
-    requested = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
+    requested_names = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
-        supports = {name: precisions.get(name).support(facts) for name in requested or precisions.names()}
+        support_by_name = {name: precisions.get(name).support(facts) for name in requested_names or precisions.names()}
         # 1. Find the precisions that the device supports.
-        supported = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
-        if not supported:
-            reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
+        supported_by_name = {
+            name: support for name, support in support_by_name.items() if support.level is not Level.REFUSED
+        }
+        if not supported_by_name:
+            reasons = "; ".join(f"{name}: {support.reason}" for name, support in support_by_name.items())
             raise UsageError(
                 f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
             )
         conformities: list[ModeConformity] = []
         # 2. Compare one precision after the other, each with time to compile.
         with observer.counting() as tell:
-            for name, support in supported.items():
-                tell(len(conformities), len(supported), "precisions", name)
+            for name, support in supported_by_name.items():
+                tell(len(conformities), len(supported_by_name), "precisions", name)
                 mode = precisions.get(name).mode
                 try:
                     mode_results = worker.within(COMPILE_SECONDS).conform(name, facts)
@@ -110,10 +112,12 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
     # The verdict covers all modes, also those that are not shown.
     all_conform = all(mode.conforms for mode in conformities)
     parts = [Part("verdict", "", (Text(_describe_verdict(conformities), Tone.GOOD if all_conform else Tone.BAD),))]
-    emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything]
-    if rows := [mode for mode in conformities if mode not in emulated]:
+    conforming_emulated_modes = [
+        mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything
+    ]
+    if rows := [mode for mode in conformities if mode not in conforming_emulated_modes]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
-    if equal_modes := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
+    if equal_modes := [_describe_mode(mode) for mode in conforming_emulated_modes if mode.is_compared]:
         names = join_words(equal_modes, 20)
         text = f"emulated on this device, with the same results as torch's kernels: {names}"
         parts.append(Part("emulated", "", (Text(text),)))

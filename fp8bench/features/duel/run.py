@@ -110,9 +110,9 @@ class SessionArms:
         return failure
 
     def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
-        shuffled = [*self.entries]
-        order.shuffle(shuffled)
-        for entry in shuffled:
+        shuffled_entries = [*self.entries]
+        order.shuffle(shuffled_entries)
+        for entry in shuffled_entries:
             tell(f"preparing side {entry.side} of")
             with raise_as_arm_failure(entry.arm):
                 entry.arm.prepare(entry.worker, entry.quantisers, lambda arm, doing: tell(doing))
@@ -174,14 +174,14 @@ def _explain_unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
     if refusals:
         return "; ".join(refusals)
     suite = planned[0].case.workload
-    versions = [side.versions.get(suite) for side in pair]
-    sides_without_suite = [side.name for side, version in zip(pair, versions, strict=True) if version is None]
+    suite_versions = [side.versions.get(suite) for side in pair]
+    sides_without_suite = [side.name for side, version in zip(pair, suite_versions, strict=True) if version is None]
     if sides_without_suite:
         return f"side {' and side '.join(sides_without_suite)} has no suite {suite!r}"
-    if versions[0] != versions[1]:
+    if suite_versions[0] != suite_versions[1]:
         return (
-            f"suite {suite} has version {versions[0]} on side {BEFORE} and {versions[1]} on side {AFTER}: what a step "
-            "does has changed, so their times cannot be compared"
+            f"suite {suite} has version {suite_versions[0]} on side {BEFORE} and {suite_versions[1]} on side {AFTER}: "
+            "what a step does has changed, so their times cannot be compared"
         )
     return ""
 
@@ -275,9 +275,9 @@ def run_duel(
     # 1. Reject invalid requests before code is copied or built.
     if request.ranks is not None:
         raise UsageError(f"a side of a duel is one process, but --ranks asks for {request.ranks}. Omit --ranks.")
-    resolved = resolve(request, os.environ)
+    resolved_request = resolve(request, os.environ)
     check_store(store)
-    corpus = resolved.corpus(store)
+    corpus = resolved_request.corpus(store)
     start = time.monotonic()
     sessions = question.sessions or count_default_sessions(request)
     # 2. Open both sides with their processes. If anything fails, the processes end and the folders are removed.
@@ -287,11 +287,11 @@ def run_duel(
         for side_start in starts:
             settings = Settings(request.threads, request.seed, side_start.imports, corpus.path if corpus else None)
             workers = [PartnerWorker(settings, side_start) for _ in range(PROCESSES)]
-            quantisers = Quantisers(resolved.switches.why_eager)
+            quantisers = Quantisers(resolved_request.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(side_start, workers, quantisers))))
         # 3. Ask each side which cases its code has.
         identity = corpus.identity if corpus else None
-        names = [suite.name for suite in resolved.suites]
+        names = [suite.name for suite in resolved_request.suites]
         with observer.counting() as tell:
             for number, ready_side in enumerate(sides):
                 tell(number, len(sides), "sides", "starting workers")
@@ -304,8 +304,8 @@ def run_duel(
                 f"the sides have no case in common: A would measure {next(iter(side_a.cases))}, but B "
                 f"{next(iter(side_b.cases))}. Give --devices that both sides have."
             )
-        selected = tuple(name for name in cases if not only_cases or name in only_cases)
-        if not selected:
+        selected_cases = tuple(name for name in cases if not only_cases or name in only_cases)
+        if not selected_cases:
             raise UsageError(f"the sides do not have the requested case {next(iter(only_cases))}.")
         # 5. Collect the header of the duel, and notes about cases that are not compared.
         duel = Duel(
@@ -315,13 +315,13 @@ def run_duel(
             request,
             _describe_side(side_a, request),
             _describe_side(side_b, request),
-            selected,
+            selected_cases,
             sessions,
         )
         remarks: list[str] = [*notes]
         for side, opponent in ((side_a, side_b), (side_b, side_a)):
-            if lacking := [name for name in side.cases if name not in opponent.cases]:
-                remarks.append(f"only side {side.name} has {join_words(lacking, 2)}: not compared")
+            if missing_cases := [name for name in side.cases if name not in opponent.cases]:
+                remarks.append(f"only side {side.name} has {join_words(missing_cases, 2)}: not compared")
         return _measure_sessions((side_a, side_b), duel, remarks, store, observer, start)
 
 
@@ -433,10 +433,10 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
 
 
 def _note_idle_sides(pair: Pair) -> list[str]:
-    tree = pair[1].start.tree
-    if tree is None:
+    working_tree = pair[1].start.tree
+    if working_tree is None:
         return []
-    modules = set(pair[1].workers[0].modules_under(tree))
+    modules = set(pair[1].workers[0].modules_under(working_tree))
     return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE_NOTE]
 
 

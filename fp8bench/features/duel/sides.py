@@ -52,7 +52,7 @@ def scratch_folder() -> Iterator[Path]:
             f"no temporary folder can be created ({error.strerror}). Free disk space, or set TMPDIR to "
             "a different folder."
         ) from None
-    cleanup = subprocess.Popen(
+    cleanup_process = subprocess.Popen(
         ["sh", "-c", _CLEANUP_SCRIPT, "sh", str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
@@ -66,7 +66,7 @@ def scratch_folder() -> Iterator[Path]:
     finally:
         with ignore_interrupts():
             shutil.rmtree(folder, ignore_errors=True)
-            cleanup.communicate()
+            cleanup_process.communicate()
 
 
 def remove_stale_folders() -> None:
@@ -126,10 +126,10 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
             _git(repository, "worktree", "remove", "--force", str(path))
-    tree = folder / "tree"
+    tree_folder = folder / "tree"
     try:
         result = _git(
-            repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree), commit
+            repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree_folder), commit
         )
         if result.returncode:
             raise UsageError(
@@ -137,10 +137,10 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
                 f"{_read_git_error(result)}. Free disk space, or see "
                 "`git worktree list`."
             )
-        yield tree
+        yield tree_folder
     finally:
         with ignore_interrupts():
-            _git(repository, "worktree", "remove", "--force", str(tree))
+            _git(repository, "worktree", "remove", "--force", str(tree_folder))
 
 
 def _environment() -> dict[str, str]:
@@ -219,27 +219,27 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
             "--against and --against-self would change two things at once, so the cause would stay unknown. Omit one."
         )
     # 2. Find the interpreters first, so that a wrong one is rejected before anything is copied.
-    pythons = [
+    python_paths = [
         sys.executable if word is None else find_interpreter(word, option)
         for option, word in (("--python-a", question.python_a), ("--python-b", question.python_b))
     ]
     # 3. Let both sides import from folders that only contain fp8bench, so that other installed packages are invisible.
     with scratch_folder() as folder:
         if question.against is not None or question.against_self is not None:
-            with _open_revision(question, pythons, imports, folder) as sides:
+            with _open_revision(question, python_paths, imports, folder) as sides:
                 yield sides
             return
         paths = (str(link_package(folder / "package", PACKAGE)), *_find_user_paths(imports))
         side_a, side_b = (
             Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
-            for name, python in zip((BEFORE, AFTER), pythons, strict=True)
+            for name, python in zip((BEFORE, AFTER), python_paths, strict=True)
         )
         yield side_a, side_b, () if any((question.python_a, question.python_b)) else (EQUAL_SIDES,)
 
 
 @contextmanager
 def _open_revision(
-    question: DuelQuestion, pythons: Sequence[str], imports: tuple[str, ...], folder: Path
+    question: DuelQuestion, python_paths: Sequence[str], imports: tuple[str, ...], folder: Path
 ) -> Iterator[OpenSides]:
     # 1. Choose the repository: of fp8bench, or of the measured code.
     is_fp8bench = question.against is None
@@ -259,11 +259,11 @@ def _open_revision(
     change_note = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(revision) else f"{revision} ({commit[:8]})"
     this_tree = f"this tree ({checked_out[:8]}{change_note})"
-    is_same_code = commit == checked_out and not change_note and pythons[0] == pythons[1]
+    is_same_code = commit == checked_out and not change_note and python_paths[0] == python_paths[1]
     notes = (EQUAL_SIDES,) if is_same_code else ()
     paths = _find_user_paths(imports)
     # 3. Check out the old commit in a separate tree. The current checkout stays unchanged.
-    with worktree(repository, commit, folder, option) as tree:
+    with worktree(repository, commit, folder, option) as working_tree:
         if not is_fp8bench:
             # The same fp8bench measures both sides: only the user's paths move into the old tree.
             package = str(link_package(folder / "package", PACKAGE))
@@ -271,27 +271,27 @@ def _open_revision(
             paths = list(resolved_paths)
             tree_paths = list(
                 dict.fromkeys(
-                    str(tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
+                    str(working_tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
                     for path, real in resolved_paths.items()
                 )
             )
-            moved_imports, move_notes = _move_imports(imports, repository, tree, revision)
+            moved_imports, move_notes = _move_imports(imports, repository, working_tree, revision)
             yield (
-                Start(BEFORE, pythons[0], (package, *tree_paths), title, moved_imports, commit, tree),
-                Start(AFTER, pythons[1], (package, *paths), this_tree, imports, checked_out, repository),
+                Start(BEFORE, python_paths[0], (package, *tree_paths), title, moved_imports, commit, working_tree),
+                Start(AFTER, python_paths[1], (package, *paths), this_tree, imports, checked_out, repository),
                 (*move_notes, *notes),
             )
             return
-        if not (tree / PACKAGE.name / "__init__.py").is_file():
+        if not (working_tree / PACKAGE.name / "__init__.py").is_file():
             raise UsageError(
                 f"{option} {revision!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer commit."
             )
         # Both sides get the same paths of the user, but a different fp8bench.
-        old_paths = (str(link_package(folder / "before", tree / PACKAGE.name)), *paths)
+        old_paths = (str(link_package(folder / "before", working_tree / PACKAGE.name)), *paths)
         new_paths = (str(link_package(folder / "after", PACKAGE)), *paths)
         yield (
-            Start(BEFORE, pythons[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
-            Start(AFTER, pythons[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
+            Start(BEFORE, python_paths[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
+            Start(AFTER, python_paths[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
             notes,
         )
 
@@ -316,7 +316,7 @@ def _find_paths_below(top: Path) -> list[str]:
 
 
 def _move_imports(imports: tuple[str, ...], top: Path, tree: Path, revision: str) -> tuple[tuple[str, ...], list[str]]:
-    moved = []
+    moved_imports = []
     notes = []
     for name in imports:
         path = Path(name).resolve()
@@ -326,5 +326,5 @@ def _move_imports(imports: tuple[str, ...], top: Path, tree: Path, revision: str
                 f"{name} is not in {revision}: both sides run this tree's file, each with its revision of other modules"
             )
             moved_path = None
-        moved.append(name if moved_path is None else str(moved_path))
-    return tuple(moved), notes
+        moved_imports.append(name if moved_path is None else str(moved_path))
+    return tuple(moved_imports), notes

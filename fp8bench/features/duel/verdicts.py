@@ -62,33 +62,33 @@ _NEGLIGIBLE_SHIFT = 1e-9
 @dataclass(frozen=True)
 class DuelVerdict:
     """The verdict on the times of one case. `before` and `after` are the seconds of side A and side B, and `ratio` is
-    their quotient. A slow-down that both sides share in a session is removed from both. `typical` is the ratio of the
-    means over all calls. `apart` is how much slower the slowest process of a side was than its fastest, as a share; the
-    larger share of the two sides. `chance` is the fraction of name assignments that put the sides at least as far
-    apart, and `finest` is the smallest possible fraction. `error` is the standard deviation of the logarithm of the
-    ratio over all assignments. `distance` is the measured logarithm in such deviations, with `freedom` degrees of
-    freedom. `rounds` is the number of rounds in the session with the fewest. `whole` is True if complete steps were
-    compared, not parts of steps.
+    their quotient. A slow-down that both sides share in a session is removed from both. `mean_ratio` is the ratio of
+    the means over all calls. `process_spread` is how much slower the slowest process of a side was than its fastest, as
+    a share; the larger share of the two sides. `permutation_p_value` is the fraction of name assignments that put the
+    sides at least as far apart, and `smallest_p_value` is the smallest possible fraction. `error` is the standard
+    deviation of the logarithm of the ratio over all assignments. `standardized_distance` is the measured logarithm in
+    such deviations, with `freedom` degrees of freedom. `rounds` is the number of rounds in the session with the fewest.
+    `uses_whole_steps` is True if complete steps were compared, not parts of steps.
     """
 
     verdict: Verdict
     ratio: Interval
     before: float
     after: float
-    apart: float
-    chance: float
-    finest: float
-    distance: float
+    process_spread: float
+    permutation_p_value: float
+    smallest_p_value: float
+    standardized_distance: float
     freedom: int
     rounds: int
     sessions: int
-    typical: Interval
+    mean_ratio: Interval
     error: float
-    whole: bool = False
+    uses_whole_steps: bool = False
 
     @property
     def is_resolved(self) -> bool:
-        return self.finest <= 1 - self.ratio.level
+        return self.smallest_p_value <= 1 - self.ratio.level
 
     @property
     def can_judge(self) -> bool:
@@ -97,7 +97,7 @@ class DuelVerdict:
 
     @property
     def is_uneven(self) -> bool:
-        return self.is_resolved and verdicts.is_uneven(self.ratio, self.typical)
+        return self.is_resolved and verdicts.is_uneven(self.ratio, self.mean_ratio)
 
 
 def judge_sessions(
@@ -111,7 +111,7 @@ def judge_sessions(
     uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
     # 1. For each process, compute the logarithms of its best case and of its mean over all calls.
     session_logs = [_compute_logs(session, uses_whole_steps) for session in shared_sessions]
-    logs, of_all_calls = np.concatenate(session_logs, axis=1)
+    logs, mean_logs = np.concatenate(session_logs, axis=1)
     sizes = [(len(session.before), len(session.after)) for session in shared_sessions]
     is_after = np.concatenate([[False] * count_a + [True] * count_b for count_a, count_b in sizes])
     # 2. Find how often the sides are as far apart if the names of the sides are assigned at random.
@@ -120,14 +120,14 @@ def judge_sessions(
     logs_a = logs[~is_after]
     logs_b = logs[is_after]
     ratio = assignments.interval(level)
-    typical = _NameAssignments(of_all_calls, is_after, sizes).interval(level)
+    mean_ratio = _NameAssignments(mean_logs, is_after, sizes).interval(level)
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
-    is_resolved = assignments.finest <= 1 - level
+    is_resolved = assignments.smallest_p_value <= 1 - level
     verdict = (
         verdicts.decide_verdict(ratio, verdicts.BAND, same) if is_resolved else _judge_without_interval(logs_a, logs_b)
     )
     # 4. Require that the mean over all calls does not contradict the fastest calls.
-    if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, typical):
+    if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, mean_ratio):
         verdict = Verdict.UNSURE
     # 5. Compute the seconds of both sides around their common level.
     common_level = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
@@ -135,16 +135,16 @@ def judge_sessions(
     return DuelVerdict(
         verdict,
         ratio,
-        math.exp(common_level - assignments.shift / 2),
-        math.exp(common_level + assignments.shift / 2),
+        math.exp(common_level - assignments.log_ratio / 2),
+        math.exp(common_level + assignments.log_ratio / 2),
         process_spread,
-        assignments.chance(0.0),
-        assignments.finest,
-        assignments.distance,
+        assignments.compute_p_value(0.0),
+        assignments.smallest_p_value,
+        assignments.standardized_distance,
         max(1, len(logs) - 1 - len(session_logs)),
         rounds,
         len(session_logs),
-        typical,
+        mean_ratio,
         assignments.error,
         uses_whole_steps,
     )
@@ -233,25 +233,25 @@ class _NameAssignments:
         self._sessions = np.split(np.arange(len(logs)), session_ends[:-1])
         assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if assignment_count <= _MAX_ASSIGNMENTS:
-            choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            after_masks = _mark_named_b(sizes, list(itertools.product(*choices)))
+            index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
+            after_masks = _mark_named_b(sizes, list(itertools.product(*index_choices)))
         else:
             # Use the true assignment and a seeded sample, so that the same samples always give the same verdict.
             rng = np.random.default_rng(0)
-            sampled = []
+            sampled_assignments = []
             for _ in range(_MAX_ASSIGNMENTS - 1):
                 assignment = [rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
-                sampled.append(assignment)
-            after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled)])
+                sampled_assignments.append(assignment)
+            after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
-        self.finest = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
+        self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
         # Store the indices of the processes with the names B and A. Every assignment has equally many of each.
         self._after, self._before = (
             np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
         )
 
     @property
-    def shift(self) -> float:
+    def log_ratio(self) -> float:
         return self._measure_distances(0.0)[1]
 
     def interval(self, level: float) -> Interval:
@@ -260,52 +260,52 @@ class _NameAssignments:
         ratio) that chance explains. Some shifts between these bounds may not be explained by chance, so bisection
         approaches each bound from outside.
         """
-        shift = self.shift
+        log_ratio = self.log_ratio
         low = -math.inf
         high = math.inf
-        if self.finest <= 1 - level:
-            reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
-            low, high = (self._find_bound(shift, outside, 1 - level) for outside in (-reach, reach))
-        return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
+        if self.smallest_p_value <= 1 - level:
+            reach = 2 * float(np.ptp(self._logs)) + abs(log_ratio) + _NEGLIGIBLE_SHIFT
+            low, high = (self._find_bound(log_ratio, outer_offset, 1 - level) for outer_offset in (-reach, reach))
+        return Interval(math.exp(log_ratio), math.exp(low), math.exp(high), level)
 
-    def chance(self, shift: float) -> float:
+    def compute_p_value(self, log_shift: float) -> float:
         # Sums in a different order differ in the last bits, but the true assignment must count.
-        apart, observed = self._measure_distances(shift)
-        return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
+        distances, observed_distance = self._measure_distances(log_shift)
+        return float((np.abs(distances) >= abs(observed_distance) - 1e-12).mean())
 
-    def _find_bound(self, shift: float, outside: float, chance: float) -> float:
+    def _find_bound(self, log_ratio: float, outer_offset: float, p_limit: float) -> float:
         # Even the farthest shift is explained by chance, so no bound exists.
-        if self.chance(shift + outside) > chance:
-            return math.copysign(math.inf, outside)
+        if self.compute_p_value(log_ratio + outer_offset) > p_limit:
+            return math.copysign(math.inf, outer_offset)
         # Halve the distance until chance explains the shift, then bisect the last interval.
-        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NEGLIGIBLE_SHIFT:
-            outside /= 2
-        explained_offset = outside / 2
+        while self.compute_p_value(log_ratio + outer_offset / 2) <= p_limit and abs(outer_offset) > _NEGLIGIBLE_SHIFT:
+            outer_offset /= 2
+        explained_offset = outer_offset / 2
         for _ in range(_BISECTION_STEPS):
-            middle_offset = (explained_offset + outside) / 2
-            if self.chance(shift + middle_offset) > chance:
+            middle_offset = (explained_offset + outer_offset) / 2
+            if self.compute_p_value(log_ratio + middle_offset) > p_limit:
                 explained_offset = middle_offset
             else:
-                outside = middle_offset
-        return shift + outside
+                outer_offset = middle_offset
+        return log_ratio + outer_offset
 
     @cached_property
     def error(self) -> float:
-        return float(np.std(self._measure_distances(self.shift)[0]))
+        return float(np.std(self._measure_distances(self.log_ratio)[0]))
 
     @property
-    def distance(self) -> float:
-        shift = abs(self.shift)
-        return shift / self.error if self.error else math.inf if shift else 0.0
+    def standardized_distance(self) -> float:
+        log_size = abs(self.log_ratio)
+        return log_size / self.error if self.error else math.inf if log_size else 0.0
 
-    def _measure_distances(self, shift: float) -> tuple[NDArray[np.float64], float]:
-        logs = self._logs - shift * self._is_after
+    def _measure_distances(self, log_shift: float) -> tuple[NDArray[np.float64], float]:
+        logs = self._logs - log_shift * self._is_after
         # the median of a session is the same for every assignment of names
         for places in self._sessions:
             logs[places] -= np.median(logs[places])
         distances = _mean_of_fastest(logs[self._after]) - _mean_of_fastest(logs[self._before])
-        observed = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
-        return distances, float(observed)
+        observed_distance = _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
+        return distances, float(observed_distance)
 
 
 def _mark_named_b(
@@ -314,10 +314,10 @@ def _mark_named_b(
     """Returns one row of booleans per assignment: True for each process that has the name B. `sizes` has the numbers of
     processes with the names A and B in each session.
     """
-    ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
-    rows = np.zeros((len(assignments), ends[-1]), dtype=np.bool_)
+    session_ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
+    rows = np.zeros((len(assignments), session_ends[-1]), dtype=np.bool_)
     for row, assignment in zip(rows, assignments, strict=True):
-        for begin, places in zip([0, *ends[:-1]], assignment, strict=True):
+        for begin, places in zip([0, *session_ends[:-1]], assignment, strict=True):
             row[np.add(places, begin, dtype=np.intp)] = True
     return rows
 
@@ -345,11 +345,11 @@ def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
         times = judge_case(result)
         if times is not None and times.is_resolved:
-            direction = _DIRECTIONS[decide_verdict(times.typical, BAND)]
+            direction = _DIRECTIONS[decide_verdict(times.mean_ratio, BAND)]
             yield replace(
                 _make_empty_comparison(result, MEAN, "s"),
                 direction=direction,
-                ratio=times.typical,
+                ratio=times.mean_ratio,
                 labels=_choose_labels(result, times),
             )
 
@@ -389,9 +389,9 @@ def compute_p_value(times: DuelVerdict) -> float | None:
     """
     if not times.is_resolved:
         return None
-    if times.chance > times.finest:
-        return times.chance
-    return min(times.chance, compute_student_p(times.distance, times.freedom))
+    if times.permutation_p_value > times.smallest_p_value:
+        return times.permutation_p_value
+    return min(times.permutation_p_value, compute_student_p(times.standardized_distance, times.freedom))
 
 
 def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
@@ -401,7 +401,7 @@ def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
         processes += [(result.before, timing) for timing in session.before]
         processes += [(result.after, timing) for timing in session.after]
         effect = find_position_effect([*session.before, *session.after])
-        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.apart)
+        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.process_spread)
     labels: Counter[Label] = Counter()
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
@@ -409,7 +409,7 @@ def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     chosen_labels = {label for label, count in labels.items() if 2 * count >= len(processes)} - _IGNORED_LABELS
     if times.is_uneven:
         chosen_labels.add(Label.UNEVEN)
-    if times.whole:
+    if times.uses_whole_steps:
         chosen_labels.add(Label.WHOLE_STEPS)
     if 2 * large_effects >= len(result.sessions):
         chosen_labels.add(Label.POSITION)
@@ -425,11 +425,11 @@ def _explain_missing(result: CaseResult) -> str:
 
 def _compare_values(result: CaseResult, metric: str) -> Comparison:
     measurements = [record.measurement(metric) for record in (result.before, result.after)]
-    unit, *other_units = dict.fromkeys(measured.unit for measured in measurements if measured is not None)
+    unit, *other_units = dict.fromkeys(measurement.unit for measurement in measurements if measurement is not None)
     comparison = _make_empty_comparison(result, metric, unit)
     if other_units:
         return replace(comparison, why=f"its unit was {unit or 'none'} and is now {other_units[0] or 'none'}")
-    samples = [measured.samples if measured is not None else () for measured in measurements]
+    samples = [measurement.samples if measurement is not None else () for measurement in measurements]
     value_a, value_b = (statistics.median(values) if values else None for values in samples)
     comparison = replace(comparison, before=value_a, after=value_b)
     if value_a is None or value_b is None:

@@ -78,7 +78,7 @@ def render_page(duel: Duel) -> Page:
 
 def _format_setting(figure: _Figure) -> str:
     case = figure[0].after.case
-    return " ".join(part for part in (case.workload, show_params(case.params), "on", case.device) if part)
+    return " ".join(text for text in (case.workload, show_params(case.params), "on", case.device) if text)
 
 
 def _format_mode(figure: _Figure) -> str:
@@ -102,7 +102,7 @@ def _format_verdict(figure: _Figure) -> Field:
 
 def _format_spread(figure: _Figure) -> str:
     verdict = judge_case(figure[0])
-    return units.percent(verdict.apart) if verdict is not None else units.NONE
+    return units.percent(verdict.process_spread) if verdict is not None else units.NONE
 
 
 _SIDES: tuple[Col[_Figure], ...] = (
@@ -153,8 +153,8 @@ def _collect_notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
 def _describe_ending(duel: Duel) -> Iterator[Text]:
     yield from (Text(f"note: {note}") for note in duel.notes)
     yield from (Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in duel.troubles)
-    if missing := len(duel.cases) - len(duel.results):
-        yield Text(f"{missing} of {len(duel.cases)} cases were not measured")
+    if missing_count := len(duel.cases) - len(duel.results):
+        yield Text(f"{missing_count} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not mistake for noise.
     short_count = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
     if short_count:

@@ -189,17 +189,21 @@ def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
         complain(f"cell {plan.name_of(state.number)} starts: {state.cell.setting}")
 
     # 2. Measure the cells that no other worker measures.
-    measured, refused = measure_waiting_cells(plan, file, store, arguments.retry, report_begin, only_cell)
+    exit_code_by_cell, refusal_by_cell = measure_waiting_cells(
+        plan, file, store, arguments.retry, report_begin, only_cell
+    )
     # 3. Report failed, damaged and refused cells. The counts come last, because users look at the last line first.
     states = compute_cell_states(plan, store)
     for state in states:
-        if state.number in measured and state.why:
+        if state.number in exit_code_by_cell and state.why:
             complain(f"cell {state.number} {state.status}: {state.why}")
         for sentence in state.damage:
             complain(f"cell {state.number} is damaged: {sentence}")
-        if state.number in refused and should_run(state, arguments.retry):
-            complain(refused[state.number])
-    complain(f"plan {plan.id}: {len(measured)} of {len(states)} cells measured here; {view.describe_counts(states)}")
+        if state.number in refusal_by_cell and should_run(state, arguments.retry):
+            complain(refusal_by_cell[state.number])
+    complain(
+        f"plan {plan.id}: {len(exit_code_by_cell)} of {len(states)} cells measured here; {view.describe_counts(states)}"
+    )
     return _choose_exit_code(states if only_cell is None else states[only_cell : only_cell + 1])
 
 
@@ -227,8 +231,8 @@ def _collect_runs(arguments: argparse.Namespace) -> int:
     collected = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
     for sentence in collected.failed:
         complain(sentence)
-    copied = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
-    lines = [f"taken: {copied or 'nothing new'}", f"copied before: {collected.same}"]
+    copied_counts_text = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
+    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collected.same}"]
     lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left).items())]
     lines += [f"refused: {len(collected.failed)}"] if collected.failed else []
     say("\n".join([*lines, f"in {out}", ""]))

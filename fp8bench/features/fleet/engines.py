@@ -94,30 +94,30 @@ def measure_waiting_cells(
 
     check_store(store)
     exit_codes: dict[int, int] = {}
-    refused: dict[int, str] = {}
+    refusal_by_cell: dict[int, str] = {}
     finished_cells: set[int] = set()
     while True:
         # 1. Read the states of all cells again, because other workers measure cells too. Runs of finished cells are
         # not read again, which would take long.
         states = compute_cell_states(plan, store, finished_cells)
         finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
-        waiting = [
+        waiting_states = [
             state
             for state in states
             if only_cell in (None, state.number)
-            and state.number not in exit_codes | refused
+            and state.number not in exit_codes | refusal_by_cell
             and should_run(state, retry)
         ]
-        if not waiting:
-            return exit_codes, refused
+        if not waiting_states:
+            return exit_codes, refusal_by_cell
         # 2. Measure the first waiting cell, unless another worker has claimed it.
-        state, number = waiting[0], waiting[0].number
+        state, number = waiting_states[0], waiting_states[0].number
         try:
             with exclusive_lock(cell_folder(plan, number, store) / _CLAIM_FILE, f"cell {plan.name_of(number)}"):
                 report_begin(state)
                 exit_codes[number] = _measure_cell(plan, file, number, store)
         except (UsageError, StoreError) as error:
-            refused[number] = str(error)
+            refusal_by_cell[number] = str(error)
 
 
 def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -126,14 +126,14 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     """
     from fp8bench.pipeline import now  # this import is slow
 
-    folder, started = cell_folder(plan, number, store), now()
+    folder, start_time = cell_folder(plan, number, store), now()
     arguments = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
     start = time.monotonic()
     # With COLUMNS, messages would be wrapped, and a quotation of a message would lose its end.
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT_FILE, "Move it away."), open_file(folder / OUTPUT_FILE, "ab", most=None) as output:
         exit_code = wait_for_all(start_fp8bench(arguments, output, environment))
-    attempt = Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - start, exit_code)
+    attempt = Attempt(socket.gethostname(), os.getpid(), start_time, time.monotonic() - start, exit_code)
     add_attempt(plan, number, store, attempt)
     return exit_code
 
@@ -256,20 +256,22 @@ def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
         raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
     if unknown_options := sorted(set(order.options) - {_ADDRESS_OPTION}):
         raise UsageError(f"--on ray takes the option {_ADDRESS_OPTION} alone, not {', '.join(unknown_options)}.")
-    waiting = [state.number for state in compute_cell_states(plan, order.store) if should_run(state, order.retry)]
-    if any(not plan.cells[number].kind for number in waiting):
+    waiting_cells = [state.number for state in compute_cell_states(plan, order.store) if should_run(state, order.retry)]
+    if any(not plan.cells[number].kind for number in waiting_cells):
         raise UsageError(f"the plan {plan.id} does not name its devices: write it again with this version.")
     # 2. Connect to the cluster if any cell is waiting.
-    ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
-    report_jobs([plan.name_of(number) for number in waiting])
+    ray: Any = (
+        _connect_ray(order, sorted({plan.cells[number].kind for number in waiting_cells})) if waiting_cells else None
+    )
+    report_jobs([plan.name_of(number) for number in waiting_cells])
     # 3. Run one cell per device at a time, because two would disturb each other.
     running: dict[Any, int] = {}
     troubles = []
-    max_running = order.workers or len(waiting)
+    max_running = order.workers or len(waiting_cells)
     try:
-        while waiting or running:
-            while waiting and len(running) < max_running:
-                number = waiting.pop(0)
+        while waiting_cells or running:
+            while waiting_cells and len(running) < max_running:
+                number = waiting_cells.pop(0)
                 running[_start_task(ray, order, number)] = number
             for task in ray.wait(list(running))[0]:
                 number = running.pop(task)
@@ -306,9 +308,9 @@ def _connect_ray(order: WorkerOrder, kinds: Sequence[str]) -> Any:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip()
         raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _resource_name('cpu')}") from None
-    resources = ray.cluster_resources()
+    cluster_resources = ray.cluster_resources()
     for resource in map(_resource_name, kinds):
-        if resources.get(resource, 0.0) < 1:
+        if cluster_resources.get(resource, 0.0) < 1:
             ray.shutdown()
             raise UsageError(f"no node of this Ray cluster offers {resource}. {advice % resource}")
     return ray

@@ -112,10 +112,10 @@ class FleetReport:
 
 def describe_differences(fields: Fields, reference: Fields) -> Iterator[str]:
     """Yields a text for each field that differs from the reference, such as 'torch 2.12.0, not 2.13.0'."""
-    values, expected = dict(fields), dict(reference)
-    for name in values | expected:
-        if values.get(name) != expected.get(name):
-            yield f"{name} {values.get(name, 'none'):.60}, not {expected.get(name, 'none'):.60}"
+    values, expected_values = dict(fields), dict(reference)
+    for name in values | expected_values:
+        if values.get(name) != expected_values.get(name):
+            yield f"{name} {values.get(name, 'none'):.60}, not {expected_values.get(name, 'none'):.60}"
 
 
 # Facts that identify a machine's hardware, besides the names and memory sizes of its devices.
@@ -162,28 +162,28 @@ class MachineRun:
 def summarize_run(run: Run) -> MachineRun:
     # A setting is complete if each of its cases has a record, with any outcome.
     measured_cases = {record.case.id for record in run.records}
-    complete: list[str] = []
-    incomplete: list[str] = []
+    complete_settings: list[str] = []
+    incomplete_settings: list[str] = []
     for group in run.plan:
         is_complete = all(planned.case.id in measured_cases for planned in group.cases)
-        (complete if is_complete else incomplete).append(group.setting)
+        (complete_settings if is_complete else incomplete_settings).append(group.setting)
     # Store only the median call of each case, because memory may not hold all calls of a fleet.
     times: dict[str, float] = {}
-    failed: dict[str, str] = {}
+    failure_reasons: dict[str, str] = {}
     for record in run.records:
         if record.is_ok and record.timing:
             times[_name_case_with_version(record)] = _median_call(record.timing)
         if record.status is Status.FAILED:
-            failed[_name_case_with_version(record)] = record.reason
+            failure_reasons[_name_case_with_version(record)] = record.reason
     return MachineRun(
         run=run.id,
         machine=str(run.environment.get("machine") or "unknown"),
         hardware=tuple(_hardware_fields(run)),
         software=tuple(_software_fields(run)),
-        whole=tuple(complete),
-        incomplete=tuple(incomplete),
+        whole=tuple(complete_settings),
+        incomplete=tuple(incomplete_settings),
         times=times,
-        failed=failed,
+        failed=failure_reasons,
     )
 
 
@@ -257,19 +257,21 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
     cases = [seconds for seconds in times.values() if len(seconds) >= MIN_MACHINES]
     by_machine: dict[str, list[float]] = {}
     for seconds in cases:
-        middle = median(seconds.values())
+        median_seconds = median(seconds.values())
         for machine, value in seconds.items():
-            by_machine.setdefault(machine, []).append(value / middle)
+            by_machine.setdefault(machine, []).append(value / median_seconds)
     # 2. The ratio of a machine is the median over its cases.
-    ratios = {machine: median(values) for machine, values in by_machine.items() if 2 * len(values) >= len(cases)}
-    if len(ratios) < MIN_MACHINES:
+    ratio_by_machine = {
+        machine: median(values) for machine, values in by_machine.items() if 2 * len(values) >= len(cases)
+    }
+    if len(ratio_by_machine) < MIN_MACHINES:
         return {}
     # 3. Express each machine's distance from the median ratio in median absolute deviations.
-    middle = median(ratios.values())
-    spread = median(abs(ratio - middle) for ratio in ratios.values())
+    median_ratio = median(ratio_by_machine.values())
+    spread = median(abs(ratio - median_ratio) for ratio in ratio_by_machine.values())
     deviations = {}
-    for machine, ratio in ratios.items():
-        distance = ratio - middle
+    for machine, ratio in ratio_by_machine.items():
+        distance = ratio - median_ratio
         score = 0.0
         if distance:
             score = distance / spread if spread else math.copysign(math.inf, distance)

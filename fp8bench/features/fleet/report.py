@@ -69,14 +69,14 @@ def make_fleet_report(source: Path, store: Path, expected: Collection[str] = ())
     reading = _read_runs(store, is_planned)
     if not reading.runs and not expected:
         reasons = reading.skipped_reasons or reading.doubts[:1]
-        missing = f"run of the plan {plans[0].id}" if plans else "run"
-        problem = f"{store} has no {missing}"
+        missing_text = f"run of the plan {plans[0].id}" if plans else "run"
+        problem = f"{store} has no {missing_text}"
         if reasons:
             problem = f"of {store} no run counts ({'; '.join(reasons).rstrip('.')})"
         raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
     del reading.skipped[REFUSED_REASON]  # `doubts` already has a sentence about each of these runs
-    excluded = (*reading.skipped_reasons, *reading.doubts, *_describe_failed_cells(store, plans))
-    return build_report(reading.runs, plans, expected, excluded)
+    exclusion_reasons = (*reading.skipped_reasons, *reading.doubts, *_describe_failed_cells(store, plans))
+    return build_report(reading.runs, plans, expected, exclusion_reasons)
 
 
 def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
@@ -121,17 +121,17 @@ def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], readin
     counts.
     """
     by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
-    copied: set[int | None] = set()
+    copied_digests: set[int | None] = set()
     for digest, owners in by_times.items():
         machines = sorted({machine for machine, _ in owners})
         if len(machines) > 1:
-            copied.add(digest)
+            copied_digests.add(digest)
             paths = " and ".join(str(path) for _, path in owners)
             reading.doubts.append(
                 f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
                 f"of them counts. {REMEDY}"
             )
-    reading.runs += [run for run, _, digest in finished if digest not in copied]
+    reading.runs += [run for run, _, digest in finished if digest not in copied_digests]
 
 
 def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[str]:
@@ -177,7 +177,7 @@ def build_report(
         settings |= dict.fromkeys(cell.setting for cell in plan.cells)
     for run in runs:
         settings |= dict.fromkeys((*run.whole, *run.incomplete))
-    complete = _complete_settings(runs)
+    complete_settings = _complete_settings(runs)
 
     # 3. Find the machines that deviate from the others.
     alarms = [
@@ -198,7 +198,7 @@ def build_report(
         figures=tuple(figures),
         alarms=tuple(alarms),
         settings=len(settings),
-        lacking=tuple(setting for setting in settings if setting not in complete),
+        lacking=tuple(setting for setting in settings if setting not in complete_settings),
         excluded=tuple(excluded),
         why_not=why_not,
     )
@@ -282,22 +282,30 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
     each machine that lacks settings that at least half of the other machines measured.
     """
     by_machine = _group_by_machine(runs)
-    complete = {machine: _complete_settings(members) for machine, members in by_machine.items()}
+    settings_by_machine = {machine: _complete_settings(members) for machine, members in by_machine.items()}
     for machine, members in by_machine.items():
-        interrupted: dict[str, str] = {}
+        interrupted_runs: dict[str, str] = {}
         for run in members:
-            interrupted |= {setting: run.run for setting in run.incomplete if setting not in complete[machine]}
-        if interrupted:
-            names = join_words([f"{setting} (run {run})" for setting, run in interrupted.items()])
-            explanation = f"{len(interrupted)} of its cells were cut off and not resumed: {names}"
+            interrupted_runs |= {
+                setting: run.run for setting in run.incomplete if setting not in settings_by_machine[machine]
+            }
+        if interrupted_runs:
+            names = join_words([f"{setting} (run {run})" for setting, run in interrupted_runs.items()])
+            explanation = f"{len(interrupted_runs)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, explanation)
-        counts = Counter(chain.from_iterable(complete[name] for name in complete if name != machine))
-        common_settings = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(complete) - 1]
-        missing = [setting for setting in common_settings if setting not in complete[machine] | interrupted]
-        if missing:
+        counts = Counter(
+            chain.from_iterable(settings_by_machine[name] for name in settings_by_machine if name != machine)
+        )
+        common_settings = [
+            setting for setting, count in counts.items() if count > 1 and 2 * count >= len(settings_by_machine) - 1
+        ]
+        missing_settings = [
+            setting for setting in common_settings if setting not in settings_by_machine[machine] | interrupted_runs
+        ]
+        if missing_settings:
             explanation = (
-                f"{len(missing)} of {len(common_settings)} cells that other machines measured are missing: "
-                f"{join_words(missing)}"
+                f"{len(missing_settings)} of {len(common_settings)} cells that other machines measured are missing: "
+                f"{join_words(missing_settings)}"
             )
             yield MachineAlarm(machine, Oddity.MISSING, explanation)
     for machine in sorted(set(expected) - by_machine.keys()):
@@ -305,12 +313,12 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
 
 
 def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    measured = set().union(*(run.times for run in runs))
+    measured_cases = set().union(*(run.times for run in runs))
     for machine, members in _group_by_machine(runs).items():
-        failed: dict[str, str] = {}
+        failure_reasons: dict[str, str] = {}
         for run in members:
-            failed |= {case: reason for case, reason in run.failed.items() if case in measured}
-        if failed:
-            case, reason = next(iter(failed.items()))
-            explanation = f"{len(failed)} of the cases that other machines measured failed: {case} ({reason})"
+            failure_reasons |= {case: reason for case, reason in run.failed.items() if case in measured_cases}
+        if failure_reasons:
+            case, reason = next(iter(failure_reasons.items()))
+            explanation = f"{len(failure_reasons)} of the cases that other machines measured failed: {case} ({reason})"
             yield MachineAlarm(machine, Oddity.FAILED, explanation)

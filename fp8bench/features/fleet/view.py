@@ -115,8 +115,8 @@ def _cases_table(report: FleetReport) -> Table:
 
 
 def _coverage_texts(report: FleetReport) -> Iterator[Element]:
-    complete = report.settings - len(report.lacking)
-    yield Text(f"{complete} of {report.settings} cells were measured completely by at least one machine.")
+    complete_count = report.settings - len(report.lacking)
+    yield Text(f"{complete_count} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
     yield Items(tuple(Text(sentence, Tone.DOUBT) for sentence in report.excluded))
 
@@ -169,8 +169,8 @@ def report_rows(report: FleetReport) -> Rows:
     for figure in report.figures:
         # Sort machines by name, so that rows do not depend on the order of runs.
         for machine, seconds in sorted(figure.seconds.items()):
-            relative = seconds / figure.middle
-            rows.append((figure.kind, machine, figure.case, seconds, relative, problems.get(machine, "")))
+            relative_seconds = seconds / figure.middle
+            rows.append((figure.kind, machine, figure.case, seconds, relative_seconds, problems.get(machine, "")))
     return CASE_COLUMNS, rows
 
 

@@ -154,19 +154,19 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         observer.note(note)
     verdict = judge_comparisons(source, rules, arguments.rerun, observer)
     # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
-    code = verdict.exit_code
+    exit_code = verdict.exit_code
     text = ""
     if arguments.comment is not None and source.duel is not None:
-        reviewed = review_duel(verdict, source.duel)
-        code = CODE_AND_TEXT_BY_STATUS[reviewed.status][0]
-        text = render_comment(reviewed, verdict, source.duel, command_line())
-        observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
+        review = review_duel(verdict, source.duel)
+        exit_code = CODE_AND_TEXT_BY_STATUS[review.status][0]
+        text = render_comment(review, verdict, source.duel, command_line())
+        observer.note(f"{arguments.comment} says: {review.headline} (exit code {exit_code})")
     files = {
         "--junit": (arguments.junit, render_junit(verdict)),
         "--md": (arguments.md, markdown.render(render_page(verdict))),
         "--comment": (arguments.comment, text),
     }
-    return CommandResult(verdict, partial(render_page, verdict), partial(encode, verdict), code=code, files=files)
+    return CommandResult(verdict, partial(render_page, verdict), partial(encode, verdict), code=exit_code, files=files)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -242,8 +242,8 @@ def read_rules(file: Path) -> Rules:
     for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
-        for metric, bounds in _require_mapping(file, case, figures).items():
-            rules.append(_parse_rule(file, case, metric, bounds))
+        for metric, raw_threshold in _require_mapping(file, case, figures).items():
+            rules.append(_parse_rule(file, case, metric, raw_threshold))
     return tuple(rules)
 
 
@@ -259,17 +259,17 @@ def _parse_rule(file: Path, case: str, metric: str, rule_value: Any) -> Threshol
         raise UsageError(f"{location}: an empty pattern fits nothing. Name a figure, or '*' for all.")
     if rule_value == "ignore":
         return ThresholdRule(case, metric, ignored=True, place=str(file))
-    relative: float | None = None
-    smallest: float | None = None
+    relative_threshold: float | None = None
+    smallest_threshold: float | None = None
     unit = ""
     for name, value in _require_mapping(file, f"{case}: {metric}", rule_value).items():
         if name == "relative":
-            relative = _parse_relative(location, value)
+            relative_threshold = _parse_relative(location, value)
         elif name == "smallest":
-            smallest, unit = _parse_smallest(location, value)
+            smallest_threshold, unit = _parse_smallest(location, value)
         else:
             raise UsageError(f"{location}: unknown key {name!r}. Known: relative, smallest.")
-    return ThresholdRule(case, metric, relative, smallest, unit, place=str(file))
+    return ThresholdRule(case, metric, relative_threshold, smallest_threshold, unit, place=str(file))
 
 
 def _parse_relative(location: str, value: Any) -> float:
@@ -277,13 +277,13 @@ def _parse_relative(location: str, value: Any) -> float:
     meant.
     """
     number, unit = _parse_number(location, value, "a share, like 5% or 0.05")
-    relative = number / 100 if unit == "%" else number
-    if unit not in ("", "%") or not 0 <= relative <= _MAX_RELATIVE or (not unit and relative >= 1):
+    relative_threshold = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= relative_threshold <= _MAX_RELATIVE or (not unit and relative_threshold >= 1):
         percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
         raise UsageError(
             f"{location}: relative: expected a non-negative share, like 5% or 0.05, got {value!r}.{percent}"
         )
-    return relative
+    return relative_threshold
 
 
 def _parse_smallest(location: str, value: Any) -> tuple[float, str]:

@@ -49,26 +49,31 @@ _DERIVED_METRICS = frozenset(name for name, _ in PER.values())
 def compare_history(path: Path, observer: JobObserver) -> GateSource:
     # 1. Without a run of the current commit there is nothing to judge. Silence would look like success.
     store = check_store_exists(path, observer)
-    newest = next(_load_newest_runs(store), None)
+    newest_run = next(_load_newest_runs(store), None)
     title = f"the history in {path}"
-    if newest is None:
+    if newest_run is None:
         return GateSource(title, problem=f"the store {store} has no runs yet.", code=EXIT_FAILED)
-    title = f"{title}, up to run {newest.id}"
-    if all(record.status is Status.SKIPPED for record in newest.records):
-        return GateSource(title, problem=f"no case of run {newest.id} was measured.", code=EXIT_FAILED)
-    head = find_commit("HEAD", Path())
-    commit = newest.environment.get("commit")
-    if head is not None and isinstance(commit, str) and commit != head and find_commit(commit, Path()) is not None:
+    title = f"{title}, up to run {newest_run.id}"
+    if all(record.status is Status.SKIPPED for record in newest_run.records):
+        return GateSource(title, problem=f"no case of run {newest_run.id} was measured.", code=EXIT_FAILED)
+    head_commit = find_commit("HEAD", Path())
+    commit = newest_run.environment.get("commit")
+    if (
+        head_commit is not None
+        and isinstance(commit, str)
+        and commit != head_commit
+        and find_commit(commit, Path()) is not None
+    ):
         return GateSource(
             title,
-            problem=f"the newest run is of commit {commit[:8]}. Measure the current commit, {head[:8]}, first.",
+            problem=f"the newest run is of commit {commit[:8]}. Measure the current commit, {head_commit[:8]}, first.",
             code=EXIT_FAILED,
         )
     # 2. Find steps in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
-    series_states = tuple(_current_series_states(history, newest))
+    series_states = tuple(_current_series_states(history, newest_run))
     found_steps = find_all_changes(history, store, observer)
-    current_runs, previous_runs = _load_two_newest_commits(newest, store)
+    current_runs, previous_runs = _load_two_newest_commits(newest_run, store)
     failures = (
         *_find_new_failures(current_runs, previous_runs),
         *find_unmeasured_cases(current_runs, Evidence.HISTORY),
@@ -82,7 +87,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series_states
         )
     # 3. Measure each suspected step a second time, to confirm it.
-    changes = _select_judged_changes(found_steps, newest, history)
+    changes = _select_judged_changes(found_steps, newest_run, history)
     remeasurer = Remeasurer(store, observer)
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
@@ -96,7 +101,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
     notes += [f"{count} series not looked at: {reason}" for reason, count in found_steps.left.items()]
     all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
-    budget = newest.request.budget
+    budget = newest_run.request.budget
     return GateSource(
         title, comparisons, confirm, tuple(notes), newest=series_states, unchanged=all_figures, budget=budget
     )
@@ -271,9 +276,9 @@ def _duel_or_remeasure(
     # history.
     if not not_duelled:
         return
-    rerun, refused = remeasurer.measure_cases(run, {case for _, case in not_duelled})
+    rerun, refusal = remeasurer.measure_cases(run, {case for _, case in not_duelled})
     if rerun is None:
-        yield SecondLook({}, refused=refused)
+        yield SecondLook({}, refused=refusal)
         return
     figures = {}
     for change, _ in not_duelled:

@@ -67,8 +67,8 @@ def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
     """
     if len(log_ratios) < MIN_CASES_FOR_SPREAD:
         return None
-    low, middle, high = statistics.quantiles(log_ratios, n=4)
-    common_shift = middle if abs(middle) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
+    low, median_log, high = statistics.quantiles(log_ratios, n=4)
+    common_shift = median_log if abs(median_log) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
     nearer_quartile = min(max(common_shift - low, 0.0), max(high - common_shift, 0.0))
     return CaseSpread(common_shift, nearer_quartile / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios))))
 
@@ -172,9 +172,9 @@ def judge_first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tu
         p_value = probability_by_chance(judged[index])
         if p_value is not None:
             p_values[index] = p_value
-    discoveries = select_discoveries(list(p_values.values()), FALSE_SUSPECT_SHARE)
+    are_discoveries = select_discoveries(list(p_values.values()), FALSE_SUSPECT_SHARE)
     reason = f"among {len(p_values)} figures, one differs by this much by chance"
-    for index, is_discovery in zip(p_values, discoveries, strict=True):
+    for index, is_discovery in zip(p_values, are_discoveries, strict=True):
         figure = judged[index]
         if figure.outcome is GateOutcome.SUSPECTED and not (is_discovery or is_surely_beyond_threshold(figure)):
             judged[index] = replace(figure, outcome=GateOutcome.OPEN, why=reason)
@@ -411,10 +411,11 @@ def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
     threshold = units.change(1 + limit.threshold)
     if not limit.can_detect_threshold:
         reason = limit.unknown or change.why
-        nights = limit.nights
-        if not reason and nights is not None and nights < SENSITIVE_AFTER_NIGHTS:
+        night_count = limit.nights
+        if not reason and night_count is not None and night_count < SENSITIVE_AFTER_NIGHTS:
             reason = (
-                f"history too young: {nights} nights at this level, of about {SENSITIVE_AFTER_NIGHTS} that it takes"
+                f"history too young: {night_count} nights at this level, "
+                f"of about {SENSITIVE_AFTER_NIGHTS} that it takes"
             )
         sensitivity = f"the smallest slow-down that would have been found is {limit.smallest_text}"
         if math.isinf(limit.smallest):
@@ -471,9 +472,9 @@ class GateVerdict:
     @property
     def counts(self) -> str:
         count_and_label = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
-        parts = ", ".join(f"{count} {label}" for count, label in count_and_label if count)
+        counts_text = ", ".join(f"{count} {label}" for count, label in count_and_label if count)
         total = many(len(self.judged), "figure")
-        return f"{total}: {parts}" if parts else total
+        return f"{total}: {counts_text}" if counts_text else total
 
 
 _HEADLINE_OUTCOMES = (

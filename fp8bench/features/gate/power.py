@@ -101,12 +101,14 @@ def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeas
     )
     if change.noise is None or change.ratio is None or change.ratio.level == 0 or change.ratio.low <= 0:
         return replace(empty_limit, unknown=change.why or "too few processes for an interval (--sessions)")
-    unknown = ""
+    unknown_reason = ""
     if is_from_few_runs(change) and figure.spread is None:
         decisive_runs = suggest_decisive_runs(change)
-        unknown = f"too few runs and other figures to estimate the spread between runs; {decisive_runs}"
+        unknown_reason = f"too few runs and other figures to estimate the spread between runs; {decisive_runs}"
     return replace(
-        empty_limit, smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)), unknown=unknown
+        empty_limit,
+        smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)),
+        unknown=unknown_reason,
     )
 
 

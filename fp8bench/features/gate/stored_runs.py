@@ -170,13 +170,13 @@ def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
         change = figure.comparison
         if change.metric in COUNTS:
             has_same_work[change.case] = has_same_work.get(change.case, True) and change.before == change.after
-    noted = list(figures)
+    noted_figures = list(figures)
     for index, figure in enumerate(figures):
         is_suspected_time = figure.outcome is GateOutcome.SUSPECTED and figure.comparison.metric in TIME_METRICS
         if is_suspected_time and has_same_work.get(figure.comparison.case):
             same_work = "its operators and bytes are the same in both, so memory or the machine may differ"
-            noted[index] = replace(figure, why="; ".join(filter(None, (same_work, figure.why))))
-    return noted
+            noted_figures[index] = replace(figure, why="; ".join(filter(None, (same_work, figure.why))))
+    return noted_figures
 
 
 @dataclass
@@ -210,8 +210,8 @@ class Remeasurer:
         duel = replace(duel, results=tuple(results))
         figures = {case_and_metric(figure): figure for figure in (*comparisons(duel), *compare_means(duel))}
         # Both sides are timed in the same rounds, so the change of a time is also that of its ratio to the reference.
-        for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
-            figures |= {(case, relative): figure for (case, name), figure in figures.items() if name == metric}
+        for metric, relative_metric in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
+            figures |= {(case, relative_metric): figure for (case, name), figure in figures.items() if name == metric}
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
@@ -277,27 +277,27 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     """
     title = f"{name_b} against {name_a}"
     # 1. The first build has no baseline, so its first side may be missing. A missing second side is a mistake.
-    missing = []
+    side_errors = []
     sides = []
     for name in (name_a, name_b):
         try:
             sides.append(read_runs(find_runs(name, store), observer))
         except StoreError as error:
-            missing.append(error)
+            side_errors.append(error)
             sides.append([])
-    if len(missing) == 2:
-        raise StoreError(f"neither side exists: {missing[0]} {missing[1]}")
+    if len(side_errors) == 2:
+        raise StoreError(f"neither side exists: {side_errors[0]} {side_errors[1]}")
     old, new = sides
-    if missing and new:
-        return GateSource(title, problem=f"the baseline is missing: {missing[0]}", code=EXIT_BASELINE)
-    if missing:
-        raise missing[0]
+    if side_errors and new:
+        return GateSource(title, problem=f"the baseline is missing: {side_errors[0]}", code=EXIT_BASELINE)
+    if side_errors:
+        raise side_errors[0]
     # 2. If the sides cannot be compared, explain why.
     compared = compare_runs(name_a, old, name_b, new, observer)
     title = f"{describe_side(compared.after)}; against {describe_side(compared.before)}"
-    problem, code = _explain_unjudgeable(compared)
+    problem, exit_code = _explain_unjudgeable(compared)
     if problem:
-        return GateSource(title, compared.comparisons, problem=problem, code=code)
+        return GateSource(title, compared.comparisons, problem=problem, code=exit_code)
     # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
     notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing]
@@ -307,8 +307,8 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
             notes.append(f"and {len(cases) - _MAX_LISTED_CASES} more")
     lost_cases = [case for case, sightings in compared.before.sightings.items() if sightings[-1].record.is_ok]
     # 4. Measure suspects in a duel if the first side's commit is known, and otherwise again without a duel.
-    newest = compared.after.runs[-1]
-    can_duel = _commit_to_duel(compared, newest) is not None
+    newest_run = compared.after.runs[-1]
+    can_duel = _commit_to_duel(compared, newest_run) is not None
     return GateSource(
         title,
         (*compared.comparisons, *interrupted_cases),
@@ -316,7 +316,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         tuple(notes),
         remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.AGAIN,
         lost_cases=frozenset(lost_cases),
-        budget=newest.request.budget,
+        budget=newest_run.request.budget,
     )
 
 
@@ -342,9 +342,11 @@ def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Se
     """Measures each suspect again, with the request of the newest run that has its case. Each suite may have a
     separate run.
     """
-    newest = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
-    by_run = together((newest[suspect.case].id, suspect) for suspect in suspects)
-    looks = [_remeasure_for_run(newest[group[0].case], compared, remeasurer, group) for group in by_run.values()]
+    newest_run_by_case = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
+    by_run = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
+    looks = [
+        _remeasure_for_run(newest_run_by_case[group[0].case], compared, remeasurer, group) for group in by_run.values()
+    ]
     return join_looks(looks)
 
 
@@ -367,11 +369,11 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     Returns None if the sides differ in more than their code: a duel measures both sides with one interpreter and one
     torch, so it would not show the cost of a different torch.
     """
-    head = find_commit("HEAD", Path())
+    head_commit = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.
     if any(fact.name != CODE_FACT or newest.request.suite != BENCH for fact in compared.differing):
         return None
-    if head is None or newest.environment.get("commit") != head:
+    if head_commit is None or newest.environment.get("commit") != head_commit:
         return None
     commit, *other_commits = {run.environment.get("commit") for run in compared.before.runs}
     are_commits_clean = all(run.environment.get("dirty") is False for run in compared.before.runs)
@@ -444,7 +446,10 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
 def _explain_moved_head(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    head = find_commit("HEAD", PACKAGE if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
-    if head == duel.after.commit:
+    head_commit = find_commit("HEAD", PACKAGE if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
+    if head_commit == duel.after.commit:
         return ""
-    return f"the duel was of commit {duel.after.commit[:8]}, and here is {head[:8] if head else 'no repository'}"
+    return (
+        f"the duel was of commit {duel.after.commit[:8]}, "
+        f"and here is {head_commit[:8] if head_commit else 'no repository'}"
+    )

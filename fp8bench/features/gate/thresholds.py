@@ -52,10 +52,10 @@ def find_threshold(figure: Comparison, rules: Rules = ()) -> Threshold:
     """Returns the threshold of the first rule that matches the figure. If the rule omits a field, the default of the
     metric applies.
     """
-    relative, smallest = spec_of(figure.metric).threshold
+    default_relative, default_smallest = spec_of(figure.metric).threshold
     rule = find_rule(figure, rules)
     if rule is None:
-        return Threshold(relative, smallest)
+        return Threshold(default_relative, default_smallest)
     # Reject a number in a different unit, because it would silently be wrong by powers of ten.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
@@ -63,8 +63,8 @@ def find_threshold(figure: Comparison, rules: Rules = ()) -> Threshold:
             f"{figure.unit or 'no unit'}. Give a number in its unit, or name other figures."
         )
     return Threshold(
-        relative if rule.relative is None else rule.relative,
-        smallest if rule.smallest is None else rule.smallest,
+        default_relative if rule.relative is None else rule.relative,
+        default_smallest if rule.smallest is None else rule.smallest,
         rule.ignored,
     )
 

@@ -54,8 +54,8 @@ def render_junit(verdict: GateVerdict) -> str:
         _add_test_suite(document, name, judged, limits)
     if verdict.problem:
         suite = ET.SubElement(document, "testsuite", name="gate")
-        test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-        ET.SubElement(test, "error", message=verdict.headline, type="problem").text = verdict.problem
+        test_element = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
+        ET.SubElement(test_element, "error", message=verdict.headline, type="problem").text = verdict.problem
     # XML does not allow control characters.
     for element in document.iter():
         element.text = _remove_control_characters(element.text or "")
@@ -74,19 +74,19 @@ def _add_test_suite(
 ) -> None:
     suite = ET.SubElement(root, "testsuite", name=name)
     for figure in judged:
-        test = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
+        test_element = ET.SubElement(suite, "testcase", classname=name, name=_figure_title(figure), time="0")
         if figure.key in limits:
-            properties = ET.SubElement(test, "properties")
+            properties = ET.SubElement(test_element, "properties")
             ET.SubElement(properties, "property", name=_SMALLEST_LABEL, value=limits[figure.key].smallest_text)
         outcome_tag = _JUNIT_TAGS.get(figure.outcome)
         summary = _summarize_figure(figure)
         details = "\n".join(_describe_looks(figure))
         if outcome_tag == "skipped":
-            ET.SubElement(test, outcome_tag, message=figure.why or figure.outcome.value)
+            ET.SubElement(test_element, outcome_tag, message=figure.why or figure.outcome.value)
         elif outcome_tag is not None:
-            ET.SubElement(test, outcome_tag, message=summary, type=figure.outcome.value).text = details
+            ET.SubElement(test_element, outcome_tag, message=summary, type=figure.outcome.value).text = details
         elif figure.outcome is not GateOutcome.FINE:
-            ET.SubElement(test, "system-out").text = f"{summary}\n{details}"
+            ET.SubElement(test_element, "system-out").text = f"{summary}\n{details}"
 
 
 def _figure_title(figure: JudgedFigure) -> str:
@@ -168,8 +168,8 @@ def render_page(verdict: GateVerdict) -> Page:
     # 3. State the smallest detectable slow-down: without it, a pass means little.
     if verdict.sights:
         facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
-        builds = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
-        footer.append(f"{_SMALLEST_LABEL}: in {builds}, both looks would have found one of this size")
+        detection_share_text = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
+        footer.append(f"{_SMALLEST_LABEL}: in {detection_share_text}, both looks would have found one of this size")
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
@@ -207,16 +207,16 @@ def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigur
 
 def summarize_limits(limits: Sequence[DetectionLimit]) -> str:
     """Returns the worst detection limit, for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
-    worst = limits[0]
+    worst_limit = limits[0]
     count = len(limits)
-    worst_name = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
-    return f"{worst.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
+    worst_name = f"{worst_limit.case} {worst_limit.metric}, threshold {units.change(1 + worst_limit.threshold)}"
+    return f"{worst_limit.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
 
 
 def show_threshold(figure: JudgedFigure) -> str:
     threshold = figure.threshold
-    share = units.percent(threshold.relative)
-    return f"{share} and {value(figure.comparison, threshold.smallest)}" if threshold.smallest else share
+    share_text = units.percent(threshold.relative)
+    return f"{share_text} and {value(figure.comparison, threshold.smallest)}" if threshold.smallest else share_text
 
 
 _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3

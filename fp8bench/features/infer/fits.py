@@ -48,8 +48,8 @@ class LineDraws:
     @property
     def line(self) -> TimeLine:
         low, high = np.quantile(self.draws, _INTERVAL_QUANTILES, axis=0)
-        bounds = np.stack((self.point, low, high), 1).tolist()
-        a, b = (Interval(point, lower, upper, LEVEL) for point, lower, upper in bounds)
+        point_and_bounds = np.stack((self.point, low, high), 1).tolist()
+        a, b = (Interval(point, lower, upper, LEVEL) for point, lower, upper in point_and_bounds)
         return TimeLine(a, b, self.off)
 
     def at(self, context_lengths: Floats) -> Floats:
@@ -75,17 +75,17 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
     for seed, context in enumerate(contexts):
         samples = np.array(rounds[context], dtype=np.float64)
         best_case = resample_best_case(samples[:, None])
-        shuffled = np.random.default_rng(seed).permutation(best_case.resampled)
+        shuffled_resamples = np.random.default_rng(seed).permutation(best_case.resampled)
         points.append(best_case.point)
-        logs.append(best_case.point + spread_factor(len(samples)) * (shuffled - best_case.point))
+        logs.append(best_case.point + spread_factor(len(samples)) * (shuffled_resamples - best_case.point))
     seconds = np.exp(np.array(points))
     weights = np.stack((1 / seconds, contexts / seconds), 1)
     solving_matrix = np.linalg.pinv(weights) / seconds
     point = solving_matrix @ seconds
     seconds_above_line = seconds - (point[0] + point[1] * contexts)
     largest_error = float((np.abs(seconds_above_line) / seconds).max())
-    measured = np.exp(np.array(logs)).T
-    return LineDraws(point, measured @ solving_matrix.T, largest_error, seconds_above_line, measured)
+    measured_seconds = np.exp(np.array(logs)).T
+    return LineDraws(point, measured_seconds @ solving_matrix.T, largest_error, seconds_above_line, measured_seconds)
 
 
 def spread_factor(rounds: int) -> float:
@@ -109,19 +109,19 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     reads its cache in whole pages rise in steps, which a line cannot show. So the interval also contains contexts at
     which the arms differ by less than such a step.
     """
-    measured = np.array(sorted(contexts))
-    shortest, longest = int(measured[0]), int(measured[-1])
+    measured_contexts = np.array(sorted(contexts))
+    shortest, longest = int(measured_contexts[0]), int(measured_contexts[-1])
     grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
-    step_seconds = _estimate_step_seconds(arm, reference, measured, grid)
+    step_seconds = _estimate_step_seconds(arm, reference, measured_contexts, grid)
     line_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
     measured_signs = _certain_signs(arm.measured - reference.measured, 0.0)
     first, last = (
         bool(line_signs[end] > 0) if line_signs[end] and measured_signs[end] != -line_signs[end] else None
         for end in (0, -1)
     )
-    faster = first, last
-    if None in faster or first == last:
-        return ContextCrossing(None, shortest, longest, faster)
+    faster_at_ends = first, last
+    if None in faster_at_ends or first == last:
+        return ContextCrossing(None, shortest, longest, faster_at_ends)
     a, b = arm.point - reference.point
     crossing = float(min(max(-a / b, shortest), longest))
     # Two lines cross once. The interval begins at the last grid context whose faster arm is certainly that of the
@@ -130,12 +130,14 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     lower, upper = min(float(start), crossing), max(float(end), crossing)
     # If a measured context outside the interval contradicts the lines, the interval is widened to include this
     # context.
-    contradicting = measured[
-        ((measured < lower) & (measured_signs == line_signs[-1]))
-        | ((measured > upper) & (measured_signs == line_signs[0]))
+    contradicting_contexts = measured_contexts[
+        ((measured_contexts < lower) & (measured_signs == line_signs[-1]))
+        | ((measured_contexts > upper) & (measured_signs == line_signs[0]))
     ]
-    bounds = [lower, upper, *map(float, contradicting)]
-    return ContextCrossing(crossing, min(bounds), max(bounds), faster, tuple(map(int, contradicting)))
+    candidate_bounds = [lower, upper, *map(float, contradicting_contexts)]
+    return ContextCrossing(
+        crossing, min(candidate_bounds), max(candidate_bounds), faster_at_ends, tuple(map(int, contradicting_contexts))
+    )
 
 
 def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
@@ -156,9 +158,9 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, 
     all measured contexts are multiples of a number, steps shorter than this number could not be measured. Their height
     is added.
     """
-    expected = reference.point[0] + reference.point[1] * measured
-    relative_distances = (arm.above - reference.above) / expected
-    seconds_at_largest = expected[np.abs(relative_distances).argmax()]
+    expected_seconds = reference.point[0] + reference.point[1] * measured
+    relative_distances = (arm.above - reference.above) / expected_seconds
+    seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
     reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
     measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
     hidden_steps = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))

@@ -122,7 +122,7 @@ def complete_question(question: ServingQuestion) -> ServingQuestion:
     model, or if a format cannot divide the model's rows into groups of equal size.
     """
     shape, defaults = find_served_shape(question.size), _DEFAULT_CONTEXTS[question.quick]
-    default_contexts = tuple(sorted({shape.sequence * part // 8 for part in (1, 2, 4, 8)}))
+    default_contexts = tuple(sorted({shape.sequence * eighths // 8 for eighths in (1, 2, 4, 8)}))
     contexts = question.contexts or (default_contexts if defaults[-1] > shape.sequence else defaults)
     if math.gcd(*contexts) > 1:  # add a context one token longer than a page, at which a paged cache is slower
         contexts = tuple(sorted({*contexts, contexts[len(contexts) // 2 - 1] + 1}))
@@ -176,13 +176,15 @@ def _measure_times(
     # compare.
     question = answer.question
     params = {"size": question.size, "kv": OWN, "weights": OWN}
-    supports = {arm: check_served_support(params, precisions.get(arm_precision(arm)), facts) for arm in question.arms}
-    reference = supports[question.arms[0]]
+    support_by_arm = {
+        arm: check_served_support(params, precisions.get(arm_precision(arm)), facts) for arm in question.arms
+    }
+    reference = support_by_arm[question.arms[0]]
     if not reference.is_native:
         raise UsageError(
             f"the reference has no native kernel on {facts.key}: {reference.reason}. Give --reference fp32 or bf16."
         )
-    native_arms = [arm for arm in question.arms if supports[arm].is_native]
+    native_arms = [arm for arm in question.arms if support_by_arm[arm].is_native]
 
     def measure_suite(suite: str, *contexts: int) -> Run:
         dtypes = tuple(map(arm_precision, native_arms))
@@ -213,10 +215,10 @@ def _measure_times(
     if measured_contexts and not finished:
         question = replace(question, contexts=measured_contexts)
     times = [
-        replace(time, kernel=supports[time.arm].reason)
+        replace(time, kernel=support_by_arm[time.arm].reason)
         for time in collect_arm_times(question, native_arms, decode, runs[-1])
     ]
-    times += [ArmTimes(arm, why=supports[arm].reason) for arm in question.arms if arm not in native_arms]
+    times += [ArmTimes(arm, why=support_by_arm[arm].reason) for arm in question.arms if arm not in native_arms]
     # 4. Add the measured copy rate, because it limits the speed of decoding.
     ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), Ceiling())
     return replace(

@@ -65,8 +65,8 @@ def read_weights(path: Path, config: GPTConfig, device: str) -> Callable[[str], 
     numbers = torch.from_numpy(np.fromfile(path, dtype="<i2").astype(np.int16)).view(torch.bfloat16)
     shapes = list_weight_shapes(config)
     counts = [math.prod(shape) for shape, _ in shapes.values()]
-    parts = dict(zip(shapes, torch.split_with_sizes(numbers, counts), strict=True))
-    return lambda name: parts[name].view(shapes[name][0]).float().to(device)
+    weight_by_name = dict(zip(shapes, torch.split_with_sizes(numbers, counts), strict=True))
+    return lambda name: weight_by_name[name].view(shapes[name][0]).float().to(device)
 
 
 def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> Callable[[str], Tensor]:
@@ -96,7 +96,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Q
             return _predict(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
     reference = predict(reference_arm)
-    repetition = _compare_predictions(predict(reference_arm), reference)
+    repeated_quality = _compare_predictions(predict(reference_arm), reference)
     floor = _compare_predictions(predict(reference_arm, "math"), reference)
     arms = tuple(_compare_predictions(predict(arm), reference) for arm in compared_arms)
     perplexity = math.exp(-float(reference.true.mean()))
@@ -104,7 +104,9 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Q
         rollouts = tuple(
             measure_rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
         )
-    return Quality(task.model.name, reference.true.numel(), perplexity, repetition, floor, arms, caution, rollouts)
+    return Quality(
+        task.model.name, reference.true.numel(), perplexity, repeated_quality, floor, arms, caution, rollouts
+    )
 
 
 def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
@@ -113,7 +115,7 @@ def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm,
     numbers.
     """
     start, length = text.shape[1] // 2, text.shape[1]
-    tokens, sizes, sampled = text.clone(), (text.shape[0], length - 1), []
+    tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], length - 1), []
     model, generator = serve(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for position in range(start, length):
         first_position = 0 if position == start else position - 1
@@ -124,17 +126,17 @@ def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm,
             return summarize_gaps(logs.new_full((len(text), length - start), math.nan))
         chosen_ids = torch.multinomial(logs.exp(), 1, generator=generator)
         tokens[:, position : position + 1] = chosen_ids
-        sampled.append(logs.gather(-1, chosen_ids))
+        sampled_tokens.append(logs.gather(-1, chosen_ids))
     trainer_logs = _predict(serve(trainer, sizes), tokens).true[:, start - 1 :]
-    return summarize_gaps(trainer_logs - torch.cat(sampled, 1))
+    return summarize_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
 
 
 def summarize_gaps(gaps: Tensor) -> RolloutGap:
     """Returns the statistics of gaps (texts, tokens). A gap is the trainer's log-probability of a token minus that of
     the arm that sampled the token.
     """
-    ratios = gaps.exp()
-    is_clipped = ratios.clamp(*_PPO_CLIP_RANGE) != ratios  # NaN counts as clipped
+    importance_ratios = gaps.exp()
+    is_clipped = importance_ratios.clamp(*_PPO_CLIP_RANGE) != importance_ratios  # NaN counts as clipped
 
     def effective_share(logs: Tensor) -> float:
         weights = logs.flatten().softmax(0)  # softmax divides by the sum, which cancels a common factor of all weights
@@ -144,10 +146,10 @@ def summarize_gaps(gaps: Tensor) -> RolloutGap:
         gaps.numel(),
         float(gaps.abs().mean()),
         float(gaps.abs().max()),
-        float((ratios - 1 - gaps).mean()),
-        _average_over_texts(ratios),
-        float(ratios.min()),
-        float(ratios.max()),
+        float((importance_ratios - 1 - gaps).mean()),
+        _average_over_texts(importance_ratios),
+        float(importance_ratios.min()),
+        float(importance_ratios.max()),
         float(is_clipped.double().mean()),
         (effective_share(gaps), effective_share(gaps.sum(1))),
     )

@@ -44,12 +44,12 @@ def parse_arm(text: str) -> ServedArm:
 
 def format_arm(arm: ServedArm) -> str:
     """Returns the text of an arm, in the syntax of --arms."""
-    parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
-    parts += ["activations=low"] if arm.low_inputs else []
+    settings_texts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
+    settings_texts += ["activations=low"] if arm.low_inputs else []
     # The default carrier is left out.
-    if not parts:
+    if not settings_texts:
         return arm.carrier
-    return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
+    return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *settings_texts])
 
 
 def arm_precision(arm: ServedArm) -> str:

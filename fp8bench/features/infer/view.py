@@ -64,7 +64,7 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
     next_steps = "--all has the bytes and the quality of each arm"
     if answer.runs:
         next_steps += f"; stored as runs {', '.join(answer.runs)}"
-    part = short_answer(
+    answer_part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
         f"Does low precision pay when generating? (compared with {format_arm(question.arms[0])})",
         _arm_answers(answer),
@@ -72,7 +72,7 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
         tables=tables,
         closing_facts=(("More", next_steps),),
     )
-    return Page("", "", (part,), _LEGEND)
+    return Page("", "", (answer_part,), _LEGEND)
 
 
 def _arm_answers(answer: ServingAnswer) -> list[Answer]:

@@ -56,11 +56,11 @@ def _name_commit(address: str, commit: str) -> str:
     """
     if match := _SSH_ADDRESS.fullmatch(address):
         address = f"https://{match[1]}/{match[2]}"
-    parts = urlsplit(address)
-    if parts.scheme != "https" or not parts.hostname or not commit:
+    address_parts = urlsplit(address)
+    if address_parts.scheme != "https" or not address_parts.hostname or not commit:
         return ""
-    host = parts.hostname + (f":{parts.port}" if parts.port else "")
-    return f"git+https://{host}{parts.path}@{commit}"
+    host = address_parts.hostname + (f":{address_parts.port}" if address_parts.port else "")
+    return f"git+https://{host}{address_parts.path}@{commit}"
 
 
 def _run_git(folder: str, *arguments: str) -> str:

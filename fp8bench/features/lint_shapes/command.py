@@ -155,9 +155,9 @@ def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: 
     if reason := explain_missing(product, device):
         return make_finding(exists=False, why=reason)
     objections = list_objections(product, device)
-    unsolvable = [objection for objection in objections if objection.multiples is None]
-    reason = "; ".join(objection.why for objection in unsolvable or objections)
-    if unsolvable or not objections:
+    unsolvable_objections = [objection for objection in objections if objection.multiples is None]
+    reason = "; ".join(objection.why for objection in unsolvable_objections or objections)
+    if unsolvable_objections or not objections:
         return make_finding(why=reason)
     # Pad each side to a multiple that satisfies all problems.
     side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
@@ -170,7 +170,7 @@ def find_unfit_products(findings: Sequence[ShapeFinding]) -> dict[str, list[str]
     fits_by_product = together(
         ((f"{finding.layer} {finding.product}", finding.mode), finding.fits) for finding in findings
     )
-    return together(key for key, fits in fits_by_product.items() if not any(fits))
+    return together(key for key, fits_by_mode in fits_by_product.items() if not any(fits_by_mode))
 
 
 def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
@@ -184,8 +184,8 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
 
     modes = dict.fromkeys(finding.mode for finding in findings)
     columns = [Col("device", str), *(Col(mode, partial(count_fits, mode), number=True) for mode in modes)]
-    fitting = table("fitting", "", columns, dict.fromkeys(finding.device for finding in findings))
-    parts = [Part("fitting", "products that fit unpadded; -: the device has no such product", (fitting,))]
+    fits_table = table("fitting", "", columns, dict.fromkeys(finding.device for finding in findings))
+    parts = [Part("fitting", "products that fit unpadded; -: the device has no such product", (fits_table,))]
     # 2. List each refused product once, with the devices and modes that refuse it.
     if refused_products := together(
         (replace(finding, mode="", device=""), (finding.mode, finding.device))

@@ -219,9 +219,9 @@ def _parse_training(text: str, planned: Load) -> MeasuredTraining:
             sizes[name] = types.whole(whole_number(1, 1 << 30))(options.pop(name))
         precision = options.pop("dtype", planned.precision)
         checkpointing = Checkpointing(options.pop("checkpointing", planned.checkpointing))
-        local = sizes["batch"] * layout.inner / layout.gpus
-        micro_batches = sizes["micro-batches"] or (int(local) if layout.pipeline > 1 else 1)
-        is_even = local == int(local) > 0 and not local % micro_batches
+        local_sequences = sizes["batch"] * layout.inner / layout.gpus
+        micro_batches = sizes["micro-batches"] or (int(local_sequences) if layout.pipeline > 1 else 1)
+        is_even = local_sequences == int(local_sequences) > 0 and not local_sequences % micro_batches
         if options or not is_even or precision not in ("bf16", "fp8") or not 0 < pace < math.inf:
             raise ValueError
     except (ValueError, argparse.ArgumentTypeError):
@@ -231,7 +231,7 @@ def _parse_training(text: str, planned: Load) -> MeasuredTraining:
     load = replace(
         planned,
         sequence=sizes["sequence"],
-        local=int(local),
+        local=int(local_sequences),
         micro_batches=micro_batches,
         precision=precision,
         states="fp32",
@@ -273,10 +273,11 @@ def read_topology(file: Path) -> Topology:
         if name not in _TOPOLOGY_KEYS:
             raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_TOPOLOGY_KEYS)}.")
         values[name] = _parse_value(file, name, value)
-    missing = [name for name in _TOPOLOGY_KEYS if name not in values]
-    if missing:
+    missing_keys = [name for name in _TOPOLOGY_KEYS if name not in values]
+    if missing_keys:
         raise UsageError(
-            f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Give {_TOPOLOGY_SYNTAX}."
+            f"{file}: {', '.join(missing_keys)} {'is' if len(missing_keys) == 1 else 'are'} missing. "
+            f"Give {_TOPOLOGY_SYNTAX}."
         )
     return Topology(node=int(values.pop("node")), **values)
 
@@ -293,7 +294,7 @@ def _parse_value(file: Path, name: str, raw_value: Any) -> float:
             return value * _UNIT_FACTORS.get(name, 1)
     except ValueError:
         pass
-    expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
+    expected_text = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
         name, f"a number above 0, in {_UNIT_NAMES.get(name)}"
     )
-    raise UsageError(f"{file}: {name}: expected {expected}, got {raw_value!r:.80}.")
+    raise UsageError(f"{file}: {name}: expected {expected_text}, got {raw_value!r:.80}.")

@@ -66,8 +66,8 @@ class DecoderModel:
         """Returns the number of weights in the largest stage of a `pipeline`. Embedding and head are in different
         stages.
         """
-        ends = 1 if self.tied or pipeline > 1 else 2
-        return -(-self.layers // pipeline) * self.block + ends * self.ends
+        matrices_in_stage = 1 if self.tied or pipeline > 1 else 2
+        return -(-self.layers // pipeline) * self.block + matrices_in_stage * self.ends
 
     def attention_flops(self, sequence: int) -> float:
         """Returns the FLOPs per token of attention's two products, in all layers: the scores, and the scores times
@@ -103,7 +103,7 @@ class ParallelLayout:
 
     @property
     def words(self) -> str:
-        parts = (
+        division_texts = (
             ("DDP", self.copies),
             ("FSDP", self.shards),
             ("TP", self.tensor),
@@ -111,7 +111,7 @@ class ParallelLayout:
             ("CP", self.context),
             ("VP", self.virtual),
         )
-        return ", ".join(f"{name} {count}" for name, count in parts if count > 1) or "one GPU"
+        return ", ".join(f"{name} {count}" for name, count in division_texts if count > 1) or "one GPU"
 
 
 @dataclass(frozen=True)
@@ -230,35 +230,35 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> G
     """
     tokens = load.sequence * load.local / load.micro_batches / layout.context
     layers = -(-model.layers // layout.pipeline)
-    stage = model.stage_weights(layout.pipeline) / layout.tensor
+    stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     batches_in_flight = min(layout.pipeline, load.micro_batches)
     ranks_of_shards, is_zero_one = layout.shards * layout.context, load.zero_one and layout.copies > 1
     # 1. The copies of weights that products read, and unsharded gradients.
     state_bytes = load.state_bytes
     if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
-        gathered = state_bytes.resident * stage
+        gathered_bytes = state_bytes.resident * stage_weights
     elif layout.pipeline > 1:
         # Weights stay gathered between micro-batches, and gradients are summed unsharded.
-        gathered = (state_bytes.resident + state_bytes.gradient) * stage
+        gathered_bytes = (state_bytes.resident + state_bytes.gradient) * stage_weights
     else:
         # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
         # full gradients of one block twice: in bf16, and in the format in which they are sent.
         weights = 2 * state_bytes.resident * model.block + _BF16_BYTES * model.ends
-        gathered = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
+        gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
     # 2. Master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
-    states = (state_bytes.gradient + optimizer) * stage / ranks_of_shards
+    states = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
     # 3. The other models of RLHF. Without a pipeline, one model is gathered at a time.
-    resident_bytes = gathered if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
+    resident_bytes = gathered_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
         states,
-        gathered,
+        gathered_bytes,
         kept=_activation_bytes(model, load) * tokens * layers * batches_in_flight / layout.tensor,
         block=_block_bytes(model, layout) * tokens,
         logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
         critic=(states + resident_bytes) * load.rlhf,
-        frozen=_FROZEN_MODELS * state_bytes.copy * stage / ranks_of_shards * load.rlhf,
+        frozen=_FROZEN_MODELS * state_bytes.copy * stage_weights / ranks_of_shards * load.rlhf,
     )
 
 
@@ -323,13 +323,13 @@ class StepPace:
 def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
     token_layers = tokens * -(-model.layers // layout.pipeline)
-    stage = model.stage_weights(layout.pipeline) / layout.tensor
+    stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     micro_batches, has_pipeline = load.micro_batches, layout.pipeline > 1
     forward, backward = _product_seconds(model, layout, load, topology, tokens)
 
     # 1. TP: a layer takes four gathers and four sums of all activations, or six of each if forward is recomputed.
-    transfers = 12 if load.checkpointing is Checkpointing.FULL else 8
-    sent_bytes = transfers * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
+    transfers_per_layer = 12 if load.checkpointing is Checkpointing.FULL else 8
+    sent_bytes = transfers_per_layer * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
     tensor = sent_bytes / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
     # 2. CP: forward sends keys and values, backward also their gradients. Attention hides part of this traffic.
@@ -340,7 +340,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
 
     # 3. FSDP: gathering the weights of a stage once, and sending its gradients to their owners once.
     ranks = layout.shards * layout.context
-    seconds_per_byte = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
+    seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
     gather = load.gathered_bytes * seconds_per_byte
     scatter = load.state_bytes.gradient * seconds_per_byte
     # Stages of a pipeline keep their gathered weights and sum gradients unsharded until the end of the step.
@@ -349,7 +349,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
 
     # 4. DDP: in the last backward, a ring sums gradients over all copies. With ZeRO-1, backward sends gradients to
     # their owners, and the first forward sends weights back.
-    seconds_per_byte = stage / ranks * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    seconds_per_byte = stage_weights / ranks * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
     gradient_sum = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
     weight_return = load.state_bytes.copy * seconds_per_byte if load.zero_one else 0.0
 
@@ -358,11 +358,11 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
     share_one_link = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
     combine_seconds = sum if share_one_link else max
     forward_pass, backward_pass = forward / micro_batches, backward / micro_batches
-    exposed = max(0.0, combine_seconds((gather, weight_return)) - forward_pass)
-    exposed += max(0.0, combine_seconds((gather_in_backward + scatter, gradient_sum)) - backward_pass)
+    exposed_seconds = max(0.0, combine_seconds((gather, weight_return)) - forward_pass)
+    exposed_seconds += max(0.0, combine_seconds((gather_in_backward + scatter, gradient_sum)) - backward_pass)
     if not has_pipeline:
         per_micro_batch = max(0.0, gather - forward_pass) + max(0.0, gather_in_backward + scatter - backward_pass)
-        exposed += (micro_batches - 1) * per_micro_batch
+        exposed_seconds += (micro_batches - 1) * per_micro_batch
     return StepPace(
         products=forward + backward,
         tensor=tensor,
@@ -370,7 +370,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
         shards=shards,
         copies=gradient_sum + weight_return,
         bubble=(layout.pipeline - 1) / (layout.virtual * micro_batches),
-        exposed=exposed,
+        exposed=exposed_seconds,
     )
 
 
@@ -382,7 +382,7 @@ def _product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
 ) -> tuple[float, float]:
     """Returns the seconds of all forward passes of a step, and of all backward passes with recomputation."""
-    recomputed = {
+    recomputed_share = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
@@ -393,5 +393,5 @@ def _product_seconds(
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
     tokens_per_gpu = tokens / (layout.tensor * layout.pipeline)
     forward = blocks + head_seconds + attention
-    backward = (2 + recomputed) * blocks + 2 * head_seconds + (2 + recomputed_scores) * attention
+    backward = (2 + recomputed_share) * blocks + 2 * head_seconds + (2 + recomputed_scores) * attention
     return forward * tokens_per_gpu, backward * tokens_per_gpu

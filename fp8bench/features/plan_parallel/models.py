@@ -74,8 +74,8 @@ def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
 
 
 def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
-    if missing := [key for key in KEYS[:3] if key not in fields]:
-        raise UsageError(f"{text!r:.200} lacks {', '.join(missing)}. Give {_SIZES_SYNTAX}.")
+    if missing_keys := [key for key in KEYS[:3] if key not in fields]:
+        raise UsageError(f"{text!r:.200} lacks {', '.join(missing_keys)}. Give {_SIZES_SYNTAX}.")
     defaults = {
         "key-heads": fields["heads"],
         "hidden": 4 * fields["width"],

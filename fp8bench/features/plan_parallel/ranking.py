@@ -98,13 +98,13 @@ def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFA
             low_rate = rate
         else:
             high_rate = rate
-    calibrated = set_product_rate(topology, low_rate, recipe)
-    if not math.isclose(predict_training_pace(calibrated, training), training.pace, rel_tol=1e-3):
+    calibrated_topology = set_product_rate(topology, low_rate, recipe)
+    if not math.isclose(predict_training_pace(calibrated_topology, training), training.pace, rel_tol=1e-3):
         raise UsageError(
             f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links allow for "
             f"{training.layout.words}, however fast products are. Check the pace (of one GPU), and --topology."
         )
-    return calibrated
+    return calibrated_topology
 
 
 def set_product_rate(topology: Topology, bf16: float, recipe: str) -> Topology:
@@ -224,18 +224,20 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
         if gpus % tensor or model.key_heads % tensor:
             continue
         for pipeline in _list_divisors(gpus // tensor):
-            stages = [virtual for virtual in (1, 2) if _makes_equal_stages(model.layers, pipeline, virtual)]
+            stages_per_gpu_options = [
+                virtual for virtual in (1, 2) if _makes_equal_stages(model.layers, pipeline, virtual)
+            ]
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
                 sequence_piece = question.load.sequence / context
                 is_short = context > 1 and sequence_piece < _MIN_CONTEXT_PIECE
                 if sequence_piece % tensor or question.batch % ranks or is_short:
                     continue
-                inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
+                inner_layout = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 in_node = question.topology.node // (tensor * context)
                 for shards in sorted({1, ranks, in_node if in_node > 1 and ranks % in_node == 0 else ranks}):
-                    for virtual in stages:
-                        yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
+                    for virtual in stages_per_gpu_options:
+                        yield replace(inner_layout, shards=shards, copies=ranks // shards, virtual=virtual)
 
 
 def _makes_equal_stages(layers: int, pipeline: int, virtual: int) -> bool:
@@ -254,10 +256,10 @@ def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) ->
     """Returns the fastest plan that fits, over all numbers of micro-batches. If no plan fits, returns the one with
     the most micro-batches.
     """
-    local = question.batch * layout.inner // question.gpus
-    options = [_predict_plan(question, layout, local, count) for count in _list_divisors(local)]
-    fitting = [option for option in options if option.fits]
-    return max(fitting, key=lambda plan: plan.tokens) if fitting else options[-1]
+    local_sequences = question.batch * layout.inner // question.gpus
+    options = [_predict_plan(question, layout, local_sequences, count) for count in _list_divisors(local_sequences)]
+    fitting_plans = [option for option in options if option.fits]
+    return max(fitting_plans, key=lambda plan: plan.tokens) if fitting_plans else options[-1]
 
 
 def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
@@ -265,8 +267,10 @@ def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int
     memory = predict_memory(question.model, layout, load)
     pace = predict_pace(question.model, layout, load, question.topology)
     usable = USABLE_MEMORY_SHARE * question.topology.memory
-    fits, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
-    return Planned(layout, load, memory, pace, tokens_per_second(layout, load, pace), fits, fits and tight)
+    fits_memory, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
+    return Planned(
+        layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and tight
+    )
 
 
 Answer = tuple[ParallelQuestion, Sequence[Planned]]
@@ -352,8 +356,8 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
         ("EP", False, "worth it for experts; this model has none"),
     )
     return tuple(
-        ParallelismVerdict(kind, Worthwhile.YES if yes else Worthwhile.NO, reason)
-        for kind, yes, reason in division_rows
+        ParallelismVerdict(kind, Worthwhile.YES if is_worthwhile else Worthwhile.NO, reason)
+        for kind, is_worthwhile, reason in division_rows
     )
 
 

@@ -199,12 +199,12 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
         cols.append(Col(verdict.kind, partial(show_verdict, index)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, verdicts),))
     remarks = map(Text, _remark_on_rates(first_question))
-    parts = (
+    page_parts = (
         Part("counts", "the best layout for each count", (*remarks, best_plans)),
         matrix,
         Part("errors", "", (Text(_ACCURACY_TEXT),)),
     )
-    return Page(title, "", parts, _LEGEND)
+    return Page(title, "", page_parts, _LEGEND)
 
 
 def _show_worthwhile(verdict: ParallelismVerdict) -> Field:

@@ -61,8 +61,8 @@ def check_rounding() -> SelfCheck:
 
     wrong_count = total = 0
     for number_format, dtype in ((E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)):
-        decoded = torch.arange(256, dtype=torch.uint8).view(dtype).float()
-        finite = decoded[decoded.isfinite()].unique()  # type: ignore[no-untyped-call]
+        decoded_values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+        finite = decoded_values[decoded_values.isfinite()].unique()  # type: ignore[no-untyped-call]
         midpoints = (finite[1:].double() + finite[:-1].double()).div(2).float()
         values = torch.cat((finite, midpoints))
         wrong_count += int((round_to(values, number_format) != values.to(dtype).float()).sum())
@@ -132,8 +132,8 @@ def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfChec
     timing = arm.timing()
     phases = timing.segments.phases
     fastest_ns = min((slot.calls_ns[0] for slot in timing.slots), key=sum)
-    unattributed = sum(ns for phase, ns in zip(phases, fastest_ns, strict=True) if phase == UNATTRIBUTED)
-    unattributed_share = unattributed / sum(fastest_ns)
+    unattributed_ns = sum(ns for phase, ns in zip(phases, fastest_ns, strict=True) if phase == UNATTRIBUTED)
+    unattributed_share = unattributed_ns / sum(fastest_ns)
     # These two phases occur only with several ranks, and with data read from records.
     missing_phases = [phase for phase in Phase if phase not in (*phases, Phase.COMMUNICATION, Phase.DECODE)]
     observation = f"{percent(unattributed_share)} unattributed of {seconds(float(step_seconds_of_calls(timing).min()))}"

@@ -178,10 +178,10 @@ def run_power(
             for operation in list_operations(corpus.identity, facts):
                 if operation.key in (names or OPERATIONS):
                     results += [measure_operation(operation)]
-    loads: list[float] = []
+    load_averages: list[float] = []
     for result in results:
-        loads += result.loads
-    return Power(tuple(summarize_rows(results)), tuple(sorted(loads)))
+        load_averages += result.loads
+    return Power(tuple(summarize_rows(results)), tuple(sorted(load_averages)))
 
 
 def measure_power(
@@ -258,8 +258,11 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
         conclusion = conclude(timing, reference, control)
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
-        seconds, bounds = _sum_seconds(timing, reference, control), (interval.point, interval.low, interval.high)
-        outcome = PowerOutcome(verdict.value, seconds, timing.num_rounds, *bounds)
+        seconds, point_and_bounds = (
+            _sum_seconds(timing, reference, control),
+            (interval.point, interval.low, interval.high),
+        )
+        outcome = PowerOutcome(verdict.value, seconds, timing.num_rounds, *point_and_bounds)
         result.outcomes.setdefault(effect, []).append(outcome)
     result.loads.append(os.getloadavg()[0])
 
@@ -306,8 +309,10 @@ def _format_row(operation: str, *cells: str) -> str:
 
 
 def format_power_table(power: Power) -> str:
-    rows, loads = power.rows, power.loads
-    load_text = f"{loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}"
+    rows, load_averages = power.rows, power.loads
+    load_text = (
+        f"{load_averages[0]:.1f} to {load_averages[-1]:.1f}, median {load_averages[len(load_averages) // 2]:.1f}"
+    )
     lines = [
         "Injected slow-downs, judged by the usual estimator. `found` is the median ratio over trials. A verdict",
         "'slower' is a detection; if 0% is injected, 'faster' or 'slower' is a false alarm.",
@@ -344,8 +349,8 @@ def _encode_operation(result: OperationResult) -> dict[str, Any]:
 
 
 def _encode_outcome(outcome: PowerOutcome) -> list[str | float]:
-    ratios = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
-    return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratios]
+    ratio_and_bounds = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
+    return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratio_and_bounds]
 
 
 def _write_results(path: Path, results: Sequence[OperationResult], environment: dict[str, Any]) -> None:

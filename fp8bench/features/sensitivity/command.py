@@ -111,8 +111,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 def _make_result(study: Study) -> CommandResult:
     page, value, rows = partial(render_page, study), partial(encode_study, study), partial(table_rows, study)
-    code = EXIT_FAILED if study.baseline.failure else EXIT_OK if study.finished else EXIT_INTERRUPTED
-    return CommandResult(study, page, value, rows, code=code)
+    exit_code = EXIT_FAILED if study.baseline.failure else EXIT_OK if study.finished else EXIT_INTERRUPTED
+    return CommandResult(study, page, value, rows, code=exit_code)
 
 
 def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
@@ -284,11 +284,13 @@ def measuring_command(study: Study, trial: LayerTrial) -> str:
     """Returns the command, on one line, that measures a map against the reference."""
     params = dict(study.params)
     profile_command = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
-    parts = [profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
-    parts.append(f"--dtypes {study.low} --reference {study.reference}")
+    command_parts = [
+        profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"
+    ]
+    command_parts.append(f"--dtypes {study.low} --reference {study.reference}")
     if precision_map := study.explicit_map(trial):
-        parts.append(f"--precision-map {format_map(precision_map)}")
-    return " ".join(parts)
+        command_parts.append(f"--precision-map {format_map(precision_map)}")
+    return " ".join(command_parts)
 
 
 def _signed_percent(share: float) -> str:
@@ -302,9 +304,9 @@ def _show_noise(study: Study) -> str:
 
 def table_rows(study: Study) -> Rows:
     baseline = (study.baseline,)
-    parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
+    trials_by_part = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
     rows: list[dict[str, object]] = []
-    for part, trials in parts.items():
+    for part, trials in trials_by_part.items():
         rows += [_table_row(study, part, trial) for trial in trials]
     return tuple(rows[0]), rows
 

@@ -271,9 +271,9 @@ class StudyRunner:
         low_layers = {layer.name: None for layer in self.layers}
         name = _ALL_LAYERS
         yield name, tuple(low_layers)
-        for worst in self.study.ranking:
-            name = f"{_ALL_LAYERS} but {worst.name}" if name == _ALL_LAYERS else f"{name}, {worst.name}"
-            for layer_name in worst.low:
+        for worst_trial in self.study.ranking:
+            name = f"{_ALL_LAYERS} but {worst_trial.name}" if name == _ALL_LAYERS else f"{name}, {worst_trial.name}"
+            for layer_name in worst_trial.low:
                 del low_layers[layer_name]
             if low_layers:
                 yield name, tuple(low_layers)

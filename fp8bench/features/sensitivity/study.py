@@ -112,8 +112,10 @@ class Study:
         if reference is None or loss is None:
             return None
         # If the reference's loss is 0, a share is undefined: any difference counts as infinite.
-        excess = loss - reference
-        return excess / abs(reference) if reference else math.copysign(math.inf, excess) if excess else 0.0
+        excess_loss = loss - reference
+        return (
+            excess_loss / abs(reference) if reference else math.copysign(math.inf, excess_loss) if excess_loss else 0.0
+        )
 
     @property
     def noise(self) -> float | None:
@@ -177,14 +179,14 @@ class Study:
     @property
     def proposed_formats(self) -> dict[str, str]:
         """For each layer, the cheapest format among those whose gradient error is close to the smallest one."""
-        proposed = {}
+        format_by_layer = {}
         for layer in dict.fromkeys(trial.name for trial in self.probes):
             errors = self.format_errors(layer)
             nearly_best_formats = (
                 form for form in FORMATS if form in errors and errors[form] <= _ERROR_TOLERANCE * min(errors.values())
             )
-            proposed[layer] = next(nearly_best_formats, self.reference)  # if every format failed: the reference
-        return proposed
+            format_by_layer[layer] = next(nearly_best_formats, self.reference)  # if every format failed: the reference
+        return format_by_layer
 
     def explicit_map(self, trial: LayerTrial) -> PrecisionMap:
         """Returns the precision map of a candidate. If it would be empty because the suite keeps the same layers high
@@ -212,9 +214,9 @@ def make_map(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, st
     """Returns the precision map in which the layers `low` have the first mode, and all other layers the second.
     `high` is the default precision of layers that suites keep high.
     """
-    requested = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
+    requested_modes = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
     defaults = {layer.name: high if layer.high else modes[0] for layer in layers}
-    return shorten_map(layers, requested, defaults)
+    return shorten_map(layers, requested_modes, defaults)
 
 
 def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], defaults: Mapping[str, str]) -> PrecisionMap:
@@ -265,8 +267,8 @@ def encode_study(study: Study) -> dict[str, Any]:
     for part in ("draws", "probes", "candidates"):
         document[part] = [_encode_trial(study, trial) for trial in getattr(study, part)]
     document["ranking"] = [trial.name for trial in study.ranking]
-    suggested = study.suggestion
-    document["suggested"] = None if suggested is None else format_map(suggested.precision_map)
+    suggested_trial = study.suggestion
+    document["suggested"] = None if suggested_trial is None else format_map(suggested_trial.precision_map)
     return document
 
 

@@ -122,7 +122,7 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
     ]
     times = known(sessions)
     assert (times.verdict, times.is_uneven) == (verdict, uneven)
-    assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
+    assert times.mean_ratio.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
         assert explain_unsure(times) == "the mean over all calls contradicts the fastest calls"
     time = next(compare_case(CaseResult(record(None), record(None), tuple(sessions))))
@@ -146,7 +146,7 @@ def test_a_side_that_varies_more_at_the_same_pace_is_no_faster() -> None:
             after = (paced(draw, 0.8), paced(draw, 0.8))
             sessions.append(Session(before, after))
         times = known(sessions)
-        assert times.whole and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
+        assert times.uses_whole_steps and times.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, times)
     result = CaseResult(record(sessions[0].before[0]), record(sessions[0].after[0]), tuple(sessions))
     assert Label.WHOLE_STEPS in next(compare_case(result)).labels
 
@@ -157,8 +157,8 @@ def test_chance_is_that_of_all_deals(slower: float) -> None:
     before = [tuple(1e-3 * np.exp(draw.normal(0, 0.005, 2))) for _ in range(3)]
     after = [tuple(1e-3 * np.exp(draw.normal(slower, 0.005, 2))) for _ in range(3)]
     times = known([session(old, new) for old, new in zip(before, after, strict=True)])
-    assert times.chance == pytest.approx(brute_chance(before, after), abs=1e-9)
-    assert times.finest == pytest.approx(2 / 6**3)
+    assert times.permutation_p_value == pytest.approx(brute_chance(before, after), abs=1e-9)
+    assert times.smallest_p_value == pytest.approx(2 / 6**3)
 
 
 def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
@@ -171,7 +171,7 @@ def test_an_end_of_the_interval_is_where_chance_would_do_as_much() -> None:
             for session in sessions:
                 nanoseconds = [process.slots[0].calls_ns[0][0] / factor for process in session.after]
                 scaled.append(replace(session, after=tuple(steady(round(time), 6) for time in nanoseconds)))
-            assert (known(scaled).chance > 0.01) is excused
+            assert (known(scaled).permutation_p_value > 0.01) is excused
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_slow_modes_are_no_change(count: int) -> None:
 
 def test_equal_sides_are_called_the_same() -> None:
     times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
-    assert (times.verdict, times.ratio.point, times.chance, times.apart) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert (times.verdict, times.ratio.point, times.permutation_p_value, times.process_spread) == (Verdict.SAME, 1.0, 1.0, 0.0)
     assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
 
 
@@ -230,7 +230,7 @@ def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
     sessions = drawn(1, 8, 0.02)
     times = known(sessions)
     assert times == known(sessions)
-    assert times.verdict is Verdict.SLOWER and times.finest == pytest.approx(1 / 4096)
+    assert times.verdict is Verdict.SLOWER and times.smallest_p_value == pytest.approx(1 / 4096)
 
 
 def test_only_rounds_that_all_were_in_count() -> None:
@@ -275,7 +275,7 @@ def test_a_slower_side_is_found() -> None:
     assert slower.p_value is not None and slower.p_value < 1e-4 < 2 / 6**4
     assert compute_p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
     mixed = known([in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4)])
-    assert compute_p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
+    assert compute_p_value(mixed) == mixed.permutation_p_value > 0.05, "no distribution is assumed"
 
 
 def test_values_of_one_side_are_not_compared() -> None:
