@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from fp8bench.features.audit.auditor import AuditCheck, run_checks
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import Audit, AuditOutcome
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.handle import LocalWorker
@@ -25,7 +25,7 @@ _MOST_SECONDS = 20.0
 def result_of(
     kernel: Kernel,
     device: str,
-    checks: Sequence[AuditCheck] = CHECKS,
+    checks: Sequence[AuditCheck] = AUDIT_CHECKS,
     ceilings: Ceilings | None = None,
     seed: int = 0,
 ) -> Audit:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from fp8bench.analysis.findings import findings
-from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.advise.decide import advise as advise_on
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, RuleAnswer
+from fp8bench.features.advise.values import Advice, AdviceKind, AdviceResult, RuleAnswer
 from fp8bench.model import Case, Level, MemoryUse, Record, Run, Scalar, Status, Support, Work
 from fp8bench.model.step import Coverage
 from tests.facts import H200
@@ -72,19 +72,19 @@ def run(*groups: list[Record]) -> Run:
     return replace(run_of(records), devices=(H200,))
 
 
-def basis(*groups: list[Record], **more: object) -> Basis:
+def basis(*groups: list[Record], **more: object) -> AdviceBasis:
     made = run(*groups)
-    return Basis(made, findings(made), **more)  # type: ignore[arg-type]
+    return AdviceBasis(made, findings(made), **more)  # type: ignore[arg-type]
 
 
-def advise(*groups: list[Record], **more: object) -> Advised:
+def advise(*groups: list[Record], **more: object) -> AdviceResult:
     return advise_on(basis(*groups, **more))
 
 
-def answer(found: Advised, rule: str, mode: str = "fp8") -> RuleAnswer:
+def answer(found: AdviceResult, rule: str, mode: str = "fp8") -> RuleAnswer:
     return next(one for one in found.answers if (one.rule, one.mode) == (rule, mode))
 
 
-def only(found: Advised, kind: AdviceKind, mode: str = "fp8") -> Advice:
+def only(found: AdviceResult, kind: AdviceKind, mode: str = "fp8") -> Advice:
     (one,) = (one for one in found.advice if one.mode == mode and one.kind is kind)
     return one

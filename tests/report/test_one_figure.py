@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench import units
 from fp8bench.analysis.findings import findings
-from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.view import render_page as advice_page
 from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
@@ -55,7 +55,7 @@ def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
     yield render(run, found)
     yield render_whole(run, found)
     yield html(report_page(make_material([run], [found])))
-    yield layout.render(advice_page(advise(Basis(run, found)), ()), 400)
+    yield layout.render(advice_page(advise(AdviceBasis(run, found)), ()), 400)
 
 
 @for_each(("microseconds", "slow"), [(300.0, 0.0), (860.0, 0.0), (700.0, 0.4), (2000.0, 0.0)])

@@ -14,7 +14,7 @@ import pytest
 import fp8bench
 from fp8bench.errors import UsageError, WorkerHung, WorkerLost
 from fp8bench.features.duel import partners as partner
-from fp8bench.features.duel.partners import PartnerWorker, Start, explain_refusal
+from fp8bench.features.duel.partners import PartnerWorker, WorkerStart, explain_refusal
 from fp8bench.model import Case, DeviceFacts, LayerScale
 from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
 from fp8bench.worker.bench import Bench
@@ -71,20 +71,20 @@ def test_it_says_who_it_is() -> None:
     ],
 )
 def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
-    why = explain_refusal(said, Start("B", "/env/bin/python", ()))
+    why = explain_refusal(said, WorkerStart("B", "/env/bin/python", ()))
     assert sentence in why and bool(why) == bool(sentence) == why.startswith("side B (/env/bin/python)")
 
 
-def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
+def changed(file: str, old: str, new: str) -> Callable[[Path], WorkerStart]:
     """A copy of fp8bench with a replacement in one file."""
 
-    def start(folder: Path) -> Start:
+    def start(folder: Path) -> WorkerStart:
         shutil.copytree(PACKAGE, folder / "fp8bench", ignore=shutil.ignore_patterns("__pycache__"))
         path = folder / "fp8bench" / file
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new))
-        return Start("A", sys.executable, (str(folder),))
+        return WorkerStart("A", sys.executable, (str(folder),))
 
     return start
 
@@ -99,7 +99,7 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
     ],
 )
 def test_a_partner_of_another_version_is_refused(
-    start: Callable[[Path], Start], error: type[Exception], sentence: str, tmp_path: Path
+    start: Callable[[Path], WorkerStart], error: type[Exception], sentence: str, tmp_path: Path
 ) -> None:
     with PartnerWorker(Settings(), start(tmp_path)) as worker:
         with pytest.raises(error, match=r"side A \(.*\)") as raised:
@@ -113,14 +113,17 @@ def test_a_partner_that_says_nothing_is_ended(tmp_path: Path, monkeypatch: pytes
     script.write_text("#!/bin/sh\nsleep 60\n")
     script.chmod(0o755)
     monkeypatch.setattr(partner, "START_SECONDS", 0.3)
-    with PartnerWorker(Settings(), Start("B", str(script), ())) as worker, pytest.raises(WorkerHung, match="'greet'"):
+    with (
+        PartnerWorker(Settings(), WorkerStart("B", str(script), ())) as worker,
+        pytest.raises(WorkerHung, match="'greet'"),
+    ):
         worker.probe()
 
 
 @pytest.mark.slow
 def test_a_module_that_a_side_cannot_import(tmp_path: Path) -> None:
     (tmp_path / "suite.py").write_text("from pathlib import NoSuchPath\n")
-    start = Start("A", sys.executable, (str(PACKAGE.parent),))
+    start = WorkerStart("A", sys.executable, (str(PACKAGE.parent),))
     with PartnerWorker(Settings(imports=(str(tmp_path / "suite.py"),)), start) as worker:
         with pytest.raises(UsageError, match=r"side A \(.*\): importing '.*suite.py' failed: ImportError"):
             worker.probe()
@@ -131,7 +134,7 @@ def test_nothing_of_this_interpreter_goes_along(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     monkeypatch.setenv("PYTHONHOME", "/this")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "7")
-    environment = PartnerWorker(Settings(threads=3), Start("A", "python", ("/one", "/two")))._environment()
+    environment = PartnerWorker(Settings(threads=3), WorkerStart("A", "python", ("/one", "/two")))._environment()
     assert environment["PYTHONPATH"] == "/one:/two" and "PYTHONHOME" not in environment
     assert environment["MALLOC_TOP_PAD_"] == "7" and environment["MALLOC_TRIM_THRESHOLD_"] == str(1 << 30)
     assert environment["OMP_NUM_THREADS"] == "3"

@@ -26,8 +26,8 @@ from fp8bench.report.elements import Element, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params
 from fp8bench.report.words.naming import join_words
 
-_CONFIDENCE = 0.99
-_QUANTILES = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
+_CONFIDENCE_LEVEL = 0.99
+_INTERVAL_QUANTILES = ((1 - _CONFIDENCE_LEVEL) / 2, (1 + _CONFIDENCE_LEVEL) / 2)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,10 @@ def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     if has_few_rounds := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
-        low, high = np.quantile(draws, _QUANTILES)
-    return Interval(point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE)
+        low, high = np.quantile(draws, _INTERVAL_QUANTILES)
+    return Interval(
+        point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE_LEVEL
+    )
 
 
 _LEGEND = (

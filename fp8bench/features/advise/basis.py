@@ -16,7 +16,7 @@ from functools import cached_property
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.values import Ground, Met, Question, RuleAnswer
+from fp8bench.features.advise.values import AdviceGround, AdviceQuestion, RuleAnswer, RuleOutcome
 from fp8bench.features.infer.values import ServingAnswer
 from fp8bench.features.sensitivity.study import Study, format_map
 from fp8bench.features.train.verdicts.summary import JudgedTraining
@@ -254,7 +254,7 @@ def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float
 
 
 @dataclass(frozen=True)
-class Basis:
+class AdviceBasis:
     """A run with its findings, and other measurements on the same device. `served` holds those answers of `fp8bench
     infer` to which this run belongs. `least` is the smallest gain, as a share, that makes a precision worthwhile.
     `store_options` are the options with which suggested commands find the run.
@@ -283,17 +283,17 @@ class Basis:
 
 
 @dataclass(frozen=True)
-class Reply:
+class RuleReply:
     """A rule's reply: the answer to its question, the figure that decides it, and the evidence for the figure."""
 
-    met: Met
+    met: RuleOutcome
     figure: str
-    grounds: tuple[Ground, ...] = ()
+    grounds: tuple[AdviceGround, ...] = ()
 
 
 # The function of a rule. It returns a Reply, or the reason why it was not measured here, or None if the question does
 # not apply.
-AskRule = Callable[[ComparedCase, Basis], Reply | str | None]
+AskRule = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
 
 
 @dataclass(frozen=True)
@@ -305,21 +305,21 @@ class AdviceRule:
     """
 
     name: str
-    topic: Question
+    topic: AdviceQuestion
     question: str
     ask: AskRule
     measure: str
 
-    def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
+    def answer(self, pair: ComparedCase, basis: AdviceBasis) -> RuleAnswer | None:
         reply = self.ask(pair, basis)
         case = pair.record.case
         if reply is None:
             return None
-        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
-        if isinstance(reply, Reply):
+        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, RuleOutcome.UNKNOWN)
+        if isinstance(reply, RuleReply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
         # No command can measure the speed of an emulated precision.
-        is_unmeasurable = pair.is_emulated and self.topic is not Question.LEARNS
+        is_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.LEARNS
         measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
         return replace(answer, figure=reply, measure=measure)
 
@@ -355,9 +355,9 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     }
 
 
-def compare_with_minimum(gain: Interval, least: float) -> Met:
+def compare_with_minimum(gain: Interval, least: float) -> RuleOutcome:
     """Returns YES if the whole interval of a gain is at least `least`, NO if it is below, else UNCLEAR."""
-    return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
+    return RuleOutcome.YES if gain.low >= least else RuleOutcome.NO if gain.high < least else RuleOutcome.UNCLEAR
 
 
 def amdahl(share: float, ratio: float) -> float:

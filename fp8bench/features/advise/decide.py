@@ -12,21 +12,21 @@ from dataclasses import replace
 
 from fp8bench import units
 from fp8bench.features.advise.basis import (
-    Basis,
+    AdviceBasis,
     ComparedCase,
     compare_with_minimum,
     describe_doubts,
     dtype_option,
     show_gain,
 )
-from fp8bench.features.advise.rules import RULES, amdahl_bound, find_study, find_trial
+from fp8bench.features.advise.rules import ADVICE_RULES, amdahl_bound, find_study, find_trial
 from fp8bench.features.advise.serving import advise_on_serving
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, RuleAnswer
+from fp8bench.features.advise.values import Advice, AdviceKind, AdviceResult, RuleAnswer, RuleOutcome
 from fp8bench.features.sensitivity.study import format_map
 from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
 
-Answers = Mapping[str, RuleAnswer]
+AnswersByRule = Mapping[str, RuleAnswer]
 # Rules whose "no" is an objection to a precision, in the order in which objections are listed.
 _OBJECTING_RULES = ("learns", "errors", "amdahl", "casts", "coverage")
 # Rules whose "no" rules a precision out at any speed, with the meaning of that "no".
@@ -36,11 +36,11 @@ _KIND_ORDER = list(AdviceKind)
 _BOUND_TOLERANCE = 1.02
 
 
-def advise(basis: Basis) -> Advised:
+def advise(basis: AdviceBasis) -> AdviceResult:
     # 1. Apply every rule to every case. A rule returns None if its question does not apply.
     answers = []
     for pair in basis.cases:
-        replies = [rule.answer(pair, basis) for rule in RULES]
+        replies = [rule.answer(pair, basis) for rule in ADVICE_RULES]
         answers += [reply for reply in replies if reply is not None]
     # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
@@ -48,14 +48,14 @@ def advise(basis: Basis) -> Advised:
         advice += advise_on_serving(serving_answer)
     advice.sort(key=lambda piece: _KIND_ORDER.index(piece.kind))
     advice += sorted(_advise_on_steps(basis, answers), key=_sort_key)
-    return Advised(basis.run.id, tuple(advice), tuple(answers), basis.least)
+    return AdviceResult(basis.run.id, tuple(advice), tuple(answers), basis.least)
 
 
 def _sort_key(advice: Advice) -> tuple[int, float]:
     return _KIND_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
 
 
-def _advise_on_steps(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
+def _advise_on_steps(basis: AdviceBasis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
     """Returns the advice on all cases. Advice without a gain appears once if it is the same for several settings."""
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     merged: dict[tuple[object, ...], Advice] = {}
@@ -86,7 +86,7 @@ def _make_advice(
     return Advice(rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain, tuple(grounds), doubtful)
 
 
-def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
+def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByRule) -> Advice:
     mode = pair.mode
     support = pair.record.support
     step = answers["step"]
@@ -100,7 +100,7 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
         sentence = f"no advice on {mode}: its speed is unknown here: {step.figure}"
         return _make_advice(pair, "step", AdviceKind.NOTHING, sentence, native_answer)
     # 2. The step is faster than possible: the two steps differ, so advice cannot be based on them.
-    objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is Met.NO]
+    objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
     speed_up_bound = amdahl_bound(pair)
     if speed_up_bound is not None and pair.speed.low > _BOUND_TOLERANCE * speed_up_bound.high:
         sentence = (
@@ -113,7 +113,7 @@ def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advi
     decisive_text = " and ".join(
         _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
     )
-    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is Met.YES:
+    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is RuleOutcome.YES:
         sentence = _describe_gain(pair, answers)
         supporting_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
         return _make_advice(pair, "step", AdviceKind.ADOPT, sentence, [step, *supporting_answers], pair.speed)
@@ -143,33 +143,33 @@ def _describe_slowness(pair: ComparedCase) -> str:
     return f"{'perhaps ' * pair.finding.doubtful}takes {slowness} ({show_gain(pair.speed)})"
 
 
-def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
+def _describe_gain(pair: ComparedCase, answers: AnswersByRule) -> str:
     assert pair.speed is not None and pair.finding is not None and pair.reference is not None
     sentence = f"adopt {pair.mode}: the step is {show_gain(pair.speed)} as fast as in {pair.reference.case.mode}"
     sentence = "perhaps " * pair.finding.doubtful + sentence
     sentence += f"; {answers['errors'].figure}"
     memory = answers["memory"]
     learning_answer = answers.get("learns")
-    if memory.met is Met.NO:
+    if memory.met is RuleOutcome.NO:
         sentence += f"; it saves no memory ({memory.figure})"
     if learning_answer is None:
         return sentence
-    if learning_answer.met is Met.YES:
+    if learning_answer.met is RuleOutcome.YES:
         return f"{sentence}; it learns as well ({learning_answer.figure})"
-    if learning_answer.met is Met.TOLERATED:
+    if learning_answer.met is RuleOutcome.TOLERATED:
         return f"{sentence}; its loss is {learning_answer.figure}"
     command = f": {learning_answer.measure}" if learning_answer.measure else ""
     return f"{sentence}; whether it learns as well is {learning_answer.met}{command}"
 
 
-def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
+def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByRule) -> Iterator[Advice]:
     """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
     layers are low.
     """
     layers = answers.get("layers")
     study = find_study(pair, basis)
     chosen = study.suggestion if study is not None else None
-    if layers is None or layers.met is not Met.NO or study is None or chosen is None:
+    if layers is None or layers.met is not RuleOutcome.NO or study is None or chosen is None:
         return
     # The layers that are low in the measured map but not in the suggested map stay high.
     measured_trial = find_trial(pair, study)

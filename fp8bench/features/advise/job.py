@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
-from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.infer.values import open_answer_log
 from fp8bench.features.sensitivity.job import read_studies
 from fp8bench.features.train.kind import find_training, load_training
@@ -15,7 +15,7 @@ from fp8bench.model.run import BENCH
 from fp8bench.store.runs.listing import load_stored_run, store_of
 
 
-def collect_basis(run_name: str, store: Path, training: str | None, least: float) -> tuple[Basis, list[str]]:
+def collect_basis(run_name: str, store: Path, training: str | None, least: float) -> tuple[AdviceBasis, list[str]]:
     """Returns the named run with everything that the store has about it, and a sentence on each unreadable file."""
     run = load_stored_run(run_name, store)
     if run.request.suite == BENCH:
@@ -29,4 +29,4 @@ def collect_basis(run_name: str, store: Path, training: str | None, least: float
         troubles += judged_training.troubles
     answers, broken_answers = open_answer_log(run_store).lines()
     serving_answers = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
-    return Basis(run, findings(run), studies, trained, least, serving_answers), troubles + broken_answers
+    return AdviceBasis(run, findings(run), studies, trained, least, serving_answers), troubles + broken_answers

@@ -7,17 +7,17 @@ from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import compute_gain
 from fp8bench.analysis.verdicts import BAND
 from fp8bench.features.advise.basis import (
+    AdviceBasis,
     AdviceRule,
-    Basis,
     ComparedCase,
-    Reply,
+    RuleReply,
     amdahl,
     compare_with_minimum,
     map_interval,
     show_gain,
     show_share,
 )
-from fp8bench.features.advise.values import Ground, Met, Question
+from fp8bench.features.advise.values import AdviceGround, AdviceQuestion, RuleOutcome
 from fp8bench.features.sensitivity.study import LayerTrial, LoweredUnit, Study
 from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
@@ -35,14 +35,18 @@ _NO_PRODUCTS = "the reference marks no products: it was compiled, or is a model 
 _PRODUCT_AND_CAST_PHASES = frozenset({Phase.GEMM, Phase.CAST})
 
 
-def _judge_native(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_native(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     record = pair.record
     support_level = record.support.level
     if support_level is Level.NATIVE and record.is_ok:
-        return Reply(Met.YES, record.support.reason or "native", (Ground(pair.row, "native"),))
+        return RuleReply(RuleOutcome.YES, record.support.reason or "native", (AdviceGround(pair.row, "native"),))
     if support_level is Level.NATIVE:
         return record.reason or "it was not run"
-    return Reply(Met.NO, f"{support_level.value}: {record.support.reason}", (Ground(pair.row, support_level.value),))
+    return RuleReply(
+        RuleOutcome.NO,
+        f"{support_level.value}: {record.support.reason}",
+        (AdviceGround(pair.row, support_level.value),),
+    )
 
 
 def _untimed_reason(pair: ComparedCase) -> str:
@@ -55,19 +59,19 @@ def _untimed_reason(pair: ComparedCase) -> str:
     return "" if pair.is_timed and pair.speed is not None else "it shared no rounds with a reference"
 
 
-def _judge_step(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_step(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     if reason := _untimed_reason(pair):
         return reason
     assert pair.finding is not None and pair.speed is not None
     verdict = pair.finding.verdict
     is_certain = not pair.finding.doubtful
-    answer_by_speed = Met.YES if verdict is Verdict.FASTER and is_certain else Met.UNCLEAR
+    answer_by_speed = RuleOutcome.YES if verdict is Verdict.FASTER and is_certain else RuleOutcome.UNCLEAR
     if verdict in (Verdict.SLOWER, Verdict.SAME) and is_certain:
-        answer_by_speed = Met.NO
-    return Reply(
+        answer_by_speed = RuleOutcome.NO
+    return RuleReply(
         answer_by_speed,
         f"{show_gain(pair.speed)} {pair.finding.verdict_words}",
-        (Ground(pair.row, f"speed-up of the step {show_gain(pair.speed)}"),),
+        (AdviceGround(pair.row, f"speed-up of the step {show_gain(pair.speed)}"),),
     )
 
 
@@ -81,7 +85,7 @@ def amdahl_bound(pair: ComparedCase) -> Interval | None:
     return map_interval(affected_share, lambda value: amdahl(value, 0.0)) if affected_share is not None else None
 
 
-def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     """Judges how much a step would gain if only its products became faster. It assumes that products become as fast
     as measured here, or as the device's ceiling allows, and that casts are free.
     """
@@ -90,7 +94,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     if product_share is None or pair.reference is None:
         return _NO_PRODUCTS
     min_speed_up = 1 + basis.least
-    grounds = [Ground(pair.reference.case.id, f"products are {show_share(product_share)} of the step")]
+    grounds = [AdviceGround(pair.reference.case.id, f"products are {show_share(product_share)} of the step")]
     # 2. Collect up to three upper bounds of the gain. The smallest bound counts.
     speed_up_bounds = [
         (map_interval(product_share, lambda value: amdahl(value, 0.0)), "with products that take no time")
@@ -100,27 +104,27 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
         gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.binds:
         speed_up_bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
-        grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
+        grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
         low = amdahl(product_share.low, product_ratio.high)
         high = amdahl(product_share.high, product_ratio.low)
         gain_bound = Interval(amdahl(product_share.point, product_ratio.point), low, high, product_ratio.level)
         speed_up_bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
-        grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
+        grounds.append(AdviceGround(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
     # 3. If the only bound assumes that products take no time, the answer is never "yes", because real products take
     # time.
     gain_bound, condition = min(speed_up_bounds, key=lambda bound: bound[0].point)
     met = compare_with_minimum(gain_bound, min_speed_up)
-    if met is Met.YES and len(speed_up_bounds) == 1:
+    if met is RuleOutcome.YES and len(speed_up_bounds) == 1:
         share_sentence = f"products are {show_share(product_share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
         return f"{share_sentence}, but the speed of low-precision products was not measured"
     figure = f"products are {show_share(product_share)} of the step; {condition}, the step would be "
     figure += f"{show_gain(gain_bound)} as fast{_ESTIMATED_NOTE * pair.is_estimated}"
-    return Reply(met, figure, tuple(grounds))
+    return RuleReply(met, figure, tuple(grounds))
 
 
-def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     if reason := _untimed_reason(pair):
         return reason
     product_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
@@ -135,19 +139,19 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     figure = f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
     figure += _ESTIMATED_NOTE * pair.is_estimated
     grounds = (
-        Ground(pair.row, f"products alone {show_gain(product_gain)}"),
-        Ground(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
+        AdviceGround(pair.row, f"products alone {show_gain(product_gain)}"),
+        AdviceGround(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
     )
     if product_gain.high < 1 + BAND:
-        return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
-    return Reply(compare_with_minimum(gain_with_casts, 1 + BAND), figure, grounds)
+        return RuleReply(RuleOutcome.NO, f"{figure}: not faster without casts either", grounds)
+    return RuleReply(compare_with_minimum(gain_with_casts, 1 + BAND), figure, grounds)
 
 
 # If less than this share of a step's product FLOPs is converted, the step gains little.
 _MIN_COVERAGE = 0.5
 
 
-def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
+def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
     coverage = pair.record.coverage
     if coverage is None or not coverage.flops:
         return None
@@ -163,14 +167,18 @@ def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
     if unconverted_weights:
         largest = max(unconverted_weights, key=lambda holder: holder.flops)
         figure += f"; {largest.name} is not: {largest.reason}"
-    return Reply(Met.YES if coverage.share >= _MIN_COVERAGE else Met.NO, figure, (Ground(pair.row, figure),))
+    return RuleReply(
+        RuleOutcome.YES if coverage.share >= _MIN_COVERAGE else RuleOutcome.NO,
+        figure,
+        (AdviceGround(pair.row, figure),),
+    )
 
 
 # A smaller saving of memory counts as none.
 _MIN_SAVING = 0.01
 
 
-def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     if pair.is_emulated:
         return "emulated here: its memory is the cost of emulation"
     reference = pair.reference
@@ -191,16 +199,16 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
     figure = f"{units.ratio(memory_share)} of {reference.case.mode}'s peak{''.join(details)}"
     grounds = (
-        Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
-        Ground(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
+        AdviceGround(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
+        AdviceGround(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
     )
-    return Reply(Met.YES if memory_share <= 1 - _MIN_SAVING else Met.NO, figure, grounds)
+    return RuleReply(RuleOutcome.YES if memory_share <= 1 - _MIN_SAVING else RuleOutcome.NO, figure, grounds)
 
 
-_ANSWERS_BY_DEMAND = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}
+_ANSWERS_BY_DEMAND = {Demand.LESS: RuleOutcome.YES, Demand.MORE: RuleOutcome.NO, Demand.UNCLEAR: RuleOutcome.UNCLEAR}
 
 
-def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     if pair.is_emulated:
         return "emulated here: its joules are the cost of emulation"
     labels: list[Label] = []
@@ -209,24 +217,24 @@ def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
     ratio = energy_ratio(pair.record, pair.reference, labels)
     if ratio is None and pair.record.energy is not None:
         # Measuring again on this machine would give no energy either, so no command is proposed.
-        return Reply(Met.UNKNOWN, why_no_energy(pair.record))
+        return RuleReply(RuleOutcome.UNKNOWN, why_no_energy(pair.record))
     if ratio is None:
         return "no energy was measured"
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
     figure = f"{units.ratio(ratio.point)} {interval_text} of the joules of a step"
     if ratio.why:
         figure += f": {ratio.why}"
-    return Reply(_ANSWERS_BY_DEMAND[ratio.demand], figure, (Ground(pair.row, figure),))
+    return RuleReply(_ANSWERS_BY_DEMAND[ratio.demand], figure, (AdviceGround(pair.row, figure),))
 
 
-def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
+def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     """Describes each error by its size. A large error rules the precision out. Whether a smaller error matters, only
     a training shows.
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     problem = pair.record.reason if not pair.record.is_ok else ""
     if NOT_FINITE in problem:
-        return Reply(Met.NO, problem, (Ground(pair.row, problem),))
+        return RuleReply(RuleOutcome.NO, problem, (AdviceGround(pair.row, problem),))
     if problem or not errors:
         return problem or "no error was measured"
     figures = []
@@ -238,10 +246,12 @@ def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
         figures.append(f"{size_word} {error_name(error)} ({units.relative_error(max(error.samples))}, limit {limit})")
     sentence = ", ".join(figures)
     is_small_enough = not size_words & {LARGE, NOT_FINITE} and not pair.record.not_finite
-    return Reply(Met.YES if is_small_enough else Met.NO, sentence, (Ground(pair.row, sentence),))
+    return RuleReply(
+        RuleOutcome.YES if is_small_enough else RuleOutcome.NO, sentence, (AdviceGround(pair.row, sentence),)
+    )
 
 
-def find_study(pair: ComparedCase, basis: Basis) -> Study | None:
+def find_study(pair: ComparedCase, basis: AdviceBasis) -> Study | None:
     """Returns the newest study of this suite, device and precision, and of the same model if the suite has several."""
     case = pair.record.case
     params = dict(case.params)
@@ -263,7 +273,7 @@ def find_trial(pair: ComparedCase, study: Study) -> LayerTrial:
     )
 
 
-def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     study = find_study(pair, basis)
     if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
         return None  # single layers of a unit-scaled model do not work in other models
@@ -275,13 +285,13 @@ def _judge_layers(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     change_text = "none" if loss_gap is None else units.change(1 + loss_gap)
     noise = "an unknown noise" if study.noise is None else f"a noise of {units.percent(study.noise)}"
     figure = f"layers low: {len(trial.low)}, loss {change_text} beside {noise} in {study.steps} steps"
-    grounds = (Ground(row, figure),)
+    grounds = (AdviceGround(row, figure),)
     if study.is_undecided:
-        return Reply(Met.UNCLEAR, f"{figure}: layers cannot be distinguished", grounds)
-    return Reply(Met.YES if study.keeps(trial) else Met.NO, figure, grounds)
+        return RuleReply(RuleOutcome.UNCLEAR, f"{figure}: layers cannot be distinguished", grounds)
+    return RuleReply(RuleOutcome.YES if study.keeps(trial) else RuleOutcome.NO, figure, grounds)
 
 
-def find_arm(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
+def find_arm(pair: ComparedCase, basis: AdviceBasis) -> ArmVerdict | None:
     """Returns the training's verdict on an arm in this mode. If several arms have this mode, the one with the fewest
     changed settings is used.
     """
@@ -292,14 +302,14 @@ def find_arm(pair: ComparedCase, basis: Basis) -> ArmVerdict | None:
 
 
 _ANSWERS_BY_VERDICT = {
-    Learned.WITHIN_NOISE: Met.YES,
-    Learned.BETTER: Met.YES,
-    Learned.WORSE: Met.NO,
-    Learned.DIVERGED: Met.NO,
+    Learned.WITHIN_NOISE: RuleOutcome.YES,
+    Learned.BETTER: RuleOutcome.YES,
+    Learned.WORSE: RuleOutcome.NO,
+    Learned.DIVERGED: RuleOutcome.NO,
 }
 
 
-def _judge_training(pair: ComparedCase, basis: Basis) -> Reply | str | None:
+def _judge_training(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     if not pair.trains:
         return None
     arm = find_arm(pair, basis)
@@ -308,28 +318,34 @@ def _judge_training(pair: ComparedCase, basis: Basis) -> Reply | str | None:
     figure = words.describe_verdict(arm, basis.training.verdicts)
     training = basis.training.kept.training
     model = training.request.settings.display_name
-    ground = Ground(f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps")
-    met = Met.TOLERATED if arm.judged.is_tolerated else _ANSWERS_BY_VERDICT.get(arm.judged.learned, Met.UNCLEAR)
-    return Reply(met, figure, (ground,))
+    ground = AdviceGround(
+        f"training {training.id}, arm {arm.arm.name}", f"{figure}, {model}, {training.request.steps} steps"
+    )
+    met = (
+        RuleOutcome.TOLERATED
+        if arm.judged.is_tolerated
+        else _ANSWERS_BY_VERDICT.get(arm.judged.learned, RuleOutcome.UNCLEAR)
+    )
+    return RuleReply(met, figure, (ground,))
 
 
 # The checklist, in order.
-RULES = (
-    AdviceRule("step", Question.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
-    AdviceRule("native", Question.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
+ADVICE_RULES = (
+    AdviceRule("step", AdviceQuestion.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
+    AdviceRule("native", AdviceQuestion.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
     # If products are a quarter of a step, products that are 1.6 times as fast gain 10%.
-    AdviceRule("amdahl", Question.PAYS, "Would faster products alone be worthwhile?", _judge_product_share,
+    AdviceRule("amdahl", AdviceQuestion.PAYS, "Would faster products alone be worthwhile?", _judge_product_share,
                "fp8bench suite ceilings{store}, then {again}"),
     # In publications, products gain 1.9 times if their operands are ready, and 1.4 times with casts.
-    AdviceRule("casts", Question.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),
+    AdviceRule("casts", AdviceQuestion.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),
     # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and coverage of Mixtral is 18%.
-    AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
-    AdviceRule("energy", Question.PAYS, "Does it save energy?", _judge_energy, "{again}"),
+    AdviceRule("coverage", AdviceQuestion.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
+    AdviceRule("energy", AdviceQuestion.PAYS, "Does it save energy?", _judge_energy, "{again}"),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 times bf16's.
-    AdviceRule("memory", Question.FITS, "Does it save memory?", _judge_memory, "{again}"),
+    AdviceRule("memory", AdviceQuestion.FITS, "Does it save memory?", _judge_memory, "{again}"),
     # A short training with one seed is inconclusive, because seeds differ as much as formats.
-    AdviceRule("learns", Question.LEARNS, "Does it learn as well?", _judge_training, "{train}"),
-    AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
+    AdviceRule("learns", AdviceQuestion.LEARNS, "Does it learn as well?", _judge_training, "{train}"),
+    AdviceRule("errors", AdviceQuestion.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
     # Published recipes keep heads, routers, first and last layers in high precision.
-    AdviceRule("layers", Question.LEARNS, "Can all layers be low?", _judge_layers, "{study}"),
+    AdviceRule("layers", AdviceQuestion.LEARNS, "Can all layers be low?", _judge_layers, "{study}"),
 )  # fmt: skip

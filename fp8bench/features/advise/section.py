@@ -1,11 +1,11 @@
-"""Makes the section of a report that recommends precisions, with the answers to the three questions of `Question`."""
+"""Makes the section of a report that recommends precisions, with the answers to the three questions of `AdviceQuestion`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.view import advice_items, question_tables
 from fp8bench.model.run import BENCH
@@ -20,7 +20,7 @@ def advice_section(material: Material) -> Iterator[Element]:
     for number, entry in enumerate(material.entries):
         if entry.run.request.suite == BENCH:  # `bench` compares callables, not precisions
             continue
-        advice = advise(Basis(entry.run, entry.findings))
+        advice = advise(AdviceBasis(entry.run, entry.findings))
         if not advice.answers:
             continue
         if entry.label:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from fp8bench import units
-from fp8bench.features.advise.values import Advice, AdviceKind, Ground
+from fp8bench.features.advise.values import Advice, AdviceGround, AdviceKind
 from fp8bench.features.infer.values import ArmTimes, ServingAnswer, format_arm
 from fp8bench.nn.served import ServedArm
 
@@ -21,7 +21,7 @@ def advise_on_serving(answer: ServingAnswer) -> Iterator[Advice]:
 def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, sentence: str, recipe: str = "") -> Advice:
     question = answer.question
     setting = f"{question.size} on {answer.device}, batch {question.batch}"
-    ground = Ground(f"runs {', '.join(answer.runs)} of infer", sentence)
+    ground = AdviceGround(f"runs {', '.join(answer.runs)} of infer", sentence)
     return Advice("context", kind, mode, _name_reference(answer), sentence, (setting,), recipe, grounds=(ground,))
 
 

@@ -8,7 +8,7 @@ from enum import StrEnum
 from fp8bench.model.measured import Interval
 
 
-class Met(StrEnum):
+class RuleOutcome(StrEnum):
     """The answer to a question of the checklist.
 
     TOLERATED: the lower precision is certainly worse, but by less than the margin. UNCLEAR: it was measured, but
@@ -22,7 +22,7 @@ class Met(StrEnum):
     UNKNOWN = "not measured here"
 
 
-class Question(StrEnum):
+class AdviceQuestion(StrEnum):
     """The three questions that decide about a precision, in the order of their answers."""
 
     # In this order, each question matters only if the answer to the question before it is yes.
@@ -40,7 +40,7 @@ class AdviceKind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Ground:
+class AdviceGround:
     """One figure that supports advice, and its source: a case of the run, a study, or a training."""
 
     row: str
@@ -57,13 +57,13 @@ class RuleAnswer:
     """
 
     rule: str
-    topic: Question
+    topic: AdviceQuestion
     question: str
     setting: str
     mode: str
-    met: Met
+    met: RuleOutcome
     figure: str = ""
-    grounds: tuple[Ground, ...] = ()
+    grounds: tuple[AdviceGround, ...] = ()
     measure: str = ""
 
 
@@ -84,12 +84,12 @@ class Advice:
     settings: tuple[str, ...]
     recipe: str = ""
     gain: Interval | None = None
-    grounds: tuple[Ground, ...] = ()
+    grounds: tuple[AdviceGround, ...] = ()
     doubtful: bool = False
 
 
 @dataclass(frozen=True)
-class Advised:
+class AdviceResult:
     """The advice on a run, most important first, and the answers of the checklist."""
 
     run: str

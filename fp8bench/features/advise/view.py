@@ -1,4 +1,4 @@
-"""Shows the advice on precisions, with the answers to the three questions of `Question`."""
+"""Shows the advice on precisions, with the answers to the three questions of `AdviceQuestion`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, Question, RuleAnswer
+from fp8bench.features.advise.values import Advice, AdviceKind, AdviceQuestion, AdviceResult, RuleAnswer, RuleOutcome
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, Text, Tone
@@ -15,7 +15,7 @@ from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.legend import RANGE_OF_ROUNDS
 from fp8bench.report.words.naming import many
 
-_ANSWER_TONES = {Met.YES: Tone.GOOD, Met.NO: Tone.BAD}
+_ANSWER_TONES = {RuleOutcome.YES: Tone.GOOD, RuleOutcome.NO: Tone.BAD}
 _ADVICE_TONES = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
 # At most this many pieces of advice are shown. The JSON has all of them.
 _MAX_SENTENCES = 12
@@ -35,7 +35,7 @@ _NO_ADVICE = (
 Rows = Sequence[Sequence[RuleAnswer]]
 
 
-def render_page(advised: Advised, notes: Sequence[str], everything: bool = False) -> Page:
+def render_page(advised: AdviceResult, notes: Sequence[str], everything: bool = False) -> Page:
     """Shows the advice on a run, the answer to each question, and the next commands. With `everything`, shows every
     answer and its evidence.
     """
@@ -47,7 +47,7 @@ def render_page(advised: Advised, notes: Sequence[str], everything: bool = False
     return Page(f"advice on run {advised.run}", "", tuple(parts), LEGEND)
 
 
-def advice_items(advised: Advised) -> Items:
+def advice_items(advised: AdviceResult) -> Items:
     shorten_name = make_name_shortener(advised)
     texts = [_describe_group(group, shorten_name) for group in _group_equal_advice(advised.advice)]
     hidden_count = len(texts) - _MAX_SENTENCES
@@ -86,7 +86,7 @@ def _describe_group(group: Sequence[Advice], shorten: Callable[[str], str]) -> T
     return Text(f"{first.sentence} ({settings_text}).", tone)
 
 
-def make_name_shortener(advised: Advised) -> Callable[[str], str]:
+def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
     """Returns a function that shortens names of settings and cases: it omits parameters that all settings of a suite
     share.
     """
@@ -108,18 +108,18 @@ def make_name_shortener(advised: Advised) -> Callable[[str], str]:
     return shorten
 
 
-def question_tables(advised: Advised, everything: bool) -> Iterator[Table]:
+def question_tables(advised: AdviceResult, everything: bool) -> Iterator[Table]:
     """Yields a table for each of the three questions, with the most frequent answer over all settings. With
     `everything`, the tables also show unanswered questions and the evidence.
     """
     cols = _make_answer_columns(advised)
-    for number, question in enumerate(Question, 1):
+    for number, question in enumerate(AdviceQuestion, 1):
         rows = [row for row in _group_answers(advised, question) if everything or _is_answered(row)]
         if rows:
             yield table(f"question-{number}", question.value, cols if everything else cols[:-1], rows)
 
 
-def _group_answers(advised: Advised, question: Question) -> Rows:
+def _group_answers(advised: AdviceResult, question: AdviceQuestion) -> Rows:
     """Groups answers by suite, device, precision and rule. All questions that cannot be answered because of emulation
     are one group.
     """
@@ -138,23 +138,23 @@ def _suite_and_device(answer: RuleAnswer) -> str:
 
 
 def _is_answered(answers: Sequence[RuleAnswer]) -> bool:
-    return any(answer.met is not Met.UNKNOWN for answer in answers)
+    return any(answer.met is not RuleOutcome.UNKNOWN for answer in answers)
 
 
 def _is_emulated(answer: RuleAnswer) -> bool:
-    return answer.met is Met.UNKNOWN and answer.figure.startswith(Level.EMULATED)
+    return answer.met is RuleOutcome.UNKNOWN and answer.figure.startswith(Level.EMULATED)
 
 
-def _suggest_commands(advised: Advised) -> Iterator[Element]:
+def _suggest_commands(advised: AdviceResult) -> Iterator[Element]:
     """Yields the number of unanswered questions of the checklist. Then yields one command for each of the three topics
     with unanswered questions: the one that would answer the first of them.
     """
     missing_answers = []
-    for question in Question:
+    for question in AdviceQuestion:
         unknown_answers = [row[0] for row in _group_answers(advised, question) if not _is_answered(row)]
         missing_answers += [answer for answer in unknown_answers if not _is_emulated(answer)]
     # One command per topic is enough, because it often answers the topic's other questions as well.
-    commands: dict[Question, str] = {}
+    commands: dict[AdviceQuestion, str] = {}
     for answer in missing_answers:
         if answer.measure:
             commands.setdefault(answer.topic, answer.measure)
@@ -164,7 +164,7 @@ def _suggest_commands(advised: Advised) -> Iterator[Element]:
         yield Items(tuple(map(Text, commands.values())))
 
 
-def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
+def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]]]:
     """Returns the columns of a table of answers to one question. They show the most frequent answer, and the first
     case with this answer.
     """
@@ -177,7 +177,7 @@ def _make_answer_columns(advised: Advised) -> list[Col[Sequence[RuleAnswer]]]:
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         # Measured answers take precedence over missing ones, however many are missing.
-        answered = [answer.met for answer in answers if answer.met is not Met.UNKNOWN]
+        answered = [answer.met for answer in answers if answer.met is not RuleOutcome.UNKNOWN]
         (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 

@@ -28,9 +28,9 @@ from fp8bench.features.audit.host import (
     unpack_results,
 )
 from fp8bench.features.audit.operands import (
-    DATA,
+    DATA_KINDS,
     PromisedCasts,
-    Rounded,
+    RoundedOperand,
     choose_rows,
     draw_matrix,
     find_promised_casts,
@@ -75,12 +75,12 @@ def _parse_shapes(text: str) -> tuple[Shape, ...]:
     return tuple(Shape(*map(int, sides.split("x"))) for sides in text.split(","))
 
 
-SUBJECTS: dict[AuditKind, type[Subject]] = {}
+SUBJECT_BY_KIND: dict[AuditKind, type[AuditSubject]] = {}
 # How much of a large result is judged: this many rows, and about this many elements.
 _SAMPLED_ROWS, _SAMPLED_ELEMENTS = 24, 1024
 
 
-class Subject(ABC):
+class AuditSubject(ABC):
     """The callable under audit. A subclass draws its inputs and computes its expected results, always on the CPU. The
     callable must accept `shapes`, but may refuse `odd_shapes` and `real_shapes`. `timed_shape` is the first shape
     that is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums are
@@ -101,11 +101,11 @@ class Subject(ABC):
         "40x384x384,512x512x512,256x1024x1536,1024x1024x1024,2048x2048x128,4096x64x64,48x2048x2048,"
         "64x264x8192,257x513x769,1000x129x1000,768x1280x640,32x4096x4096"
     )
-    data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA)
+    data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA_KINDS)
     zeroed_operand: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
-        SUBJECTS[cls.kind] = cls
+        SUBJECT_BY_KIND[cls.kind] = cls
 
     def __init__(self, host: KernelHost, signature: Signature, facts: DeviceFacts) -> None:
         self.host = host
@@ -132,7 +132,7 @@ class Subject(ABC):
         """Returns the expected results by name. With `rng`, they cover only random rows and columns."""
 
 
-class ProductSubject(Subject):
+class ProductSubject(AuditSubject):
     """A matrix product: the callable takes two matrices, or the codes and scales of two quantised matrices."""
 
     kind = AuditKind.PRODUCT
@@ -161,7 +161,7 @@ class ProductSubject(Subject):
         a, b, sample = _sample_product(matrices[0], matrices[1], self.promised_casts.treatments, rng)
         return {"product": ExpectedProduct(*self._round_operands(a, b), None, has_hopper_units(self.facts), sample)}
 
-    def _round_operands(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
+    def _round_operands(self, a: Tensor, b: Tensor) -> tuple[RoundedOperand, RoundedOperand]:
         first, second, _ = self.promised_casts.treatments
         operands = round_operand(a, first), round_operand(b, second)
         if self.signature.takes is Takes.VALUES:
@@ -170,7 +170,7 @@ class ProductSubject(Subject):
         return replace(operands[0], given=None), replace(operands[1], given=None)
 
 
-class LinearSubject(Subject):
+class LinearSubject(AuditSubject):
     """A linear layer: the callable takes an input and a weight, both of which require gradients. Its backward pass
     starts from a random gradient of the output."""
 
@@ -220,7 +220,7 @@ class LinearSubject(Subject):
         return arithmetic.product(first, second, self.promised_casts.carrier)
 
 
-class AttentionSubject(Subject):
+class AttentionSubject(AuditSubject):
     """Attention: the callable takes queries, keys and values, each of shape (2, heads, positions, size), and divides
     the scores by sqrt(size)."""
 
@@ -298,7 +298,7 @@ class Auditor:
     unless they name an input. `tried` counts the judged results. Once results were wrong, `has_right_numbers` is
     False. Checks that compare results with expected ones are then skipped."""
 
-    def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
+    def __init__(self, subject: AuditSubject, seed: int, ceilings: Ceilings | None = None) -> None:
         self.subject = subject
         self.seed = seed
         self.ceilings = ceilings or Ceilings()
@@ -460,7 +460,7 @@ def run_checks(
     """Runs every check in turn and returns the audit. A failed check does not stop later checks, because they may
     explain the failure."""
     start_seconds = time.perf_counter()
-    auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
+    auditor = Auditor(SUBJECT_BY_KIND[signature.kind](host, signature, facts), seed, ceilings)
     findings = []
     is_kernel_lost = has_reported_change = False
     for check in checks:

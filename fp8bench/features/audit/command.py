@@ -251,9 +251,9 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     )
     if shown_findings:
         rows = [replace(finding, why="") if finding is verdict_finding else finding for finding in shown_findings]
-        parts.append(Part("found", "what was found", (table("found", "", _FINDINGS, rows),)))
+        parts.append(Part("found", "what was found", (table("found", "", _FINDING_COLUMNS, rows),)))
     if audit.layers and (everything or len(audit.layers) <= _SHOWN_LAYERS):
-        parts.append(Part("layers", "layers", (table("layers", "", _LAYERS, audit.layers),)))
+        parts.append(Part("layers", "layers", (table("layers", "", _LAYER_COLUMNS, audit.layers),)))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
@@ -280,7 +280,7 @@ def _format_percent(error: float) -> str:
     return f"{100 * error:.3g}%"
 
 
-_FINDINGS: tuple[Col[AuditFinding], ...] = (
+_FINDING_COLUMNS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
     Col("code", lambda finding: finding.code),
     Col("input", lambda finding: finding.input or units.NONE),
@@ -288,7 +288,7 @@ _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("expected", lambda finding: finding.expected, True, _format_percent),
     Col("why", lambda finding: finding.why, below=True),
 )
-_LAYERS: tuple[Col[AuditedLayer], ...] = (
+_LAYER_COLUMNS: tuple[Col[AuditedLayer], ...] = (
     Col("layer", lambda layer: layer.name),
     Col("is", lambda layer: layer.what),
     Col("weight", lambda layer: "x".join(map(str, layer.weight))),

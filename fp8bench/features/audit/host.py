@@ -42,7 +42,7 @@ PackedResults = tuple[PackedResult, ...]
 _CLOCK, _PROCESS_CLOCK, _SYNCHRONIZE = time.perf_counter, time.process_time, torch.cuda.synchronize
 _CLOCK_NAMES = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
 # Functions that benchmarks use to time, wait, copy and compare. A kernel has no reason to replace them.
-_WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
+_WATCHED_FUNCTIONS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "time": (time, (*_CLOCK_NAMES, *(f"{name}_ns" for name in _CLOCK_NAMES))),
     "torch": (torch, ("equal", "allclose", "isclose", "isfinite", "isnan", "empty", "empty_like")),
     "torch.testing": (torch.testing, ("assert_close",)),
@@ -53,11 +53,11 @@ _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def _watched_functions() -> dict[str, Any]:
-    """Returns the current function behind each name of time and torch in `_WATCHED`. The function is None if this
-    version of torch lacks the name.
+    """Returns the function that each name in `_WATCHED_FUNCTIONS` refers to now. It is None if this version of torch
+    lacks the name.
     """
     functions_by_path = {}
-    for owner_path, (owner_object, names) in _WATCHED.items():
+    for owner_path, (owner_object, names) in _WATCHED_FUNCTIONS.items():
         for name in names:
             functions_by_path[f"{owner_path}.{name}"] = getattr(owner_object, name, None)
     return functions_by_path

@@ -34,7 +34,7 @@ from fp8bench.user_code.named import signed
 
 # Class names that libraries give to low-precision layers.
 _LOW_PRECISION_NAMES = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
-_PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
+_CONVERTER_PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
 # FP8 products need both sides of a weight to be multiples of this number.
 _REQUIRED_MULTIPLE = 16
 # Further layers are checked until the checked weights have this many elements in total.
@@ -73,7 +73,9 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
         if weight is not None and (is_low or holder is not None):
             package = type(module).__module__.partition(".")[0]
             kind = type(weight)
-            description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
+            description = (
+                f"{package} {type(module).__name__}" if package in _CONVERTER_PACKAGES else type(module).__name__
+            )
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
             row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(other_names))
             layers.append(FoundLayer(module, weight, row))
@@ -84,7 +86,7 @@ def has_low_precision_class(module: nn.Module) -> bool:
     kind = type(module)
     weight = type(get_weight(module))
     has_low_name = any(
-        cls.__module__.partition(".")[0] in _PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
+        cls.__module__.partition(".")[0] in _CONVERTER_PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
         for cls in (kind, weight)
     )
     return has_low_name or hasattr(module, "fp8_meta") or "forward" in vars(module)

@@ -73,7 +73,7 @@ def _draw_many_octaves(rows: int, columns: int, random: torch.Generator) -> Tens
 
 
 # Functions that draw each kind of data. A pair has one function for the first operand and one for all other operands.
-DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
+DATA_KINDS: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "normal": _draw_normal,
     "uniform": lambda rows, columns, random: torch.rand(rows, columns, generator=random) * 2 - 1,
     # The magnitudes of rows differ so much that a scale shared by several rows loses the small ones, even in a format
@@ -100,10 +100,10 @@ DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
 
 # Kinds of data for timed calls. An honest kernel takes the same time for all of them, apart from a device's power
 # limit.
-TIMED: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
+TIMED_DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "zeros": lambda rows, columns, _: torch.zeros(rows, columns),
     "ones": lambda rows, columns, _: torch.ones(rows, columns),
-    **{name: DATA[name] for name in ("integers", "uniform", "normal")},
+    **{name: DATA_KINDS[name] for name in ("integers", "uniform", "normal")},
 }
 # Data that are also faster if a kernel skips blocks of zeros, as block-sparse kernels do.
 HALF_ZEROS = "half zeros"
@@ -117,7 +117,7 @@ def _draw_half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor
 
 
 def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    draw_functions = (DATA | TIMED | {HALF_ZEROS: _draw_half_zeros})[data]
+    draw_functions = (DATA_KINDS | TIMED_DATA | {HALF_ZEROS: _draw_half_zeros})[data]
     draw_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
     seed_text = f"{data} {operand} {rows}x{columns}"
     generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(seed_text.encode()))
@@ -125,7 +125,7 @@ def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dty
 
 
 @dataclass(frozen=True)
-class Rounded:
+class RoundedOperand:
     """A rounded operand. Each value is an element times its scale. Elements have the shape (rows, columns), and
     scales (blocks down, blocks across); both are float32. `tensor_scale` is the second scale of NVFP4. Without
     scaling, there is a single scale of 1. `given` is the tensor before rounding; None if the kernel gets the operand
@@ -157,12 +157,12 @@ class Rounded:
         return self.elements.to(CODE_DTYPES[fmt.name])
 
 
-def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
+def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
     """Rounds a matrix to nearest by a recipe, with blocks along the last dimension. Without a treatment, its values
     stay unchanged.
     """
     if treatment is None:
-        return Rounded(x.float(), torch.ones(1, 1), None, given=x)
+        return RoundedOperand(x.float(), torch.ones(1, 1), None, given=x)
     fmt = treatment.fmt
     scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling)
@@ -172,7 +172,7 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> Rounded:
         scales = decode(scales, scaling.scale)
     tensor_scale = None if quantised.tensor_scale is None else float(quantised.tensor_scale)
     scales = scales.float() if scales.dim() == 2 else scales.float().reshape(-1, 1)
-    return Rounded(elements, scales, treatment, tensor_scale, x)
+    return RoundedOperand(elements, scales, treatment, tensor_scale, x)
 
 
 def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random) -> Tensor:
@@ -194,7 +194,7 @@ def choose_rows(x: Tensor, treatment: Treatment | None, count: int, rng: Random)
 _SCALE_ERROR = 2.0**-20
 
 
-def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
+def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest value to which a correct cast may round each number. Scales may differ in
     their last bits, and ties may round either way."""
     source = operand.given
@@ -276,7 +276,7 @@ _TAIL_LENGTHS = (8, 16, 32, 64, 128)
 Mistake = tuple[str, str, Tensor]
 
 
-def iterate_mistakes(operand: Rounded) -> Iterator[Mistake]:
+def iterate_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     """Yields common mistakes in rounding one operand, the likeliest first. The audit names the first one that
     explains a result.
     """
@@ -286,7 +286,7 @@ def iterate_mistakes(operand: Rounded) -> Iterator[Mistake]:
     yield from _iterate_tail_mistakes(operand)
 
 
-def _iterate_cast_mistakes(x: Tensor, operand: Rounded, promised: Treatment) -> Iterator[Mistake]:
+def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
     yield "not-cast", "unchanged (not cast)", x.float()
@@ -348,7 +348,7 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
             yield description, replace(treatment, stochastic=False)
 
 
-def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
+def _iterate_scale_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     if operand.treatment is None or operand.treatment.scaling is None:
         return
     scales = operand.scales
@@ -373,7 +373,7 @@ def _iterate_scale_mistakes(operand: Rounded) -> Iterator[Mistake]:
         yield "scale-missing", "not multiplied by its tensor's scale", operand.values / operand.tensor_scale
 
 
-def _iterate_tail_mistakes(operand: Rounded) -> Iterator[Mistake]:
+def _iterate_tail_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     columns = operand.elements.shape[1]
     tail_lengths = {columns % size for size in _TAIL_LENGTHS} | {size for size in _TAIL_LENGTHS if size < columns}
     for tail in sorted(tail_lengths - {0, columns}):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.operands import (
-    Rounded,
+    RoundedOperand,
     find_value_range,
     iterate_mistakes,
     round_operand,
@@ -104,8 +104,8 @@ class ExpectedProduct:
     values. `hopper` accepts the short sums of Hopper's FP8 units. With `sample`, a and b hold only some rows of the
     operands, and only the sampled part of the result is judged."""
 
-    a: Rounded
-    b: Rounded
+    a: RoundedOperand
+    b: RoundedOperand
     emulated: Tensor | None = None
     hopper: bool = False
     sample: ResultSample | None = None
@@ -448,12 +448,12 @@ def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
     return cast_heads.view(x.shape).double()
 
 
-def _measure_slack(operand: Rounded, value_range: Matrices) -> Tensor:
+def _measure_slack(operand: RoundedOperand, value_range: Matrices) -> Tensor:
     low, high = value_range
     return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
 
 
-def _measure_grid_steps(operand: Rounded) -> Tensor:
+def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
     """Returns how far each value is from its neighbour on the format's grid. Returns 0 for an operand that is not
     cast."""
     if operand.treatment is None or operand.given is None:

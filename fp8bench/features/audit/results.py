@@ -20,8 +20,8 @@ from fp8bench.features.audit.auditor import (
     AuditCheck,
     AuditInput,
     Auditor,
+    AuditSubject,
     Shape,
-    Subject,
 )
 from fp8bench.features.audit.host import describe_error, raise_deception, unpack_results
 from fp8bench.features.audit.promises import Matrices
@@ -29,7 +29,7 @@ from fp8bench.features.audit.values import AuditFinding, make_failure, make_rema
 from fp8bench.model.promises import AuditKind
 
 BLOCK_DATA, BLOCK_SIDE = "blocks of different sizes", 128
-_ORDINALS = ("first", "second", "third")
+_ARGUMENT_ORDINALS = ("first", "second", "third")
 ResultsByName = dict[str, Tensor]
 
 
@@ -51,7 +51,7 @@ def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 InputChange = Callable[..., Matrices]
-_CHANGES: dict[AuditKind, dict[str, InputChange]] = {
+_INPUT_CHANGES: dict[AuditKind, dict[str, InputChange]] = {
     AuditKind.PRODUCT: {
         "the first operand doubled": lambda a, b: (a * 2, b),
         "the first operand negated": lambda a, b: (-a, b),
@@ -80,7 +80,7 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
         audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
     seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
     two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]
-    for description, change in _CHANGES[subject.kind].items():
+    for description, change in _INPUT_CHANGES[subject.kind].items():
         auditor.current = audit_input._replace(how=description)
         changed_inputs = (change(*matrices) for matrices in two_inputs)
         if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_inputs):
@@ -180,12 +180,12 @@ def _iterate_similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[
         negated_rows = rows.clone()
         negated_rows[row] = -negated_rows[row]
         yield (
-            f"one row of the {_ORDINALS[operand]} argument is negated",
+            f"one row of the {_ARGUMENT_ORDINALS[operand]} argument is negated",
             _replace_operand(base, operand, negated_rows.view_as(matrix)),
         )
         exchanged_rows = rows.clone()
         exchanged_rows[[row, second_row]] = rows[[second_row, row]]
-        description = f"two rows of the {_ORDINALS[operand]} argument are exchanged"
+        description = f"two rows of the {_ARGUMENT_ORDINALS[operand]} argument are exchanged"
         yield description, _replace_operand(base, operand, exchanged_rows.view_as(matrix))
 
 
@@ -272,7 +272,7 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
 _DECODING_ROWS = 8
 
 
-def _draw_shape(subject: Subject, rng: Random) -> Shape:
+def _draw_shape(subject: AuditSubject, rng: Random) -> Shape:
     largest_shape = Shape(1024, 8, 128) if subject.kind is AuditKind.ATTENTION else Shape(512, 1024, 2048)
     return Shape(*(round(side ** rng.uniform(0.3, 1.0)) for side in largest_shape))
 
@@ -316,7 +316,7 @@ def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
         last_index = matrix.numel() - 1
         for index in (0, (last_index - matrix.shape[-1]) // 2, last_index):
             row, column = divmod(index, matrix.shape[-1])
-            location = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
+            location = f"in the {_ARGUMENT_ORDINALS[operand]} argument's row {row}, column {column}"
             nan, infinity, zero = (
                 _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
             )
@@ -341,7 +341,7 @@ def _get_first(results: ResultsByName) -> Tensor:
     return next(iter(results.values()))
 
 
-def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
+def _select_results_of_row(subject: AuditSubject, results: ResultsByName, operand: int, row: int) -> Tensor:
     """Returns the part of the results that depends on this row of an operand."""
     result = _get_first(results)
     if subject.kind is AuditKind.LINEAR and operand == 2:  # operand 2 is the gradient of the output
@@ -384,7 +384,7 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
             yield (
-                first_input._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
+                first_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument times 2^{power}"),
                 _replace_operand(matrices, operand, matrices[operand] * 2.0**power),
             )
     tall_input = first_input._replace(shape=auditor.round_up_shape(subject.tall_shape))
@@ -441,7 +441,7 @@ def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
     for audit_input in (auditor.first_input, odd_input):
         matrices = auditor.draw_matrices(audit_input)
         for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
-            strided_input = audit_input._replace(how=f"the {_ORDINALS[operand]} argument {description}")
+            strided_input = audit_input._replace(how=f"the {_ARGUMENT_ORDINALS[operand]} argument {description}")
             strided_calls[strided_input] = matrices, operand, change_layout
 
     def judge_input(audit_input: AuditInput) -> AuditFinding | None:
@@ -488,7 +488,7 @@ def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
 # The checks of results, in the order in which they run.
 VALUE_CHECKS = (
     AuditCheck("numbers", _check_numbers, judges_numbers=True),
-    AuditCheck("relations", _check_relations, frozenset(_CHANGES), needs_right_numbers=True),
+    AuditCheck("relations", _check_relations, frozenset(_INPUT_CHANGES), needs_right_numbers=True),
     AuditCheck("memory", _check_memory),
     AuditCheck("backward", _check_backward, frozenset({AuditKind.LINEAR}), needs_right_numbers=True),
     AuditCheck("special values", _check_special_values),

@@ -20,7 +20,7 @@ from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
 from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, unpack_results
-from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
+from fp8bench.features.audit.operands import HALF_ZEROS, TIMED_DATA
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
@@ -131,7 +131,7 @@ _MIN_CALL_SECONDS, _LARGEST_SIDE = 2e-3, 1024
 # If a call does this many times more work, it must take this many times longer, even on a busy device.
 _WORK_FACTOR, _TIME_FACTOR = 4, 1.3
 # How many times in a row a suspicion must be confirmed: on a busy machine, a single comparison may be wrong.
-_CONFIRMATIONS = 4
+_CONFIRMING_REPETITIONS = 4
 # A call fails if it is this many times faster on some data. An honest call on zeros may take 80% of the usual time
 # (torch's scaled product on a CPU). A kernel that skips the product takes a twentieth.
 _SHORTCUT_SPEEDUP = 4.0
@@ -280,7 +280,7 @@ def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str
     work. Otherwise returns None.
     """
     reason = ""
-    for _ in range(_CONFIRMATIONS):
+    for _ in range(_CONFIRMING_REPETITIONS):
         larger_calls = _time_calls(auditor, larger_shape)
         if larger_calls.wrong is not None:
             return larger_calls.wrong
@@ -311,8 +311,8 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
     """Times calls on zeros, ones, integers, uniform and normal numbers in turn. Repeats the comparison if one kind of
     data is much faster."""
     times: dict[str, float] = {}
-    for _ in range(_CONFIRMATIONS):
-        timed_calls = _time_calls(auditor, shape, tuple(TIMED), _JUDGED_CALLS)
+    for _ in range(_CONFIRMING_REPETITIONS):
+        timed_calls = _time_calls(auditor, shape, tuple(TIMED_DATA), _JUDGED_CALLS)
         if timed_calls.wrong is not None:
             yield timed_calls.wrong
             return
@@ -344,7 +344,7 @@ def _measure_seconds(auditor: Auditor, shape: Shape) -> float:
 
 def _confirm_by_repeating(repeat_check: Callable[[], str], reason: str) -> str:
     """Repeats a check and returns its reason only if every repetition gives one."""
-    for _ in range(_CONFIRMATIONS - 1):
+    for _ in range(_CONFIRMING_REPETITIONS - 1):
         reason = reason and repeat_check()
     return reason
 
@@ -357,7 +357,7 @@ def _check_values_later(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 # All checks, in the order in which they run.
-CHECKS = (
+AUDIT_CHECKS = (
     *VALUE_CHECKS,
     AuditCheck("work", _check_work),
     AuditCheck("speed", _check_speed),
@@ -417,7 +417,7 @@ class AuditBench(Bench):
         self._kernel.ask(START_SECONDS, "load_kernel", target, signature, facts)
         with restore_switches():
             host = cast(KernelHost, RemoteKernel(self._kernel))
-            return run_checks(target, host, signature, facts, self._settings.seed, CHECKS, ceilings)
+            return run_checks(target, host, signature, facts, self._settings.seed, AUDIT_CHECKS, ceilings)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from fp8bench.worker.state_tensors import get_address, is_foreign
 # summed in a different order, but their results differ by less.
 _STALE_DIFFERENCE = 0.01
 # A column is named if it has more than this share of the squared difference.
-_MOST = 0.9
+_MAIN_SHARE = 0.9
 # The error at another shape may be at most _ERROR_LIMIT, or _ERROR_FACTOR times the error at the first shape if that is
 # larger.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
@@ -134,7 +134,7 @@ def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Se
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
         column, difference_share = find_wrong_column(result, correct) or (0, 0.0)
-        if difference_share > _MOST:
+        if difference_share > _MAIN_SHARE:
             last = ", the last" if column == result.shape[-1] - 1 else ""
             yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"
 

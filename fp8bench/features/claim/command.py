@@ -19,7 +19,7 @@ from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UnknownName, UsageError
 from fp8bench.features.claim.rows import ClaimsFile, load_catalogue, load_claims
-from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Standing
+from fp8bench.features.claim.values import Answer, AnswerStanding, Claim, ClaimAnswer, ClaimKind
 from fp8bench.features.claim.view import (
     render_answer,
     render_answers,
@@ -111,11 +111,11 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     return CommandResult(answers, page, lambda: values, code=exit_code)
 
 
-def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
+def _exit_code(outcomes: Iterable[Answer | AnswerStanding]) -> int:
     distinct_outcomes = set(outcomes)
-    if distinct_outcomes & {Answer.REFUTED, Standing.FAILS}:
+    if distinct_outcomes & {Answer.REFUTED, AnswerStanding.FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
+    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, AnswerStanding.UNKNOWN} else EXIT_OK
 
 
 def _answer_claims(

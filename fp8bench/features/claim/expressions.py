@@ -27,14 +27,14 @@ _SHORT_NAMES = {"e4m3": "e4m3fn"}
 
 
 @dataclass(frozen=True)
-class Computed:
+class ComputedFigure:
     """The value of an expression. `citations` maps each datasheet citation that the expression uses to the device."""
 
     value: float
     citations: Mapping[str, str]
 
 
-def evaluate(text: str) -> Computed:
+def evaluate(text: str) -> ComputedFigure:
     """Returns the value of an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for text that is not
     arithmetic."""
     if len(text) > _LONGEST_EXPRESSION:
@@ -52,7 +52,7 @@ def evaluate(text: str) -> Computed:
         ) from None
     if not math.isfinite(value):
         raise UsageError(f"{text!r} gives infinity or NaN. Correct the expression.")
-    return Computed(value, citations)
+    return ComputedFigure(value, citations)
 
 
 def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:

@@ -17,13 +17,13 @@ from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.claim.decide import answer_claim
 from fp8bench.features.claim.rows import ClaimsFile, load_claims
 from fp8bench.features.claim.runs import RunRequest, StoredRun, get_run_id, iterate_measured_claims, without_device
-from fp8bench.features.claim.values import Answer, CannotDecide, CheckedAnswer, Claim, ClaimAnswer, Standing
+from fp8bench.features.claim.values import Answer, AnswerStanding, CannotDecide, CheckedAnswer, Claim, ClaimAnswer
 from fp8bench.features.train.kind import load_training
 from fp8bench.files import Damaged, keeping, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.runs.run_file import load_run
 
-_CLAIMS, _ANSWERS, _RUNS = "claims.toml", "answers.json", "runs"
+_CLAIMS_FILE, _ANSWERS_FILE, _RUNS_FOLDER = "claims.toml", "answers.json", "runs"
 _SCHEMA_VERSION = 1
 # Larger files are refused: fp8bench does not write them, and reading them takes too long.
 _LARGEST_ANSWERS = 64 << 20
@@ -32,7 +32,7 @@ _LARGEST_RUN = 256 << 20
 
 def refuse_existing_answers(folder: Path) -> None:
     """Raises UsageError if the folder already has answers, before anything is measured."""
-    if (folder / _ANSWERS).exists():
+    if (folder / _ANSWERS_FILE).exists():
         raise UsageError(f"{folder} already has answers, and files are never overwritten. Give another folder.")
 
 
@@ -42,10 +42,10 @@ def write_folder(
     """Writes claims, answers and copies of their runs into a new folder. `runs_by_claim` maps the ids of claims to
     runs."""
     with keeping(folder, "Choose another --keep FOLDER."):
-        (folder / _RUNS).mkdir(parents=True, exist_ok=True)
+        (folder / _RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
         digest_by_path = {}
         for run in runs_by_claim.values():
-            path = folder / _RUNS / f"{get_run_id(run)}.jsonl"
+            path = folder / _RUNS_FOLDER / f"{get_run_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
             digest_by_path[get_run_id(run)] = _compute_digest(path)
         content = {
@@ -55,8 +55,8 @@ def write_folder(
             "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
             "digests": digest_by_path,
         }
-        write_whole(folder / _CLAIMS, claims.text)
-        write_whole(folder / _ANSWERS, json.dumps(seal(content), indent=1) + "\n")
+        write_whole(folder / _CLAIMS_FILE, claims.text)
+        write_whole(folder / _ANSWERS_FILE, json.dumps(seal(content), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def check_folder(
     """Computes every stored answer of a folder again, from the row of its claim and from its runs. Compares each with
     the stored answer.
     """
-    claims = load_claims(folder / _CLAIMS)
+    claims = load_claims(folder / _CLAIMS_FILE)
     content = read_answers(folder)
     source = _StoredRuns(folder, content.runs_by_claim, content.digests, parse_questions(claims))
     checked_answers = []
@@ -103,7 +103,7 @@ def check_folder(
         try:
             standing, why = _check_answer(stored, claims, source)
         except Fp8benchError as error:
-            standing = Standing.FAILS
+            standing = AnswerStanding.FAILS
             why = str(error)
         checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
     return checked_answers
@@ -111,7 +111,7 @@ def check_folder(
 
 def read_answers(folder: Path) -> StoredAnswers:
     """Reads answers.json. Raises StoreError if the file changed after it was written."""
-    path = folder / _ANSWERS
+    path = folder / _ANSWERS_FILE
     try:
         content = parse_json(read_file(path, _LARGEST_ANSWERS))
         if content["schema"] != _SCHEMA_VERSION:
@@ -133,40 +133,40 @@ def read_answers(folder: Path) -> StoredAnswers:
     )
 
 
-def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns) -> tuple[Standing, str]:
+def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns) -> tuple[AnswerStanding, str]:
     # 1. The rows of the claim and its parts must be the same as when the claim was answered.
     for row in (stored.row, *stored.part_rows):
         if difference := _describe_edit(row, claims.claims.get(row.id)):
             part_prefix = f"its part {row.id}: " if row is not stored.row else ""
-            return Standing.FAILS, part_prefix + difference
+            return AnswerStanding.FAILS, part_prefix + difference
     # 2. The runs must exist unchanged. An answer without runs is computed from its row, unless a run was missing then.
     for run in stored.runs:
         if change := source.describe_change(run):
-            return Standing.FAILS, change
+            return AnswerStanding.FAILS, change
         if not source.find_path(run).exists():
-            return Standing.UNKNOWN, f"the run {run} is not in the folder"
+            return AnswerStanding.UNKNOWN, f"the run {run} is not in the folder"
     claim = claims.claims[stored.row.id]
     if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
-        return Standing.UNKNOWN, "the claim was not measured"
+        return AnswerStanding.UNKNOWN, "the claim was not measured"
     # 3. The same answer must follow from these rows and runs.
     recomputed_answer = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current = getattr(recomputed_answer, name)
         previous = getattr(stored, name)
         if current != previous:
-            return Standing.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
-    return Standing.HOLDS, "computed again with the same result, bit for bit"
+            return AnswerStanding.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
+    return AnswerStanding.HOLDS, "computed again with the same result, bit for bit"
 
 
 def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
     """Returns how the row of a claim was edited after it was answered; '' if it is unchanged."""
     if current_row is None:
-        return f"its row is missing in {_CLAIMS}"
+        return f"its row is missing in {_CLAIMS_FILE}"
     for claim_field in fields(Claim):
         before = encode(getattr(answered_row, claim_field.name))
         now = encode(getattr(current_row, claim_field.name))
         if before != now:
-            return f"{claim_field.name} is {now} in {_CLAIMS}, but was {before} when answered"
+            return f"{claim_field.name} is {now} in {_CLAIMS_FILE}, but was {before} when answered"
     return ""
 
 
@@ -181,7 +181,7 @@ class _StoredRuns:
     _loaded: dict[str, StoredRun] = field(default_factory=dict)
 
     def find_path(self, run: str) -> Path:
-        return self.folder / _RUNS / f"{Path(run).name}.jsonl"
+        return self.folder / _RUNS_FOLDER / f"{Path(run).name}.jsonl"
 
     def __call__(self, claim: Claim) -> StoredRun:
         """Returns the stored run of a measured claim. Raises StoreError if the run was measured by a different

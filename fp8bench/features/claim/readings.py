@@ -12,7 +12,7 @@ from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.errors import UsageError
 from fp8bench.features.claim.rows import find_resolution
-from fp8bench.features.claim.values import SPEEDUPS, CannotDecide, Claim, Reading
+from fp8bench.features.claim.values import SPEEDUPS, CannotDecide, Claim, FigureReading
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.features.train.verdicts.summary import JudgedTraining, list_figures
 from fp8bench.model import Finding, Level, Record, Run
@@ -27,7 +27,7 @@ _TOO_FEW_ROUNDS = "too few rounds for an interval"
 _ARM_COST_FIGURES = ("tokens_per_second", "peak_memory", "joules_per_step")
 
 
-def read_figure(claim: Claim, run: Run | KeptTraining) -> Reading:
+def read_figure(claim: Claim, run: Run | KeptTraining) -> FigureReading:
     """Returns the claim's figure from a run. Raises CannotDecide if the run does not show it, and UsageError if the
     run has no case that matches the claim, or several.
     """
@@ -37,7 +37,7 @@ def read_figure(claim: Claim, run: Run | KeptTraining) -> Reading:
     return _sum_cases(claim, run, records) if claim.sum else _read_case(claim, run, records[0])
 
 
-def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
+def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReading:
     """Returns the sum of a figure over several cases. The ends of the intervals are summed in the same way. For a
     ratio, returns the ratio of the two sums.
     """
@@ -52,14 +52,14 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> Reading:
             return sum(weights) / total
         return total / sum(weights) if claim.is_ratio else total
 
-    return Reading(
+    return FigureReading(
         sum_figures(reading.value for reading in readings),
         sum_figures(reading.low for reading in readings),
         sum_figures(reading.high for reading in readings),
     )
 
 
-def _read_case(claim: Claim, run: Run, record: Record) -> Reading:
+def _read_case(claim: Claim, run: Run, record: Record) -> FigureReading:
     # 1. Find the case, its reference and their metrics.
     mode = record.case.mode
     if not record.is_ok:
@@ -100,7 +100,7 @@ def _read_case(claim: Claim, run: Run, record: Record) -> Reading:
     if claim.is_ratio:
         return _read_ratio(claim, metric, record, finding, run, relative_error, value)
     low, high = metric.bounds or (value - relative_error * abs(value), value + relative_error * abs(value))
-    return Reading(value, low, high)
+    return FigureReading(value, low, high)
 
 
 def suggest_more_rounds(claim: Claim) -> str:
@@ -145,7 +145,7 @@ def _find_other_baseline(sentence: str, reference: str) -> str:
 
 def _read_ratio(
     claim: Claim, metric: Metric, record: Record, finding: Finding | None, run: Run, relative_error: float, value: float
-) -> Reading:
+) -> FigureReading:
     """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one."""
     name = claim.metric
     reference = _find_reference(record, run)
@@ -154,7 +154,7 @@ def _read_ratio(
         raise _refuse_emulation(claim, f"the reference {reference.case.mode}", name)
     if metric.interval is None:
         ratio = value / _read_reference_value(claim, run, record)
-        return Reading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error))
+        return FigureReading(ratio, ratio * (1 - relative_error), ratio * (1 + relative_error))
     # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no interval,
     # only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
     interval = metric.interval
@@ -163,7 +163,7 @@ def _read_ratio(
         raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))
     noise_floor = finding.floor if finding is not None and name == str(TIME) else None
     noise_factor = 1 + (noise_floor or 0.0)
-    return Reading(interval.point, interval.low / noise_factor, interval.high * noise_factor)
+    return FigureReading(interval.point, interval.low / noise_factor, interval.high * noise_factor)
 
 
 def _find_cases(claim: Claim, run: Run) -> list[Record]:
@@ -201,7 +201,7 @@ def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dic
     return metrics
 
 
-def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> Reading:
+def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> FigureReading:
     """Returns the speed-up with its interval. The interval is widened by the difference that this run shows between
     identical code.
     """
@@ -212,10 +212,10 @@ def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> Read
         reason = f"{_TOO_FEW_ROUNDS}: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
         raise CannotDecide(metric.why or reason, suggest_more_rounds(claim), speedup.point)
     noise_factor = 1 + (finding.floor or 0.0)
-    return Reading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor)
+    return FigureReading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor)
 
 
-def _read_training(claim: Claim, run: KeptTraining) -> Reading:
+def _read_training(claim: Claim, run: KeptTraining) -> FigureReading:
     judged_training = JudgedTraining(run)
     name = claim.metric
     arm_name = dict(claim.case).get("arm", "")
@@ -242,10 +242,10 @@ def _read_training(claim: Claim, run: KeptTraining) -> Reading:
         values.append(value)
     figure = values[0] / values[1] if claim.is_ratio else values[0]
     relative_error = find_resolution(claim, None)
-    return Reading(figure, figure * (1 - relative_error), figure * (1 + relative_error))
+    return FigureReading(figure, figure * (1 - relative_error), figure * (1 + relative_error))
 
 
-def _read_gap(claim: Claim, figures: Mapping[str, float | None]) -> Reading:
+def _read_gap(claim: Claim, figures: Mapping[str, float | None]) -> FigureReading:
     """Returns a loss gap with its 99% interval. A training with too few seeds has no interval."""
     name = claim.metric
     value = figures[name]
@@ -253,4 +253,4 @@ def _read_gap(claim: Claim, figures: Mapping[str, float | None]) -> Reading:
     high = figures[f"{name}_deciding_high"]
     if value is None or low is None or high is None:
         raise CannotDecide("too few seeds for an interval: raise --seeds", suggest_more_rounds(claim), value)
-    return Reading(value, low, high)
+    return FigureReading(value, low, high)

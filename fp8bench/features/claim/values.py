@@ -111,7 +111,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Reading:
+class FigureReading:
     """A figure with its interval."""
 
     value: float
@@ -152,7 +152,7 @@ class ClaimAnswer:
         return {**{name: row[name] for name in ("id", "sentence", "unit")}, **values}
 
 
-class Standing(StrEnum):
+class AnswerStanding(StrEnum):
     """Whether a stored answer still follows from its claim and its runs."""
 
     HOLDS = "holds"
@@ -166,5 +166,5 @@ class CheckedAnswer:
 
     id: str
     sentence: str
-    standing: Standing
+    standing: AnswerStanding
     why: str

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp8bench import units
-from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, ClaimKind, Standing
+from fp8bench.features.claim.values import Answer, AnswerStanding, CheckedAnswer, Claim, ClaimAnswer, ClaimKind
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Facts, Field, Page, Part, Text, Tone
 
@@ -18,7 +18,7 @@ _ANSWER_TONES = {
     Answer.CANNOT_TELL: Tone.DOUBT,
     Answer.OTHER_CONDITIONS: Tone.DOUBT,
 }
-_STANDING_TONES = {Standing.HOLDS: Tone.GOOD, Standing.FAILS: Tone.BAD, Standing.UNKNOWN: Tone.DOUBT}
+_STANDING_TONES = {AnswerStanding.HOLDS: Tone.GOOD, AnswerStanding.FAILS: Tone.BAD, AnswerStanding.UNKNOWN: Tone.DOUBT}
 # Units that are shown with a prefix, such as TFLOP/s.
 _PREFIXED_UNITS = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
 _RELATION_TEXTS = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
@@ -77,7 +77,7 @@ def render_answers(answers: Sequence[ClaimAnswer], file: str = "") -> Page:
     """Lists the answers to claims of a `file`, or of the catalogue."""
     counts = Counter(answer.answer for answer in answers)
     summary = ", ".join(f"{count} {answer.value}" for answer, count in counts.items())
-    rows = table("answers", "", _ANSWERS, answers)
+    rows = table("answers", "", _ANSWER_COLUMNS, answers)
     command = shlex.join(["fp8bench", "claim", *([file] if file else []), answers[0].claim.id])
     hint = Text(f"`{command}` explains one answer.")
     return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, hint)),))
@@ -95,7 +95,7 @@ def _explain_answer(answer: ClaimAnswer) -> str:
     return f"{figure}; published {describe_claimed(answer.claim)}; {answer.why}" if answer.claim.published else figure
 
 
-_ANSWERS: tuple[Col[ClaimAnswer], ...] = (
+_ANSWER_COLUMNS: tuple[Col[ClaimAnswer], ...] = (
     Col("sentence", lambda answer: answer.claim.sentence),
     Col("answer", lambda answer: Field(answer.answer.value, tone=_ANSWER_TONES.get(answer.answer, Tone.PLAIN))),
     Col("claim", lambda answer: f"{answer.claim.id}: {_explain_answer(answer)}", below=True),
@@ -116,7 +116,7 @@ def render_check(folder: str, checked_answers: Sequence[CheckedAnswer]) -> Page:
         Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDING_TONES[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
-    failed_answers = [answer for answer in checked_answers if answer.standing is not Standing.HOLDS]
+    failed_answers = [answer for answer in checked_answers if answer.standing is not AnswerStanding.HOLDS]
     rows = (table("checked", "", columns, failed_answers),) if failed_answers else ()
     title = f"{folder}: {len(checked_answers) - len(failed_answers)} of {len(checked_answers)} stored answers hold"
     limits_text = (

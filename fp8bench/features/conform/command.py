@@ -116,7 +116,7 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything
     ]
     if rows := [mode for mode in conformities if mode not in conforming_emulated_modes]:
-        parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
+        parts.append(Part("modes", "", (table("modes", "", _MODE_COLUMNS, rows),)))
     if equal_modes := [_describe_mode(mode) for mode in conforming_emulated_modes if mode.is_compared]:
         names = join_words(equal_modes, 20)
         text = f"emulated on this device, with the same results as torch's kernels: {names}"
@@ -128,7 +128,7 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         shown_cases += [case for case in mode.found if case.difference in listed_kinds]
     if shown_cases:
         caption = "results that differ in some bits"
-        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown_cases),)))
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCE_COLUMNS, shown_cases),)))
     if skipped := list(_list_skip_reasons(conformities)):
         parts.append(Part("undone", "not compared on this device", (Items(tuple(map(Text, skipped))),)))
     title = f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})"
@@ -159,7 +159,7 @@ def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> st
 
 _FAULTY_DIFFERENCES = [kind for kind in Difference if not kind.conforms]
 _HARDWARE_UNIT_DIFFERENCES = [Difference.UNITS, Difference.SHORT_SUMS]
-_MODES: tuple[Col[ModeConformity], ...] = (
+_MODE_COLUMNS: tuple[Col[ModeConformity], ...] = (
     Col("precision", "mode"),
     Col("here", "support.level.value"),
     Col("compared", partial(_count_cases, list(Difference)), number=True),
@@ -179,7 +179,7 @@ def _format_first_difference(row: Conformity) -> str:
     return f"[{index_text}] {row.first.native:.6g}, emulated {row.first.emulated:.6g}"
 
 
-_DIFFERENCES: tuple[Col[Conformity], ...] = (
+_DIFFERENCE_COLUMNS: tuple[Col[Conformity], ...] = (
     Col("precision", "mode"),
     Col("what", "what"),
     Col("shape", "shape"),

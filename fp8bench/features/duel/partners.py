@@ -36,7 +36,7 @@ _STEADY_MALLOC = {
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerStart:
     """How to start the workers of a side: its interpreter, and the folders that precede its own packages. `imports`
     is the user's code. `tree` is the working tree that the side's code must come from; None if that does not matter.
     """
@@ -57,7 +57,7 @@ class Start:
 class PartnerWorker(ProcessWorker):
     """A worker that starts with a handshake. Raises UsageError if it uses another protocol or has no torch."""
 
-    def __init__(self, settings: Settings, start: Start) -> None:
+    def __init__(self, settings: Settings, start: WorkerStart) -> None:
         super().__init__(settings, start.python)
         self._start = start
         self.handshake: Handshake = {}
@@ -91,7 +91,7 @@ class PartnerWorker(ProcessWorker):
             raise UsageError(reason)
 
 
-def explain_refusal(handshake: Handshake, start: Start) -> str:
+def explain_refusal(handshake: Handshake, start: WorkerStart) -> str:
     side = start.side
     if handshake.get("protocol") != PROTOCOL:
         return (
@@ -108,14 +108,14 @@ def explain_refusal(handshake: Handshake, start: Start) -> str:
 
 # The number of processes per side. Equal processes differ in speed for internal reasons. With two per side, a few
 # sessions show by how much.
-PROCESSES = 2
+PROCESSES_PER_SIDE = 2
 
 
 @dataclass
 class SideWorkers:
     """The workers of one side. All of them measure times, but only the first one measures errors and memory."""
 
-    start: Start
+    start: WorkerStart
     workers: Sequence[PartnerWorker]
     quantisers: Quantisers
     devices: tuple[DeviceFacts, ...] = ()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerError
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.partners import PROCESSES, PartnerWorker, SideWorkers, restart_workers
+from fp8bench.features.duel.partners import PROCESSES_PER_SIDE, PartnerWorker, SideWorkers, restart_workers
 from fp8bench.features.duel.sides import EQUAL_SIDES, DuelQuestion, open_sides
 from fp8bench.features.duel.values import (
     AFTER,
@@ -58,7 +58,7 @@ IDLE_NOTE = (
 )
 
 
-Pair = tuple[SideWorkers, SideWorkers]
+SidePair = tuple[SideWorkers, SideWorkers]
 
 
 @dataclass
@@ -148,7 +148,7 @@ class CaseProgress:
     after: CaseOutcome
     left_out: str = ""
     sessions: list[Session] = field(default_factory=list)
-    processes: int = PROCESSES
+    processes: int = PROCESSES_PER_SIDE
 
     @property
     def is_active(self) -> bool:
@@ -161,7 +161,7 @@ class CaseProgress:
         return CaseResult(record_a, record_b, tuple(self.sessions))
 
 
-def start_case(case: str, pair: Pair) -> CaseProgress:
+def start_case(case: str, pair: SidePair) -> CaseProgress:
     side_a, side_b = (CaseOutcome(side.cases[case]) for side in pair)
     skip_reason = _explain_unfit(pair, (side_a.planned, side_b.planned))
     for outcome in (side_a, side_b):
@@ -169,7 +169,7 @@ def start_case(case: str, pair: Pair) -> CaseProgress:
     return CaseProgress(side_a, side_b, skip_reason)
 
 
-def _explain_unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
+def _explain_unfit(pair: SidePair, planned: tuple[PlannedCase, PlannedCase]) -> str:
     refusals = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned, strict=True) if case.skip]
     if refusals:
         return "; ".join(refusals)
@@ -190,7 +190,7 @@ def _explain_unfit(pair: Pair, planned: tuple[PlannedCase, PlannedCase]) -> str:
 class CaseRunner:
     """Measures the times, errors and memory of each case on both sides of a duel."""
 
-    pair: Pair
+    pair: SidePair
     seed: int
     observer: Observer
     limits: Limits
@@ -286,7 +286,7 @@ def run_duel(
         sides = []
         for side_start in starts:
             settings = Settings(request.threads, request.seed, side_start.imports, corpus.path if corpus else None)
-            workers = [PartnerWorker(settings, side_start) for _ in range(PROCESSES)]
+            workers = [PartnerWorker(settings, side_start) for _ in range(PROCESSES_PER_SIDE)]
             quantisers = Quantisers(resolved_request.switches.why_eager)
             sides.append(stack.enter_context(closing(SideWorkers(side_start, workers, quantisers))))
         # 3. Ask each side which cases its code has.
@@ -326,7 +326,7 @@ def run_duel(
 
 
 def _measure_sessions(
-    pair: Pair, duel: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float
+    pair: SidePair, duel: Duel, notes: Sequence[str], store: Path, observer: JobObserver, start: float
 ) -> Duel:
     writer = start_duel(duel, store)
     duel = replace(duel, path=str(writer.path))
@@ -376,7 +376,12 @@ class SessionProgress(SilentObserver):
 
 
 def _measure_all_sessions(
-    pair: Pair, duel: Duel, cases: Sequence[CaseProgress], writer: DuelWriter, progress: SessionProgress, start: float
+    pair: SidePair,
+    duel: Duel,
+    cases: Sequence[CaseProgress],
+    writer: DuelWriter,
+    progress: SessionProgress,
+    start: float,
 ) -> None:
     request = duel.request
     sessions = duel.sessions
@@ -432,7 +437,7 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
     return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
-def _note_idle_sides(pair: Pair) -> list[str]:
+def _note_idle_sides(pair: SidePair) -> list[str]:
     working_tree = pair[1].start.tree
     if working_tree is None:
         return []
@@ -440,7 +445,7 @@ def _note_idle_sides(pair: Pair) -> list[str]:
     return [] if modules - _find_shared_modules(pair[0].start.imports) else [IDLE_NOTE]
 
 
-def _check_loaded_code(pair: Pair) -> None:
+def _check_loaded_code(pair: SidePair) -> None:
     """Raises UsageError if side A has loaded code of this working tree instead of its revision."""
     side_a, side_b = (side.start for side in pair)
     if side_a.tree is None or side_b.tree is None:

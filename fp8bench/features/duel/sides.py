@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.duel.partners import Start
+from fp8bench.features.duel.partners import WorkerStart
 from fp8bench.features.duel.values import AFTER, BEFORE
 from fp8bench.files import PARTIAL, is_locked, lock
 from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.store.commit_runs import find_commit
 
-PREFIX = "fp8bench-duel-"
+FOLDER_PREFIX = "fp8bench-duel-"
 _LOCK_FILE = "owner.lock"
 # A folder without a lock is only removed if it is older than this: another process may still be creating it, and wait
 # for a core.
@@ -43,7 +43,7 @@ def scratch_folder() -> Iterator[Path]:
     """
     remove_stale_folders()
     try:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)).resolve()
         lock_file = (folder / PARTIAL).open("w")
         lock(lock_file, 0)
         (folder / PARTIAL).rename(folder / _LOCK_FILE)  # no other process can find the folder unlocked
@@ -70,7 +70,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def remove_stale_folders() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.lstat().st_uid == os.getuid() and not folder.is_symlink():
                 try:
@@ -124,7 +124,7 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
     # Make git forget the working trees of killed duels, whose folders were removed.
     for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
-        if line.startswith("worktree ") and path.parent.name.startswith(PREFIX) and not path.exists():
+        if line.startswith("worktree ") and path.parent.name.startswith(FOLDER_PREFIX) and not path.exists():
             _git(repository, "worktree", "remove", "--force", str(path))
     tree_folder = folder / "tree"
     try:
@@ -190,11 +190,11 @@ def find_interpreter(python: str, option: str) -> str:
     return str(Path(program).absolute())
 
 
-PACKAGE = Path(__file__).resolve().parents[2]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 # The title of a side starts with this if the side is a revision of fp8bench.
 FP8BENCH_TITLE = "fp8bench at "
 EQUAL_SIDES = "both sides are equal, so any difference is noise"
-_INSTALLED = frozenset({"site-packages", "dist-packages"})
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class DuelQuestion:
     sessions: int | None = None
 
 
-OpenSides = tuple[Start, Start, tuple[str, ...]]
+OpenSides = tuple[WorkerStart, WorkerStart, tuple[str, ...]]
 
 
 @contextmanager
@@ -229,9 +229,9 @@ def open_sides(question: DuelQuestion, imports: tuple[str, ...]) -> Iterator[Ope
             with _open_revision(question, python_paths, imports, folder) as sides:
                 yield sides
             return
-        paths = (str(link_package(folder / "package", PACKAGE)), *_find_user_paths(imports))
+        paths = (str(link_package(folder / "package", PACKAGE_FOLDER)), *_find_user_paths(imports))
         side_a, side_b = (
-            Start(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
+            WorkerStart(name, python, paths, "this Python" if python == sys.executable else "another Python", imports)
             for name, python in zip((BEFORE, AFTER), python_paths, strict=True)
         )
         yield side_a, side_b, () if any((question.python_a, question.python_b)) else (EQUAL_SIDES,)
@@ -245,13 +245,13 @@ def _open_revision(
     is_fp8bench = question.against is None
     option, revision = ("--against-self", question.against_self) if is_fp8bench else ("--against", question.against)
     assert revision is not None
-    repository = find_repository(PACKAGE if is_fp8bench else Path.cwd(), option)
-    if not is_fp8bench and PACKAGE.parent == repository:
+    repository = find_repository(PACKAGE_FOLDER if is_fp8bench else Path.cwd(), option)
+    if not is_fp8bench and PACKAGE_FOLDER.parent == repository:
         raise UsageError("this is the repository of fp8bench, which --against does not replace. Use --against-self.")
-    if is_fp8bench and PACKAGE.parent != repository:
+    if is_fp8bench and PACKAGE_FOLDER.parent != repository:
         raise UsageError(
-            f"{option} needs fp8bench to run from a checkout of its repository, but it runs from {PACKAGE}. Install it "
-            "from a checkout with `pip install -e`."
+            f"{option} needs fp8bench to run from a checkout of its repository, but it runs from {PACKAGE_FOLDER}. Install "
+            "it from a checkout with `pip install -e`."
         )
     # 2. Name the compared commits in the titles, and whether this tree has uncommitted changes.
     commit = find_revision(repository, revision, option)
@@ -266,7 +266,7 @@ def _open_revision(
     with worktree(repository, commit, folder, option) as working_tree:
         if not is_fp8bench:
             # The same fp8bench measures both sides: only the user's paths move into the old tree.
-            package = str(link_package(folder / "package", PACKAGE))
+            package = str(link_package(folder / "package", PACKAGE_FOLDER))
             resolved_paths = {path: Path(path).resolve() for path in (*_find_paths_below(repository), *paths)}
             paths = list(resolved_paths)
             tree_paths = list(
@@ -277,21 +277,24 @@ def _open_revision(
             )
             moved_imports, move_notes = _move_imports(imports, repository, working_tree, revision)
             yield (
-                Start(BEFORE, python_paths[0], (package, *tree_paths), title, moved_imports, commit, working_tree),
-                Start(AFTER, python_paths[1], (package, *paths), this_tree, imports, checked_out, repository),
+                WorkerStart(
+                    BEFORE, python_paths[0], (package, *tree_paths), title, moved_imports, commit, working_tree
+                ),
+                WorkerStart(AFTER, python_paths[1], (package, *paths), this_tree, imports, checked_out, repository),
                 (*move_notes, *notes),
             )
             return
-        if not (working_tree / PACKAGE.name / "__init__.py").is_file():
+        if not (working_tree / PACKAGE_FOLDER.name / "__init__.py").is_file():
             raise UsageError(
-                f"{option} {revision!r:.200} ({commit[:8]}) has no package {PACKAGE.name}. Choose a newer commit."
+                f"{option} {revision!r:.200} ({commit[:8]}) has no package {PACKAGE_FOLDER.name}. "
+                "Choose a newer commit."
             )
         # Both sides get the same paths of the user, but a different fp8bench.
-        old_paths = (str(link_package(folder / "before", working_tree / PACKAGE.name)), *paths)
-        new_paths = (str(link_package(folder / "after", PACKAGE)), *paths)
+        old_paths = (str(link_package(folder / "before", working_tree / PACKAGE_FOLDER.name)), *paths)
+        new_paths = (str(link_package(folder / "after", PACKAGE_FOLDER)), *paths)
         yield (
-            Start(BEFORE, python_paths[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
-            Start(AFTER, python_paths[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
+            WorkerStart(BEFORE, python_paths[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
+            WorkerStart(AFTER, python_paths[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
             notes,
         )
 
@@ -302,14 +305,16 @@ def _find_user_paths(imports: tuple[str, ...]) -> list[str]:
     """
     working_folder = [str(Path.cwd())] if imports else []
     folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    return list(dict.fromkeys((*working_folder, *(path for path in folders if not _INSTALLED & {*Path(path).parts}))))
+    return list(
+        dict.fromkeys((*working_folder, *(path for path in folders if not _PACKAGE_FOLDERS & {*Path(path).parts})))
+    )
 
 
 def _find_paths_below(top: Path) -> list[str]:
     environment = Path(sys.prefix).resolve()
     folders = [Path.cwd()]
     for path in map(Path, sys.path):
-        is_below = path.resolve().is_relative_to(top) and path.is_dir() and not _INSTALLED & {*path.parts}
+        is_below = path.resolve().is_relative_to(top) and path.is_dir() and not _PACKAGE_FOLDERS & {*path.parts}
         if is_below and not (environment != top and path.resolve().is_relative_to(environment)):
             folders.append(path.resolve())
     return list(dict.fromkeys(map(str, folders)))

@@ -325,7 +325,7 @@ def _mark_named_b(
 # These labels are ignored: they are about rounds, which these verdicts do not use, or about noise, which the interval
 # includes.
 _IGNORED_LABELS = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
-_DIRECTIONS = {
+_DIRECTION_BY_VERDICT = {
     Verdict.FASTER: Direction.BETTER,
     Verdict.SLOWER: Direction.WORSE,
     Verdict.SAME: Direction.SAME,
@@ -345,7 +345,7 @@ def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
         times = judge_case(result)
         if times is not None and times.is_resolved:
-            direction = _DIRECTIONS[decide_verdict(times.mean_ratio, BAND)]
+            direction = _DIRECTION_BY_VERDICT[decide_verdict(times.mean_ratio, BAND)]
             yield replace(
                 _make_empty_comparison(result, MEAN, "s"),
                 direction=direction,
@@ -375,7 +375,7 @@ def _compare_times(result: CaseResult) -> Comparison:
         return replace(comparison, why=reason)
     return replace(
         comparison,
-        direction=_DIRECTIONS[times.verdict],
+        direction=_DIRECTION_BY_VERDICT[times.verdict],
         ratio=times.ratio,
         p_value=compute_p_value(times),
         why=explain_unsure(times) if times.verdict is Verdict.UNSURE else "",

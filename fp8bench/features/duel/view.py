@@ -44,7 +44,7 @@ _VERDICT_LEGEND = (
 
 
 # A case, with one of its comparisons.
-_Figure = tuple[CaseResult, Comparison]
+_CaseComparison = tuple[CaseResult, Comparison]
 
 
 def render_page(duel: Duel) -> Page:
@@ -52,7 +52,7 @@ def render_page(duel: Duel) -> Page:
     for result in duel.results:
         figures += [(result, comparison) for comparison in compare_case(result)]
     times = [figure for figure in figures if figure[1].metric == TIME]
-    shown: Element = table("times", "", _TIMES, times) if times else Text("Nothing was measured.")
+    shown: Element = table("times", "", _TIME_COLUMNS, times) if times else Text("Nothing was measured.")
     parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(figures)))]
     parts += make_list_part("notes", "notes", _collect_notes(duel, figures))
     legend = (
@@ -76,21 +76,21 @@ def render_page(duel: Duel) -> Page:
     )
 
 
-def _format_setting(figure: _Figure) -> str:
+def _format_setting(figure: _CaseComparison) -> str:
     case = figure[0].after.case
     return " ".join(text for text in (case.workload, show_params(case.params), "on", case.device) if text)
 
 
-def _format_mode(figure: _Figure) -> str:
+def _format_mode(figure: _CaseComparison) -> str:
     record = figure[0].after
     return f"{record.case.mode} (emulated)" if record.support.is_emulated else record.case.mode
 
 
-def _choose_tone(figure: _Figure) -> Tone:
+def _choose_tone(figure: _CaseComparison) -> Tone:
     return DIRECTION_TONES.get(figure[1].direction, Tone.PLAIN)
 
 
-def _format_verdict(figure: _Figure) -> Field:
+def _format_verdict(figure: _CaseComparison) -> Field:
     result, comparison = figure
     statuses = (result.before.status, result.after.status)
     # Without a number on one side, there is nothing to compare.
@@ -100,33 +100,33 @@ def _format_verdict(figure: _Figure) -> Field:
     return Field(verdict_text, tone=_choose_tone(figure))
 
 
-def _format_spread(figure: _Figure) -> str:
+def _format_spread(figure: _CaseComparison) -> str:
     verdict = judge_case(figure[0])
     return units.percent(verdict.process_spread) if verdict is not None else units.NONE
 
 
-_SIDES: tuple[Col[_Figure], ...] = (
+_SIDE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("A", lambda figure: value(figure[1], figure[1].before), number=True),
     Col("B", lambda figure: value(figure[1], figure[1].after), number=True),
 )
-_TIMES: tuple[Col[_Figure], ...] = (
+_TIME_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("setting", _format_setting, shared=True),
     Col("case", _format_mode),
-    *_SIDES,
+    *_SIDE_COLUMNS,
     Col("verdict", _format_verdict),
     Col("change", lambda figure: show_change(figure[1].ratio)),
     Col("apart", _format_spread, number=True),
     Col("labels", lambda figure: ", ".join(figure[1].labels)),
 )
-_VALUES: tuple[Col[_Figure], ...] = (
+_VALUE_COLUMNS: tuple[Col[_CaseComparison], ...] = (
     Col("case", _format_mode),
     Col("figure", lambda figure: figure[1].metric),
-    *_SIDES,
+    *_SIDE_COLUMNS,
     Col("change", lambda figure: show_change(figure[1].ratio), tone=_choose_tone),
 )
 
 
-def _list_values(figures: Sequence[_Figure]) -> Iterator[Element]:
+def _list_values(figures: Sequence[_CaseComparison]) -> Iterator[Element]:
     values = [figure for figure in figures if figure[1].metric != TIME]
     # Hundreds of equal values would hide the few different ones, so equal values are only counted.
     differing = [
@@ -134,10 +134,10 @@ def _list_values(figures: Sequence[_Figure]) -> Iterator[Element]:
     ]
     if values:
         title = f"values (errors, memory): {count_directions(comparison for _, comparison in values)}"
-        yield table("values", title, _VALUES, differing) if differing else Text(title)
+        yield table("values", title, _VALUE_COLUMNS, differing) if differing else Text(title)
 
 
-def _collect_notes(duel: Duel, figures: Sequence[_Figure]) -> list[str]:
+def _collect_notes(duel: Duel, figures: Sequence[_CaseComparison]) -> list[str]:
     reasons = [
         (comparison.why, comparison.case if comparison.metric == TIME else f"{comparison.case} {comparison.metric}")
         for _, comparison in figures

@@ -27,7 +27,7 @@ _COPIES_OF_RUNS = "copies of runs that were already taken"
 
 
 @dataclass
-class Collected:
+class CollectionCounts:
     """The numbers of files in a collection.
 
     `taken` counts new and extended files by machine. `same` counts files that were already copied. `left` counts
@@ -40,11 +40,11 @@ class Collected:
     failed: list[str] = field(default_factory=list)
 
 
-def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Collected:
+def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> CollectionCounts:
     """Copies runs from the stores in `folders` into `out`: the runs of the plan's cells, or all runs if the plan is
     None.
     """
-    collected, stores = Collected(), dict[Path, None]()
+    collected, stores = CollectionCounts(), dict[Path, None]()
     for folder in folders:
         try:
             stores[find_store(folder, out).resolve()] = None
@@ -64,7 +64,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
 
 
 def _collect_store(
-    store: Path, plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected
+    store: Path, plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: CollectionCounts
 ) -> None:
     files = listing(store)
     collected.failed += [f"{note}." for note in files.notes(files.refused)]
@@ -84,7 +84,9 @@ def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
             yield f"{path} {problem}. It was not taken."
 
 
-def _copy_run(plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected, path: Path) -> None:
+def _copy_run(
+    plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: CollectionCounts, path: Path
+) -> None:
     is_running, content, run = is_locked(path), read_file(path), load_run(path)
     if not run.started:
         raise StoreError(f"{path} was not copied: {run.troubles[0]}, so its machine is unknown.")

@@ -15,7 +15,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet import view
 from fp8bench.features.fleet.engines import (
-    ENGINES,
+    STARTER_BY_ENGINE,
     WorkerOrder,
     measure_waiting_cells,
     run_local_workers,
@@ -92,7 +92,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def _add_submit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--on",
-        choices=[*ENGINES],
+        choices=[*STARTER_BY_ENGINE],
         required=True,
         help=(
             "what starts the workers. ray: a running Ray cluster, one cell for each node with the plan's kind of "

@@ -184,7 +184,7 @@ def start_workers(engine: str, order: WorkerOrder, report_jobs: JobsCallback) ->
     """
     check_store(order.store)
     order.log_folder.mkdir(parents=True, exist_ok=True)
-    return ENGINES[engine](order, report_jobs)
+    return STARTER_BY_ENGINE[engine](order, report_jobs)
 
 
 _TIME_LIMIT_MINUTES = 24 * 60
@@ -366,7 +366,7 @@ def run_on_node(arguments: list[str], log: str, folder: str, threads: str | None
         return wait_for_all(start_fp8bench(arguments, output, environment, existing_folder))
 
 
-ENGINES: Mapping[str, Callable[[WorkerOrder, JobsCallback], Sequence[str]]] = {
+STARTER_BY_ENGINE: Mapping[str, Callable[[WorkerOrder, JobsCallback], Sequence[str]]] = {
     "ray": _run_on_ray,
     "slurm": _run_in_slurm,
 }

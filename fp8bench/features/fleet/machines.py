@@ -13,7 +13,7 @@ from statistics import median
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
 
 # Names and values of facts that are equal on all machines of a kind.
-Fields = tuple[tuple[str, str], ...]
+EnvironmentFields = tuple[tuple[str, str], ...]
 
 
 class Oddity(StrEnum):
@@ -59,8 +59,8 @@ class MachineKind:
 
     name: str
     machines: tuple[str, ...]
-    hardware: Fields
-    software: Fields
+    hardware: EnvironmentFields
+    software: EnvironmentFields
     differs: tuple[str, ...] = ()
     deviations: Mapping[str, Deviation] = field(default_factory=dict)
 
@@ -110,7 +110,7 @@ class FleetReport:
     why_not: Mapping[str, str]
 
 
-def describe_differences(fields: Fields, reference: Fields) -> Iterator[str]:
+def describe_differences(fields: EnvironmentFields, reference: EnvironmentFields) -> Iterator[str]:
     """Yields a text for each field that differs from the reference, such as 'torch 2.12.0, not 2.13.0'."""
     values, expected_values = dict(fields), dict(reference)
     for name in values | expected_values:
@@ -151,8 +151,8 @@ class MachineRun:
 
     run: str
     machine: str
-    hardware: Fields
-    software: Fields
+    hardware: EnvironmentFields
+    software: EnvironmentFields
     whole: tuple[str, ...]
     incomplete: tuple[str, ...]
     times: Mapping[str, float]

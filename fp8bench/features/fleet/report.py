@@ -12,7 +12,7 @@ from statistics import median
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.features.fleet.machines import (
     OUTLIER_DEVIATIONS,
-    Fields,
+    EnvironmentFields,
     FleetFigure,
     FleetReport,
     Machine,
@@ -34,12 +34,12 @@ from fp8bench.store.runs.listing import REFUSED_REASON, REMEDY, listing
 from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import ratio
 
-_UNPLANNED = "do not belong to a cell of the plan"
+_UNPLANNED_REASON = "do not belong to a cell of the plan"
 _STILL_RUNNING = "are still being measured"
 
 
 @dataclass
-class _Reading:
+class _StoreReading:
     """The content of a store that the report needs: the runs, the number of skipped runs by reason, and sentences about
     problems.
     """
@@ -79,18 +79,18 @@ def make_fleet_report(source: Path, store: Path, expected: Collection[str] = ())
     return build_report(reading.runs, plans, expected, exclusion_reasons)
 
 
-def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
+def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _StoreReading:
     """Reads the runs whose header `is_planned` accepts. It reads one run at a time, because memory may not hold all
     of them.
     """
     files = listing(store)
-    reading = _Reading(skipped=files.left, doubts=files.notes(files.refused))
+    reading = _StoreReading(skipped=files.left, doubts=files.notes(files.refused))
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
             # Read the header first, because a store may have thousands of unrelated runs.
             if not is_planned(load_header(path)):
-                reading.skipped[_UNPLANNED] += 1
+                reading.skipped[_UNPLANNED_REASON] += 1
                 continue
             is_running, run = is_locked(path), load_run(path)
         except (StoreError, RunNotFound) as error:
@@ -115,7 +115,7 @@ def _digest_times(run: Run) -> int | None:
     return hash(times) if times else None
 
 
-def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _Reading) -> None:
+def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _StoreReading) -> None:
     """Adds the finished runs to the reading, except copies. Runs of different machines are copies if their times are
     equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
     counts.
@@ -209,7 +209,7 @@ def _kind_name(number: int) -> str:
     return chr(ord("A") + number % 26) + (str(number // 26) if number >= 26 else "")
 
 
-def _group_by_kind(runs: Sequence[MachineRun]) -> dict[tuple[Fields, Fields], list[MachineRun]]:
+def _group_by_kind(runs: Sequence[MachineRun]) -> dict[tuple[EnvironmentFields, EnvironmentFields], list[MachineRun]]:
     """Groups runs by hardware and software. The kind with the most machines comes first."""
     kinds = together(((run.hardware, run.software), run) for run in runs)
     return dict(sorted(kinds.items(), key=lambda pair: (-len({run.machine for run in pair[1]}), pair[0])))

@@ -30,7 +30,7 @@ from fp8bench.cli.streams import complain, say
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import NothingInCommon
-from fp8bench.features.gate.thresholds import Rules, ThresholdRule, check_rules
+from fp8bench.features.gate.thresholds import ThresholdRule, ThresholdRules, check_rules
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import interrupt_only_once
@@ -111,11 +111,11 @@ def run(arguments: argparse.Namespace) -> int:
     # A pull request gets its comment even if the measurement failed.
     except Fp8benchError as error:
         if arguments.comment is not None:
-            from fp8bench.features.gate.view import Review, ReviewStatus, render_comment
+            from fp8bench.features.gate.view import DuelReview, ReviewStatus, render_comment
 
             is_mismatch = isinstance(error, NothingInCommon)
             status = ReviewStatus.MISMATCH if is_mismatch else ReviewStatus.INFRASTRUCTURE
-            text = render_comment(Review(status, (str(error),)), None, None, command_line())
+            text = render_comment(DuelReview(status, (str(error),)), None, None, command_line())
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     with write_outputs(result.files):
@@ -234,7 +234,7 @@ _UNIT_FACTORS = units.typed_units()
 _MAX_RELATIVE = 100.0
 
 
-def read_rules(file: Path) -> Rules:
+def read_rules(file: Path) -> ThresholdRules:
     """Returns the rules of a thresholds file, in the order of the file. To a figure, the first rule that matches it
     applies.
     """

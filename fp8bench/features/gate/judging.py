@@ -23,7 +23,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.thresholds import Rules, Threshold, find_rule, find_threshold
+from fp8bench.features.gate.thresholds import Threshold, ThresholdRules, find_rule, find_threshold
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
@@ -153,7 +153,7 @@ def case_and_metric(figure: Comparison) -> FigureKey:
     return figure.case, figure.metric
 
 
-def judge_first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
+def judge_first_look(comparisons: Sequence[Comparison], rules: ThresholdRules = ()) -> tuple[JudgedFigure, ...]:
     cases_with_ratio = {
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
@@ -204,13 +204,15 @@ def _compute_log_ratio(figure: JudgedFigure) -> float:
     return math.log(figure.comparison.ratio.point)
 
 
-def apply_second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
+def apply_second_look(
+    judged: Sequence[JudgedFigure], look: SecondLook, rules: ThresholdRules = ()
+) -> tuple[JudgedFigure, ...]:
     return tuple(
         _judge_again(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
     )
 
 
-def _judge_figure(figure: Comparison, rules: Rules, cases_with_ratio: set[str]) -> JudgedFigure:
+def _judge_figure(figure: Comparison, rules: ThresholdRules, cases_with_ratio: set[str]) -> JudgedFigure:
     threshold = find_threshold(figure, rules)
     outcome = GateOutcome.FINE
     reason = figure.why
@@ -263,7 +265,7 @@ def is_from_few_runs(figure: Comparison) -> bool:
     return lacks_evidence and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
 
-def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
+def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: ThresholdRules) -> bool:
     if second.evidence is Evidence.HISTORY:
         # The second look at a series has only one value, so it need not exceed the threshold: if the new level is just
         # at the threshold, half of its values are below.
@@ -309,7 +311,7 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
     return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log
 
 
-def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+def _judge_again(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
     # 1. Without a second look, only figures that need no confirmation fail.
     first = figure.comparison
     failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)

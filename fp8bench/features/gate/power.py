@@ -30,7 +30,7 @@ from fp8bench.features.gate.judging import (
     select_discoveries,
     suggest_decisive_runs,
 )
-from fp8bench.features.gate.thresholds import Rules, Threshold, find_threshold
+from fp8bench.features.gate.thresholds import Threshold, ThresholdRules, find_threshold
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
@@ -47,7 +47,7 @@ class Remeasurement(StrEnum):
     DUEL = "in a duel"
 
 
-class _Requirement(NamedTuple):
+class _LookRequirement(NamedTuple):
     """What one look (measurement) needs to show a slow-down: the minimum logarithm of the ratio, and the standard
     deviation of the measured logarithm.
     """
@@ -56,15 +56,15 @@ class _Requirement(NamedTuple):
     error: float
 
 
-def _make_requirement(fixed_log: float, evidence_log: float, error: float, freedom: float) -> _Requirement:
+def _make_requirement(fixed_log: float, evidence_log: float, error: float, freedom: float) -> _LookRequirement:
     """Returns what a look (one measurement) requires: the logarithm of the ratio must exceed both `fixed_log` and
     `evidence_log`. `evidence_log` is a multiple of the estimated noise. With few degrees of `freedom`, the estimate is
     uncertain, so the standard deviation of the requirement is larger.
     """
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence_log <= fixed_log:
-        return _Requirement(fixed_log, error)
-    return _Requirement(evidence_log, math.hypot(error, evidence_log / math.sqrt(freedom)))
+        return _LookRequirement(fixed_log, error)
+    return _LookRequirement(evidence_log, math.hypot(error, evidence_log / math.sqrt(freedom)))
 
 
 def detection_limits(judged: Sequence[JudgedFigure], remeasurement: Remeasurement) -> tuple[DetectionLimit, ...]:
@@ -116,7 +116,7 @@ def _smallest_failing_share(threshold: Threshold, baseline: float | None) -> flo
     return max(threshold.relative, threshold.smallest / baseline if baseline else 0.0)
 
 
-def _smallest_detectable(requirements: Sequence[_Requirement]) -> float:
+def _smallest_detectable(requirements: Sequence[_LookRequirement]) -> float:
     """Returns the smallest slow-down that is shown by all looks (measurements) with the probability
     `DETECTION_PROBABILITY`. The allowed probability of missing the slow-down is divided equally among the noisy looks.
     This bounds the probability that any look misses it, even if looks are correlated.
@@ -127,7 +127,7 @@ def _smallest_detectable(requirements: Sequence[_Requirement]) -> float:
     return math.expm1(max(smallest_log, 0.0)) if smallest_log < _MAX_LOG else math.inf
 
 
-def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> list[_Requirement]:
+def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> list[_LookRequirement]:
     change = figure.comparison
     assert change.noise is not None
     if change.evidence is Evidence.PAIRED:
@@ -147,7 +147,10 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     if remeasurement is Remeasurement.NONE:  # without a second measurement, the first look decides alone
         return [_make_requirement(band, first_evidence, error, freedom)]
     if remeasurement is Remeasurement.DUEL:  # a duel has negligible noise, compared with stored runs
-        return [_make_requirement(0.0, first_evidence, error, freedom), _Requirement(math.log1p(verdicts.BAND), 0.0)]
+        return [
+            _make_requirement(0.0, first_evidence, error, freedom),
+            _LookRequirement(math.log1p(verdicts.BAND), 0.0),
+        ]
     return [
         _make_requirement(0.0 if is_from_few_runs(change) else band, first_evidence, error, freedom),
         _make_requirement(max(band, second_evidence), 0.0, second_error, freedom),
@@ -212,7 +215,7 @@ class SeriesState(NamedTuple):
 
 
 def history_detection_limits(
-    series: Sequence[SeriesState], rules: Rules, changes: int, remeasurement: Remeasurement
+    series: Sequence[SeriesState], rules: ThresholdRules, changes: int, remeasurement: Remeasurement
 ) -> tuple[DetectionLimit, ...]:
     """Returns a detection limit for each series: the smallest change of its level that the history would show.
     `changes` is the number of changes that the history shows now.
@@ -242,13 +245,13 @@ def history_detection_limits(
 
 def _make_step_requirements(
     level: PieceLevel, p_limit: float, remeasurement: Remeasurement, band: float
-) -> list[_Requirement]:
+) -> list[_LookRequirement]:
     min_log, error = smallest_visible_step(level, p_limit)
     requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
     if remeasurement is Remeasurement.AGAIN:
         # One new value must be beyond the middle between both levels, so the step must be twice as large as its
         # noise.
-        requirements.append(_Requirement(0.0, 2 * level.noise))
+        requirements.append(_LookRequirement(0.0, 2 * level.noise))
     if remeasurement is Remeasurement.DUEL:
-        requirements.append(_Requirement(math.log1p(min(verdicts.BAND, band)), 0.0))
+        requirements.append(_LookRequirement(math.log1p(min(verdicts.BAND, band)), 0.0))
     return requirements

@@ -20,7 +20,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
 from fp8bench.features.duel.kind import DuelKind
 from fp8bench.features.duel.run import SESSIONS, count_default_sessions, run_duel
-from fp8bench.features.duel.sides import FP8BENCH_TITLE, PACKAGE, DuelQuestion
+from fp8bench.features.duel.sides import FP8BENCH_TITLE, PACKAGE_FOLDER, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import compare_means, comparisons
 from fp8bench.features.gate.judging import (
@@ -36,7 +36,7 @@ from fp8bench.features.gate.judging import (
     mark_undetectable,
 )
 from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
-from fp8bench.features.gate.thresholds import Rules
+from fp8bench.features.gate.thresholds import ThresholdRules
 from fp8bench.jobs.after_run import add_to_history
 from fp8bench.jobs.compare import compare_runs, read_runs
 from fp8bench.jobs.observer import JobObserver
@@ -108,7 +108,7 @@ def find_unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[C
         yield make_failed_comparison(name, suite, evidence, f"run {run.id} was interrupted before it was measured")
 
 
-def judge_comparisons(source: GateSource, rules: Rules, rerun: bool, observer: JobObserver) -> GateVerdict:
+def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, observer: JobObserver) -> GateVerdict:
     """Returns the gate's verdict on all comparisons of `source`. Figures that seem worse are suspects. With `rerun`
     they are measured again, which confirms them or rules them out. A time counts as undecided if the gate would not
     have noticed a slow-down of it.
@@ -135,7 +135,7 @@ def judge_comparisons(source: GateSource, rules: Rules, rerun: bool, observer: J
 
 
 def _settle_suspects(
-    figures: tuple[JudgedFigure, ...], source: GateSource, rules: Rules, rerun: bool, observer: JobObserver
+    figures: tuple[JudgedFigure, ...], source: GateSource, rules: ThresholdRules, rerun: bool, observer: JobObserver
 ) -> tuple[JudgedFigure, ...]:
     """Measures suspects (figures that seem worse) again until each is confirmed or ruled out, or until the source's
     budget of seconds is used up. Returns all figures.
@@ -231,7 +231,7 @@ class Remeasurer:
         """
         if find_commit(commit, Path()) is None:
             return None
-        is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE.parent)
+        is_fp8bench = Path.cwd().resolve().is_relative_to(PACKAGE_FOLDER.parent)
         question = DuelQuestion(against_self=commit) if is_fp8bench else DuelQuestion(against=commit)
         look = self.duel(question, request, suspects)
         if look.refused:
@@ -446,7 +446,7 @@ def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
 def _explain_moved_head(duel: Duel) -> str:
     if not duel.after.commit:
         return ""
-    head_commit = find_commit("HEAD", PACKAGE if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
+    head_commit = find_commit("HEAD", PACKAGE_FOLDER if duel.before.title.startswith(FP8BENCH_TITLE) else Path())
     if head_commit == duel.after.commit:
         return ""
     return (

@@ -45,10 +45,10 @@ class ThresholdRule:
         ) and _matches_pattern(self.metric, figure.metric)
 
 
-Rules = tuple[ThresholdRule, ...]
+ThresholdRules = tuple[ThresholdRule, ...]
 
 
-def find_threshold(figure: Comparison, rules: Rules = ()) -> Threshold:
+def find_threshold(figure: Comparison, rules: ThresholdRules = ()) -> Threshold:
     """Returns the threshold of the first rule that matches the figure. If the rule omits a field, the default of the
     metric applies.
     """
@@ -69,11 +69,11 @@ def find_threshold(figure: Comparison, rules: Rules = ()) -> Threshold:
     )
 
 
-def find_rule(figure: Comparison, rules: Rules) -> ThresholdRule | None:
+def find_rule(figure: Comparison, rules: ThresholdRules) -> ThresholdRule | None:
     return next((rule for rule in rules if rule.matches(figure)), None)
 
 
-def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
+def check_rules(rules: ThresholdRules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
     unused_rules = [rule for rule in rules if not any(map(rule.matches, comparisons))]
     # A single unused rule may belong to a different suite. If all rules of a file are unused, this is a mistake.
     if rules and comparisons and len(unused_rules) == len(rules):

@@ -250,7 +250,7 @@ CODE_AND_TEXT_BY_STATUS = {
 
 
 @dataclass(frozen=True)
-class Review:
+class DuelReview:
     """The status of a reviewed duel, and a sentence for each reason (`whys`)."""
 
     status: ReviewStatus
@@ -264,7 +264,7 @@ class Review:
         return f"{self.status}{text.format(threshold=self.threshold, quality=self.quality)}"
 
 
-def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
+def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
     reasons_by_status: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
     unequal_status = {result.after.case.id: _find_unequal_status(result) for result in duel.results}
     # 1. If base and head have different support levels in a case, their results are not comparable, so nothing else
@@ -301,7 +301,7 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
     # The statuses are ordered by their importance. The first one that has a reason is chosen.
     status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
     reasons = tuple(reasons_by_status[status])
-    return Review(status, reasons, _show_largest_threshold(verdict), " and ".join(causes))
+    return DuelReview(status, reasons, _show_largest_threshold(verdict), " and ".join(causes))
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
@@ -330,7 +330,7 @@ def _summarize_change(figure: JudgedFigure) -> str:
     return f"{_figure_title(figure)}: {_show_first_change(figure)}"
 
 
-def render_comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
+def render_comment(reviewed: DuelReview, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
     """Returns a comment on a pull request in Markdown: the outcome, its main reason, the table of figures, then
     further reasons.
     """

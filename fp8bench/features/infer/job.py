@@ -23,10 +23,10 @@ from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
 from fp8bench.features.infer.fits import LineDraws, fastest, find_crossing, fit_line
 from fp8bench.features.infer.values import (
     ArmTimes,
-    Quality,
     QualityTask,
     ServedModel,
     ServingAnswer,
+    ServingQuality,
     ServingQuestion,
     arm_precision,
     is_of_arm,
@@ -93,7 +93,7 @@ def answer_question(
         )
         with observer.counting() as report_progress:
             report_progress(0, 1, "models", "quality on the same tokens")
-            quality: Quality = _ask_worker(worker, "measure_quality", quality_task)
+            quality: ServingQuality = _ask_worker(worker, "measure_quality", quality_task)
     # 3. Measure times with the suites `decode` and `prefill`. After an interrupt, keep the measurements.
     answer = ServingAnswer(question, facts.key, (), question.contexts[0], quality)
     try:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fp8bench.analysis.compare.interval import student_quantile
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.values import ArmQuality, Quality, QualityTask, RolloutGap, ServedModel
+from fp8bench.features.infer.values import ArmQuality, QualityTask, RolloutGap, ServedModel, ServingQuality
 from fp8bench.model import DeviceFacts, Interval
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.attention import select_attention_kernel
@@ -84,7 +84,7 @@ def _checkpoint_weights(model: ServedModel, config: GPTConfig, device: str) -> C
 MakeArmModel = Callable[[ServedArm, tuple[int, int]], Decoder | UserDecoder]
 
 
-def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Quality:
+def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> ServingQuality:
     """Compares the predictions of all arms of a model: the model that `maker` makes, or else the one that the task
     configures.
     """
@@ -104,7 +104,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Q
         rollouts = tuple(
             measure_rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
         )
-    return Quality(
+    return ServingQuality(
         task.model.name, reference.true.numel(), perplexity, repeated_quality, floor, arms, caution, rollouts
     )
 
@@ -249,7 +249,7 @@ class InferBench(Bench):
             model, _ = make_model(named(maker), maker, seed, facts)
             return tuple(vars(check_user_model(maker, model, seed, facts)).values())
 
-    def measure_quality(self, task: QualityTask) -> Quality:
+    def measure_quality(self, task: QualityTask) -> ServingQuality:
         device = self._select_device(task.facts)
         with restore_switches(), untimed_pass(), float32_products("highest"):
             quality = compare_arms(task, None if task.model.config else named(task.model.name))

@@ -154,7 +154,7 @@ class RolloutGap:
 
 
 @dataclass(frozen=True)
-class Quality:
+class ServingQuality:
     """The quality of all arms. `itself` compares the reference with a repetition of the reference, which must not
     differ. `floor` compares the reference with itself under a different attention kernel.
 
@@ -228,7 +228,7 @@ class ServingAnswer:
     device: str
     times: tuple[ArmTimes, ...]
     prompt: int
-    quality: Quality | None
+    quality: ServingQuality | None
     bandwidth: float | None = None
     runs: tuple[str, ...] = ()
     finished: bool = True

@@ -29,15 +29,21 @@ from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UnknownName, UsageError
 from fp8bench.features.plan_parallel.formulas import (
-    STATES,
+    STATE_BYTES,
     Checkpointing,
-    Load,
     ParallelLayout,
+    StepLoad,
     Topology,
 )
-from fp8bench.features.plan_parallel.models import DEFAULT_SEQUENCE, KEYS, NAMES, default_sequence, parse_model
+from fp8bench.features.plan_parallel.models import (
+    DEFAULT_SEQUENCE,
+    MODEL_KEYS,
+    MODEL_NAMES,
+    default_sequence,
+    parse_model,
+)
 from fp8bench.features.plan_parallel.ranking import (
-    RECIPES,
+    FP8_RATE_RATIOS,
     Answer,
     MeasuredTraining,
     ParallelQuestion,
@@ -56,7 +62,7 @@ from fp8bench.features.plan_parallel.view import (
 from fp8bench.files import read_file
 from fp8bench.model.request import whole_number
 
-_AUTOMATIC = "auto"
+_AUTOMATIC_CHECKPOINTING = "auto"
 EXAMPLES = (
     "fp8bench plan-parallel llama3-8b --gpus 8,64,512 --topology h100",
     "fp8bench plan-parallel layers=48,width=6144,heads=48 --gpus 64 --topology h100",
@@ -73,7 +79,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no layout fits."
     add = parser.add_argument
     help_text = "sizes like layers=32,width=4096,heads=32, or your model like net.py:make,heads=32"
-    add("model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {help_text}")
+    add("model", metavar="MODEL", help=f"one of {', '.join(MODEL_NAMES)}; {help_text}")
     add(
         "--gpus",
         type=_parse_gpu_counts,
@@ -90,7 +96,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=help_text)
     add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
     help_text = "stored states: fp32 takes 16 bytes per weight, fp8-lm 6 (fp16 weights and second moments, rest FP8)"
-    add("--states", choices=[*STATES], default="fp32", help=help_text)
+    add("--states", choices=[*STATE_BYTES], default="fp32", help=help_text)
     help_text = (
         "add RLHF's memory: besides the model (actor) a trained critic, a reference and a reward model of its size"
     )
@@ -100,11 +106,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     help_text = "a training measured on such GPUs, in tokens/s per GPU: llama3-8b,FSDP8,6667,dtype=bf16,batch=16"
     add("--calibrate", metavar="MODEL,LAYOUT,PACE", help=help_text)
     help_text = "scaling of FP8 products, which sets FP8's rate from bf16's; default: the file's rate, else tensorwise"
-    add("--recipe", choices=[*RECIPES], help=help_text)
+    add("--recipe", choices=[*FP8_RATE_RATIOS], help=help_text)
     help_text = "the loss is compiled and takes a third of the memory, as in torchtitan since April 2025"
     add("--compiled-loss", action="store_true", help=help_text)
     help_text = "how many activations backward recomputes; default auto: the fewest with which a layout fits"
-    add("--checkpointing", choices=(_AUTOMATIC, *Checkpointing), default=_AUTOMATIC, help=help_text)
+    add(
+        "--checkpointing",
+        choices=(_AUTOMATIC_CHECKPOINTING, *Checkpointing),
+        default=_AUTOMATIC_CHECKPOINTING,
+        help=help_text,
+    )
     add(
         "--top",
         type=types.whole(whole_number(1)),
@@ -136,7 +147,9 @@ def _rank_or_refuse(question: ParallelQuestion, checkpointing: str) -> Answer:
     divides evenly in no layout.
     """
     answer = (
-        rank_with_least_checkpointing(question) if checkpointing == _AUTOMATIC else (question, rank_layouts(question))
+        rank_with_least_checkpointing(question)
+        if checkpointing == _AUTOMATIC_CHECKPOINTING
+        else (question, rank_layouts(question))
     )
     if not answer[1]:
         raise UsageError(
@@ -154,11 +167,15 @@ def _parse_gpu_counts(text: str) -> tuple[int, ...]:
 def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
     # 1. The work of a step before it is divided.
     model = parse_model(arguments.model)
-    level = Checkpointing.NONE if arguments.checkpointing == _AUTOMATIC else Checkpointing(arguments.checkpointing)
+    level = (
+        Checkpointing.NONE
+        if arguments.checkpointing == _AUTOMATIC_CHECKPOINTING
+        else Checkpointing(arguments.checkpointing)
+    )
     if arguments.states != "fp32" and arguments.dtype != "fp8":
         raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
     sequence = arguments.sequence or default_sequence(model)
-    load = Load(
+    load = StepLoad(
         sequence,
         1,
         checkpointing=level,
@@ -175,7 +192,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         raise UsageError(
             "--recipe sets how FP8 products are scaled, and this plan has no FP8 products. Add --dtype fp8."
         )
-    recipe = arguments.recipe or next(iter(RECIPES))
+    recipe = arguments.recipe or next(iter(FP8_RATE_RATIOS))
     if training is not None:
         topology = calibrate(topology, training, recipe)
     elif arguments.recipe:
@@ -194,11 +211,10 @@ _TRAINING_SYNTAX = (
 )
 
 
-def _parse_training(text: str, planned: Load) -> MeasuredTraining:
-    # 1. The sizes of a model are separated by commas as well: all leading fields with a key of `KEYS` belong to the
-    # model.
+def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
+    # 1. The sizes of a model are separated by commas too: all leading fields with a key of `MODEL_KEYS` belong to it.
     model_text, *parts = (part.strip() for part in text.split(","))
-    while parts and parts[0].partition("=")[0] in KEYS:
+    while parts and parts[0].partition("=")[0] in MODEL_KEYS:
         model_text += f",{parts.pop(0)}"
     parts.insert(0, model_text)
     if len(parts) < 3:

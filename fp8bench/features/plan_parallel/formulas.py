@@ -115,7 +115,7 @@ class ParallelLayout:
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """The work of one step: `local` sequences for the GPUs that share sequences, in `micro_batches`.
 
     With `narrow_gather`, FSDP gathers weights in FP8. With `hidden_tensor`, half of TP's traffic overlaps with
@@ -139,7 +139,7 @@ class Load:
 
     @property
     def state_bytes(self) -> StateBytes:
-        return STATES[self.states]
+        return STATE_BYTES[self.states]
 
     @property
     def gathered_bytes(self) -> int:
@@ -172,7 +172,7 @@ class StateBytes:
 
 # FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments with one scale
 # per tensor. Weights and gradients are sent in FP8.
-STATES = {"fp32": StateBytes(4, 4, 4, 4, copy=2, resident=2), "fp8-lm": StateBytes(2, 1, 1, 2, copy=1, resident=2)}
+STATE_BYTES = {"fp32": StateBytes(4, 4, 4, 4, copy=2, resident=2), "fp8-lm": StateBytes(2, 1, 1, 2, copy=1, resident=2)}
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class GpuMemory:
         return self.states + self.gathered + self.kept + self.block + self.logits + self.critic + self.frozen
 
 
-def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
+def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) -> GpuMemory:
     """Returns an upper bound of the bytes on any GPU, by use. In a pipeline, the bound adds the activations of the
     first stage and the logits of the last stage.
     """
@@ -262,7 +262,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> G
     )
 
 
-def _activation_bytes(model: DecoderModel, load: Load) -> float:
+def _activation_bytes(model: DecoderModel, load: StepLoad) -> float:
     """Returns the bytes of stored activations per token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
@@ -320,7 +320,7 @@ class StepPace:
         return (self.work - self.work / (1 + self.bubble)) / self.step
 
 
-def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
+def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
     token_layers = tokens * -(-model.layers // layout.pipeline)
     stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
@@ -374,12 +374,12 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
     )
 
 
-def tokens_per_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
+def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: StepPace) -> float:
     return load.local * load.sequence / pace.step / layout.inner
 
 
 def _product_seconds(
-    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
+    model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology, tokens: float
 ) -> tuple[float, float]:
     """Returns the seconds of all forward passes of a step, and of all backward passes with recomputation."""
     recomputed_share = {

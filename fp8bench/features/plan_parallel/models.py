@@ -34,8 +34,8 @@ _MODELS_BY_NAME = {
     **FP8_LM_MODELS,
     **{name: _make_decoder_model(name, size) for name, size in SIZES.items()},
 }
-NAMES = tuple(_MODELS_BY_NAME)
-KEYS = ("layers", "width", "heads", "key-heads", "hidden", "vocabulary", "gated", "tied")
+MODEL_NAMES = tuple(_MODELS_BY_NAME)
+MODEL_KEYS = ("layers", "width", "heads", "key-heads", "hidden", "vocabulary", "gated", "tied")
 _SIZES_SYNTAX = "layers=32,width=4096,heads=32, then any of key-heads=, hidden=, vocabulary=, gated=yes, tied=yes"
 _YES_NO = {"yes": True, "no": False}
 _MAX_SIZE = 1 << 30
@@ -58,7 +58,7 @@ def parse_model(text: str) -> DecoderModel:
         return _make_model(text, _parse_fields(text, [start, *parts]))
     if ":" in start or start.endswith(".py"):
         return _make_model(text, _read_maker_fields(start, _parse_fields(text, parts)))
-    raise UnknownName("model", text, NAMES)
+    raise UnknownName("model", text, MODEL_NAMES)
 
 
 def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
@@ -67,14 +67,18 @@ def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
         key, _, value = part.partition("=")
         is_yes_no = key in ("gated", "tied")
         number = int(value) if value.isdecimal() and len(value) < 10 else 0
-        if key not in KEYS or key in fields or (value not in _YES_NO if is_yes_no else not 0 < number < _MAX_SIZE):
+        if (
+            key not in MODEL_KEYS
+            or key in fields
+            or (value not in _YES_NO if is_yes_no else not 0 < number < _MAX_SIZE)
+        ):
             raise UsageError(f"{text!r:.200}: {part!r:.80} cannot be read, or is given twice. Give {_SIZES_SYNTAX}.")
         fields[key] = _YES_NO[value] if is_yes_no else number
     return fields
 
 
 def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
-    if missing_keys := [key for key in KEYS[:3] if key not in fields]:
+    if missing_keys := [key for key in MODEL_KEYS[:3] if key not in fields]:
         raise UsageError(f"{text!r:.200} lacks {', '.join(missing_keys)}. Give {_SIZES_SYNTAX}.")
     defaults = {
         "key-heads": fields["heads"],

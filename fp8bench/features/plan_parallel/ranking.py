@@ -22,8 +22,8 @@ from fp8bench.features.plan_parallel.formulas import (
     Checkpointing,
     DecoderModel,
     GpuMemory,
-    Load,
     ParallelLayout,
+    StepLoad,
     StepPace,
     Topology,
     predict_memory,
@@ -34,7 +34,7 @@ from fp8bench.features.plan_parallel.formulas import (
 # Products narrower than this utilize a GPU less than its rates suggest.
 _NARROW_WIDTH = 1024
 # The ratio of FP8's rate to bf16's in whole trainings, with casts: the median over published machines.
-RECIPES = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
+FP8_RATE_RATIOS = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
 _MIN_RATE, _MAX_RATE, _HALVINGS = 1e9, 1e18, 60
 
@@ -83,7 +83,7 @@ class MeasuredTraining:
 
     model: DecoderModel
     layout: ParallelLayout
-    load: Load
+    load: StepLoad
     pace: float
 
 
@@ -108,7 +108,7 @@ def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFA
 
 
 def set_product_rate(topology: Topology, bf16: float, recipe: str) -> Topology:
-    return replace(topology, bf16=bf16, fp8=bf16 * RECIPES[recipe])
+    return replace(topology, bf16=bf16, fp8=bf16 * FP8_RATE_RATIOS[recipe])
 
 
 def predict_training_pace(topology: Topology, training: MeasuredTraining) -> float:
@@ -117,7 +117,7 @@ def predict_training_pace(topology: Topology, training: MeasuredTraining) -> flo
 
 
 def pace_band(
-    training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
+    training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: StepLoad, recipe: str
 ) -> float | None:
     """Returns the largest error of paces that were predicted for this kind of layout from a training with the measured
     kind of layout, on machines that were held out. Returns None if no machine was held out for such a pair.
@@ -163,20 +163,20 @@ class ParallelQuestion:
     model: DecoderModel
     gpus: int
     batch: int
-    load: Load
+    load: StepLoad
     topology: Topology
     by: MeasuredTraining | None = None
     recipe: str = DEFAULT_RECIPE
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedLayout:
     """One layout with its prediction. `tokens` is the number per second and GPU. A `tight` layout fits by the
     prediction, but not at the upper end of its memory band.
     """
 
     layout: ParallelLayout
-    load: Load
+    load: StepLoad
     memory: GpuMemory
     pace: StepPace
     tokens: float
@@ -199,13 +199,13 @@ def memory_band(layout: ParallelLayout) -> float:
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def rank_layouts(question: ParallelQuestion) -> tuple[Planned, ...]:
+def rank_layouts(question: ParallelQuestion) -> tuple[PlannedLayout, ...]:
     """Returns all layouts that divide evenly. Layouts that fit come first, the fastest at the top. Then come layouts
     that do not fit, by memory.
     """
     plans = [best for layout in list_layouts(question) if (best := _choose_micro_batches(question, layout)) is not None]
 
-    def sort_key(plan: Planned) -> tuple[float, ...]:
+    def sort_key(plan: PlannedLayout) -> tuple[float, ...]:
         if not plan.fits:
             return 1, plan.memory.total
         return 0, -round(math.log(plan.tokens, _EQUAL_PACE_RATIO)), plan.kinds, plan.memory.total
@@ -252,7 +252,7 @@ def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
+def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) -> PlannedLayout | None:
     """Returns the fastest plan that fits, over all numbers of micro-batches. If no plan fits, returns the one with
     the most micro-batches.
     """
@@ -262,21 +262,21 @@ def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) ->
     return max(fitting_plans, key=lambda plan: plan.tokens) if fitting_plans else options[-1]
 
 
-def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
+def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> PlannedLayout:
     load = replace(question.load, local=local, micro_batches=count)
     memory = predict_memory(question.model, layout, load)
     pace = predict_pace(question.model, layout, load, question.topology)
     usable = USABLE_MEMORY_SHARE * question.topology.memory
     fits_memory, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
-    return Planned(
+    return PlannedLayout(
         layout, load, memory, pace, tokens_per_second(layout, load, pace), fits_memory, fits_memory and tight
     )
 
 
-Answer = tuple[ParallelQuestion, Sequence[Planned]]
+Answer = tuple[ParallelQuestion, Sequence[PlannedLayout]]
 
 
-class Worthwhile(StrEnum):
+class WorthwhileAnswer(StrEnum):
     """The answer to the question whether a kind of parallelism is worthwhile."""
 
     YES = "yes"
@@ -288,7 +288,7 @@ class ParallelismVerdict:
     """Whether a kind of parallelism is worthwhile for this training, and why."""
 
     kind: str
-    say: Worthwhile
+    say: WorthwhileAnswer
     why: str
 
 
@@ -356,12 +356,12 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
         ("EP", False, "worth it for experts; this model has none"),
     )
     return tuple(
-        ParallelismVerdict(kind, Worthwhile.YES if is_worthwhile else Worthwhile.NO, reason)
+        ParallelismVerdict(kind, WorthwhileAnswer.YES if is_worthwhile else WorthwhileAnswer.NO, reason)
         for kind, is_worthwhile, reason in division_rows
     )
 
 
-def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
+def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[PlannedLayout, ...]]:
     """Ranks the layouts with as little checkpointing as possible, so that at least one fits. If none fits, ranks them
     with full checkpointing.
     """

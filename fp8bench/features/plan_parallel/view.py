@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.features.plan_parallel.formulas import STATES, Checkpointing, predict_memory
+from fp8bench.features.plan_parallel.formulas import STATE_BYTES, Checkpointing, predict_memory
 from fp8bench.features.plan_parallel.ranking import (
     HELD_OUT_TEXT,
     MEMORY_ERROR,
@@ -15,8 +15,8 @@ from fp8bench.features.plan_parallel.ranking import (
     Answer,
     ParallelismVerdict,
     ParallelQuestion,
-    Planned,
-    Worthwhile,
+    PlannedLayout,
+    WorthwhileAnswer,
     judge_parallelism,
     list_unpublished_sizes,
     memory_band,
@@ -47,7 +47,7 @@ _MESSAGE_SECONDS = 1e-5
 _SHORT_STEP_SECONDS = 0.02
 
 
-def render_page(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
+def render_page(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> Page:
     load = question.load
     title = (
         f"{question.model.name} ({units.count(question.model.weights)} weights) on {question.gpus} "
@@ -63,7 +63,7 @@ def render_page(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _list_remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+def _list_remarks(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> Iterator[str]:
     best_plan = plans[0]
     # Layouts that fit come first: if the first does not fit, no layout fits.
     if not best_plan.fits:
@@ -105,11 +105,11 @@ def _remark_on_rates(question: ParallelQuestion) -> Iterator[str]:
         )
 
 
-def _remark_on_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str]:
-    if (states := question.load.state_bytes) != STATES["fp32"]:
+def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterator[str]:
+    if (states := question.load.state_bytes) != STATE_BYTES["fp32"]:
         fp32_bytes = predict_memory(question.model, plan.layout, replace(plan.load, states="fp32")).total
         yield (
-            f"States take {states.total} bytes a weight instead of {STATES['fp32'].total}: the first layout takes "
+            f"States take {states.total} bytes a weight instead of {STATE_BYTES['fp32'].total}: the first layout takes "
             f"{units.percent(1 - plan.memory.total / fp32_bytes, 0)} less memory than with fp32 states "
             f"({units.size(fp32_bytes)}). "
             "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
@@ -127,7 +127,7 @@ def _remark_on_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str
         )
 
 
-def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
+def _scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraffic:
     """Returns the traffic of scales per GPU and step. FP8 with one scale per tensor causes it, because tensor
     parallelism divides the tensor among GPUs.
     """
@@ -138,13 +138,13 @@ def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
     return count_scale_traffic(blocks * plan.load.micro_batches, plan.layout.tensor)
 
 
-def _show_whether_it_fits(plan: Planned) -> Field:
+def _show_whether_it_fits(plan: PlannedLayout) -> Field:
     if plan.tight:
         return Field("tight", tone=Tone.DOUBT)
     return Field("yes", tone=Tone.GOOD) if plan.fits else Field("no", tone=Tone.BAD)
 
 
-def _plan_columns(question: ParallelQuestion) -> list[Col[Planned]]:
+def _plan_columns(question: ParallelQuestion) -> list[Col[PlannedLayout]]:
     return [
         Col("layout", "layout.words"),
         Col("micro-batches", lambda plan: str(plan.load.micro_batches), number=True),
@@ -158,7 +158,7 @@ def _plan_columns(question: ParallelQuestion) -> list[Col[Planned]]:
     ]
 
 
-def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
+def _find_pace_band(question: ParallelQuestion, plan: PlannedLayout) -> float | None:
     return pace_band(question.by, question.model, plan.layout, plan.load, question.recipe)
 
 
@@ -181,7 +181,7 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
         "tokens/s of one GPU, and of all together"
     )
     # All questions have the same model, recipe and measured training, so they have the same bands.
-    columns: list[Col[Planned]] = [
+    columns: list[Col[PlannedLayout]] = [
         Col("GPUs", lambda plan: str(plan.layout.gpus), number=True),
         *_plan_columns(first_question),
         Col("all together", lambda plan: units.count(plan.layout.gpus * plan.tokens), number=True),
@@ -208,10 +208,10 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
 
 
 def _show_worthwhile(verdict: ParallelismVerdict) -> Field:
-    return Field(verdict.say, tone=Tone.GOOD if verdict.say is Worthwhile.YES else Tone.PLAIN)
+    return Field(verdict.say, tone=Tone.GOOD if verdict.say is WorthwhileAnswer.YES else Tone.PLAIN)
 
 
-def encode_plans(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
+def encode_plans(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> dict[str, object]:
     return {
         "asked": encode(question),
         "outside": list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
@@ -232,7 +232,7 @@ def table_rows(answers: Sequence[Answer]) -> Rows:
     return tuple(rows[0]), rows
 
 
-def _table_row(question: ParallelQuestion, plan: Planned) -> dict[str, object]:
+def _table_row(question: ParallelQuestion, plan: PlannedLayout) -> dict[str, object]:
     pace = asdict(plan.pace)
     return {
         "gpus": question.gpus,

@@ -31,7 +31,7 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import workloads
 from fp8bench.units import percent, seconds
 
-NATIVE = Support(Level.NATIVE, "self-test")
+NATIVE_SUPPORT = Support(Level.NATIVE, "self-test")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     side = GPU_SIDE if facts.accelerated else CPU_SIDE
     # 1. Measure the same product four times: as reference, as control, unchanged, and slowed down.
     arms = [
-        MeasuredArm(key, PlannedCase(_make_slowed_case(side, extra, facts.key), NATIVE, Work()), facts)
+        MeasuredArm(key, PlannedCase(_make_slowed_case(side, extra, facts.key), NATIVE_SUPPORT, Work()), facts)
         for key, extra in (("a", 0), ("a'", 0), ("same", 0), ("slowed", 800))
     ]
     # 2. Run rounds as a suite does, so that the usual estimator is checked.
@@ -124,7 +124,7 @@ def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfChec
     params = (("size", "nano"), ("batch", 2), ("sequence", 96), ("micro_batches", 2), ("data", corpus.identity))
     case = Case("transformer", params, "bf16", facts.key)
     work = workloads.get("transformer").work(dict(params))
-    arm = MeasuredArm("phases", PlannedCase(case, NATIVE, work), facts)
+    arm = MeasuredArm("phases", PlannedCase(case, NATIVE_SUPPORT, work), facts)
     arm.prepare(worker)
     for number in range(5):
         arm.run(worker, number)

@@ -22,7 +22,7 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
-from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE, make_base_params, make_product_params
+from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE_SUPPORT, make_base_params, make_product_params
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import MeasuredArm
@@ -36,7 +36,7 @@ from fp8bench.plan.corpus import prepare_corpus
 from fp8bench.plan.make import device_named
 from fp8bench.units import percent, seconds
 
-OPERATIONS = ("small", "medium", "step")
+OPERATION_NAMES = ("small", "medium", "step")
 SLOWDOWNS = (0.0, 0.01, 0.025, 0.05, 0.10)
 TRIALS_PER_STATE = 5
 _MIN_PROBE_CALLS = 200
@@ -140,7 +140,7 @@ class PowerRow:
 
 
 @dataclass(frozen=True)
-class Power:
+class PowerResult:
     """How often verdicts on injected slow-downs were right. `loads` are the load averages of the machine during the
     measurement, sorted."""
 
@@ -150,12 +150,12 @@ class Power:
 
 def run_power(
     names: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
-) -> Power:
+) -> PowerResult:
     """Runs the experiment on the named operations, or on all. Writes the figures to `path` after every trial."""
     # 1. Reject unknown operations before a worker starts.
     for word in names or ():
-        if word not in OPERATIONS:
-            raise UnknownName("operation", word, OPERATIONS)
+        if word not in OPERATION_NAMES:
+            raise UnknownName("operation", word, OPERATION_NAMES)
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
@@ -176,12 +176,12 @@ def run_power(
 
             # 3. Measure one operation after the other. An interrupt only loses the current trial.
             for operation in list_operations(corpus.identity, facts):
-                if operation.key in (names or OPERATIONS):
+                if operation.key in (names or OPERATION_NAMES):
                     results += [measure_operation(operation)]
     load_averages: list[float] = []
     for result in results:
         load_averages += result.loads
-    return Power(tuple(summarize_rows(results)), tuple(sorted(load_averages)))
+    return PowerResult(tuple(summarize_rows(results)), tuple(sorted(load_averages)))
 
 
 def measure_power(
@@ -218,7 +218,7 @@ def measure_power(
 
 def _make_arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> MeasuredArm:
     case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
-    return MeasuredArm(key, PlannedCase(case, NATIVE, Work()), facts)
+    return MeasuredArm(key, PlannedCase(case, NATIVE_SUPPORT, Work()), facts)
 
 
 def _measure_best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
@@ -300,15 +300,15 @@ def _summarize_row(operation: str, effect: float, outcomes: Sequence[PowerOutcom
 
 
 # The columns of the table behind the operation, with their widths.
-_COLUMNS = {"planted": 9, "found": 8, "trials": 8, "slower": 8, "faster": 8, "same": 7}
-_COLUMNS |= {"cannot tell": 13, "time a verdict": 24}
+_COLUMN_WIDTHS = {"planted": 9, "found": 8, "trials": 8, "slower": 8, "faster": 8, "same": 7}
+_COLUMN_WIDTHS |= {"cannot tell": 13, "time a verdict": 24}
 
 
 def _format_row(operation: str, *cells: str) -> str:
-    return operation.ljust(22) + "".join(map(str.rjust, cells, _COLUMNS.values()))
+    return operation.ljust(22) + "".join(map(str.rjust, cells, _COLUMN_WIDTHS.values()))
 
 
-def format_power_table(power: Power) -> str:
+def format_power_table(power: PowerResult) -> str:
     rows, load_averages = power.rows, power.loads
     load_text = (
         f"{load_averages[0]:.1f} to {load_averages[-1]:.1f}, median {load_averages[len(load_averages) // 2]:.1f}"
@@ -318,7 +318,7 @@ def format_power_table(power: Power) -> str:
         "'slower' is a detection; if 0% is injected, 'faster' or 'slower' is a false alarm.",
         f"One thread; load {load_text}, on {os.cpu_count()} cores.",
         "",
-        _format_row("operation", *_COLUMNS),
+        _format_row("operation", *_COLUMN_WIDTHS),
     ]
     for row in rows:
         counts = (row.slower, row.faster, row.same, row.unsure)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.features.advise.basis import Basis, show_gain
+from fp8bench.features.advise.basis import AdviceBasis, show_gain
 from fp8bench.features.advise.decide import advise as advise_on
 from fp8bench.features.advise.rules import amdahl_bound
-from fp8bench.features.advise.values import AdviceKind, Met, Question
+from fp8bench.features.advise.values import AdviceKind, AdviceQuestion, RuleOutcome
 from fp8bench.features.advise.view import advice_items, question_tables, render_page
 from fp8bench.features.sensitivity.study import LayerTrial, LoweredUnit, Study
 from fp8bench.features.train.values import KeptTraining
@@ -37,7 +37,7 @@ from tests.learning_curves import lines, training
 from tests.runs import error
 
 
-def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> Met:
+def met(rule: str, *groups: list[Record], mode: str = "fp8", **more: object) -> RuleOutcome:
     return answer(advise(*groups, **more), rule, mode).met
 
 
@@ -48,26 +48,26 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
 @for_each(
     ("rule", "records", "expected"),
     [
-        ("amdahl", group(fp8=FP8), Met.YES),
+        ("amdahl", group(fp8=FP8), RuleOutcome.YES),
         # An emulation does not show how fast products are, and 5% of a step is too little anyway.
-        ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), Met.NO),
-        ("amdahl", group(level=Level.EMULATED, fp8=FP8), Met.UNKNOWN),
+        ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), RuleOutcome.NO),
+        ("amdahl", group(level=Level.EMULATED, fp8=FP8), RuleOutcome.UNKNOWN),
         # A compiled step has no phase of casts.
-        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), Met.UNKNOWN),
-        ("casts", group(bf16=WHOLE, fp8=WHOLE), Met.UNKNOWN),
-        ("memory", group(fp8=FP8), Met.UNKNOWN),
+        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.UNKNOWN),
+        ("casts", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.UNKNOWN),
+        ("memory", group(fp8=FP8), RuleOutcome.UNKNOWN),
         *(
             ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), expected)
             for gemm, cast, expected in (
-                (3000, 600, Met.YES),
-                (3000, 4000, Met.NO),
-                (6000, 600, Met.NO),
-                (6500, 1, Met.NO),
+                (3000, 600, RuleOutcome.YES),
+                (3000, 4000, RuleOutcome.NO),
+                (6000, 600, RuleOutcome.NO),
+                (6500, 1, RuleOutcome.NO),
             )
         ),
     ],
 )
-def test_each_rule_gives_its_advice(rule: str, records: list[Record], expected: Met) -> None:
+def test_each_rule_gives_its_advice(rule: str, records: list[Record], expected: RuleOutcome) -> None:
     assert met(rule, records) is expected
 
 
@@ -86,13 +86,14 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     amdahl = answer(advised, "amdahl")
     casts = answer(advised, "casts")
     assert (amdahl.met, amdahl.figure) == (
-        Met.YES,
+        RuleOutcome.YES,
         "products are 60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
     )
-    assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
+    assert casts.met is RuleOutcome.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
     unprofiled = advise([lead, case])
     assert (
-        "--shares tells them" in answer(unprofiled, "amdahl").figure and answer(unprofiled, "casts").met is Met.UNKNOWN
+        "--shares tells them" in answer(unprofiled, "amdahl").figure
+        and answer(unprofiled, "casts").met is RuleOutcome.UNKNOWN
     )
 
 
@@ -100,7 +101,7 @@ def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
-    measures = {each.rule: each.measure for each in advise(training).answers if each.met is Met.UNKNOWN}
+    measures = {each.rule: each.measure for each in advise(training).answers if each.met is RuleOutcome.UNKNOWN}
     assert measures["layers"] == "fp8bench sensitivity my_pkg:make --dtype fp8"
     assert measures["learns"] == "fp8bench train my_pkg:make --dtypes bf16,fp8 --seeds 5"
     alone = answer(advise(group(forward, workload="model", fp8=FP8)), "memory").measure
@@ -117,7 +118,7 @@ def test_the_converted_share_of_a_model_is_reported() -> None:
     )
     advised = advise([record("bf16", BF16, reference=True), record("fp8", FP8, coverage=coverage)])
     covered = answer(advised, "coverage")
-    assert covered.met is Met.NO and "mlp is not: no product" in covered.figure
+    assert covered.met is RuleOutcome.NO and "mlp is not: no product" in covered.figure
     assert not {"coverage", "compile"} & {each.rule for each in advise(group(fp8=FP8)).answers}
 
 
@@ -126,7 +127,7 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     after = MemoryUse(1010 << 20, (*before.roles, ("low_precision_weights", 10 << 20)))
     lead = record("bf16", BF16, reference=True, memory=before)
     advised = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
-    assert advised.met is Met.NO and advised.figure == (
+    assert advised.met is RuleOutcome.NO and advised.figure == (
         "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); larger: "
         "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
@@ -137,8 +138,8 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 40 << 20)))
     saved = answer(advise([reference, record("fp8", FP8, memory=smaller)]), "memory")
     assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
-    assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is Met.YES
-    assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is Met.UNKNOWN
+    assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is RuleOutcome.YES
+    assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is RuleOutcome.UNKNOWN
 
 
 def study(*gaps: float) -> Study:
@@ -172,18 +173,20 @@ def study(*gaps: float) -> Study:
     )
 
 
-@for_each(("gaps", "expected"), [((0.005,), Met.YES), ((0.1, 0.005), Met.NO), ((), Met.UNKNOWN)])
-def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: Met) -> None:
+@for_each(
+    ("gaps", "expected"), [((0.005,), RuleOutcome.YES), ((0.1, 0.005), RuleOutcome.NO), ((), RuleOutcome.UNKNOWN)]
+)
+def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: RuleOutcome) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is expected
     if len(gaps) > 1:  # with the study's map, the case is within the tolerance
         mapped = group(fp8=FP8)
         mapped[1] = replace(mapped[1], case=replace(mapped[1].case, precision_map=(("head", "bf16"),)))
         bears = next(each for each in advise(mapped, studies=(study(*gaps),)).answers if each.rule == "layers")
-        assert bears.met is Met.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
+        assert bears.met is RuleOutcome.YES and bears.figure.startswith("layers low: 1, loss +0.5%")
     unit = advise(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
     assert unit and not [each for each in unit if each.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
-    assert met("layers", group(fp8=FP8), studies=(other,)) is Met.UNKNOWN
+    assert met("layers", group(fp8=FP8), studies=(other,)) is RuleOutcome.UNKNOWN
 
 
 ADOPT, ROUTE, NOTHING = AdviceKind
@@ -358,11 +361,11 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
     adopted = only(advise(group(fp8=FP8), training=trained(0.0)), ADOPT)
     assert "it learns as well (within noise" in adopted.sentence
     tolerated = advise(group(fp8=FP8), training=trained(0.005))
-    assert answer(tolerated, "learns").met is Met.TOLERATED
+    assert answer(tolerated, "learns").met is RuleOutcome.TOLERATED
     assert "its loss is worse by +0.500% [" in only(tolerated, ADOPT).sentence
     assert "real, inside the 1% you tolerate" in only(tolerated, ADOPT).sentence
     advised = advise(group(fp8=FP8), training=trained(0.05))
-    assert answer(advised, "learns").met is Met.NO
+    assert answer(advised, "learns").met is RuleOutcome.NO
     assert "it does not learn as well; does it learn as well: no, worse" in only(advised, NOTHING).sentence
 
 
@@ -384,14 +387,18 @@ def test_different_reasons_give_separate_advice() -> None:
     pieces = advice_items(advised).items
     assert len(pieces) == 4
     assert all(reason in str(piece) for reason, piece in zip(reasons, pieces, strict=True))
-    assert [each.met for each in advised.answers if each.rule == "errors"] == [Met.UNKNOWN, Met.NO, *2 * [Met.UNKNOWN]]
+    assert [each.met for each in advised.answers if each.rule == "errors"] == [
+        RuleOutcome.UNKNOWN,
+        RuleOutcome.NO,
+        *2 * [RuleOutcome.UNKNOWN],
+    ]
 
 
 def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
     lead, case = group(fp8=FP8)
     labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
-    advised = advise_on(Basis(run([lead, case]), labelled))
-    assert answer(advised, "amdahl").met is Met.UNKNOWN
+    advised = advise_on(AdviceBasis(run([lead, case]), labelled))
+    assert answer(advised, "amdahl").met is RuleOutcome.UNKNOWN
 
 
 @for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])
@@ -412,7 +419,7 @@ def test_advice_for_several_settings_follows_the_majority() -> None:
 def test_three_questions_in_order_and_the_next_command_of_each() -> None:
     advised = advise(group({**NANO, "compile": "no"}, fp8=FP8))
     assert [table.caption for table in question_tables(advised, everything=True)] == [
-        question.value for question in Question
+        question.value for question in AdviceQuestion
     ]
     (advice, pays, following) = render_page(advised, []).parts
     assert pays.name == "question-1" and advice.name == "advice"

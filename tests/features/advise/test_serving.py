@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.advise.basis import Basis
+from fp8bench.features.advise.basis import AdviceBasis
 from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.job import collect_basis
 from fp8bench.features.advise.serving import advise_on_serving
@@ -16,8 +16,8 @@ from fp8bench.features.infer.values import (
     ArmQuality,
     ArmTimes,
     ContextCrossing,
-    Quality,
     ServingAnswer,
+    ServingQuality,
     ServingQuestion,
     open_answer_log,
 )
@@ -38,7 +38,7 @@ def quality(kl: float, harm: float = 0.0) -> ArmQuality:
 
 def answer(**more: object) -> ServingAnswer:
     question = ServingQuestion("nano", (LEAD, INT8, FP8_KV), (128, 512, 1024, 2048), 1, True, 1024)
-    known = Quality("nano-python", 1024, 6.0, quality(0), quality(4e-13), (quality(2e-4), quality(2e-3)))
+    known = ServingQuality("nano-python", 1024, 6.0, quality(0), quality(4e-13), (quality(2e-4), quality(2e-3)))
     return replace(ServingAnswer(question, "cpu", (), 128, known, runs=("12345678", "9abcdef0")), **more)  # type: ignore[arg-type]
 
 
@@ -111,7 +111,7 @@ def test_advice_on_serving_comes_first_and_is_read_from_the_store(
     assert basis.served == (whole,) and len(troubles) == 1
     first, *rest = advise(basis).advice
     assert first.rule == "context" and rest == [*advise(replace(basis, served=())).advice]
-    assert not Basis(made, {}).served
+    assert not AdviceBasis(made, {}).served
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fp8bench.features.audit.auditor import SUBJECTS, Auditor
+from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Auditor
 from fp8bench.features.audit.host import KernelHost
 from fp8bench.user_code.named import signed
 from tests.facts import CPU
@@ -19,4 +19,4 @@ def make_auditor(
     host: type[KernelHost] = KernelHost,
 ) -> Auditor:
     signature = signed(kind, precision)
-    return Auditor(SUBJECTS[signature.kind](host(function, signature, CPU), signature, CPU), seed)
+    return Auditor(SUBJECT_BY_KIND[signature.kind](host(function, signature, CPU), signature, CPU), seed)

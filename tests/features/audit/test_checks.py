@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import Shape
 from fp8bench.features.audit.host import count_operators
-from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.user_code.named import signed
@@ -24,9 +24,9 @@ from suites.audit_kernels import Kernel, product
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
 from tests.counts import for_each
 
-BY_NAME = {check.name: check for check in CHECKS}
+BY_NAME = {check.name: check for check in AUDIT_CHECKS}
 # Checks of speed and sizes take seconds, so only two lies and one honest kernel run them.
-UNTIMED = tuple(check for check in CHECKS if check.name not in ("speed", "sizes"))
+UNTIMED = tuple(check for check in AUDIT_CHECKS if check.name not in ("speed", "sizes"))
 TIMED = ("nothing beyond a size", "no product of zeros", "emulated fp8")
 QUICK = ("an infinity of the second operand is zero",)
 
@@ -43,7 +43,7 @@ def marked(kernels: Sequence[Kernel]) -> list[ParameterSet]:
 
 @pytest.mark.parametrize("kernel", marked((*LIES, *HONEST, *UNCAUGHT)))
 def test_every_lie_is_called_what_it_is_and_no_honest_kernel_is_accused(kernel: Kernel) -> None:
-    codes = codes_of(result_of(kernel, "cpu", CHECKS if kernel.name in TIMED else UNTIMED))
+    codes = codes_of(result_of(kernel, "cpu", AUDIT_CHECKS if kernel.name in TIMED else UNTIMED))
     assert kernel.code in codes.split(", ") if kernel.code else codes == "-", codes
 
 

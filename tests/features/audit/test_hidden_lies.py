@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
-from fp8bench.features.audit.auditor import SUBJECTS, Shape, run_checks
+from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, is_lazy, pack_results, pack_tensor, unpack_results, unpack_tensor
-from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of, result_of
@@ -26,7 +26,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.audit.auditors import make_auditor
 
-BY_NAME = {check.name: check for check in CHECKS}
+BY_NAME = {check.name: check for check in AUDIT_CHECKS}
 ROWS = {kernel.name: kernel for kernel in (*HIDDEN_LIES, *UNUSUAL)}
 _FP8 = signed("product", "fp8")
 SEEDS = (0, 1, 2)
@@ -37,7 +37,7 @@ ONES = (pack_tensor(torch.ones(4, 16)), pack_tensor(torch.ones(4, 16)))
 @for_each("seed", SEEDS)
 @for_each("kernel", HIDDEN_LIES, ids=lambda kernel: kernel.name)
 def test_a_lie_that_hides_fails(kernel: Kernel, seed: int) -> None:
-    assert result_of(kernel, "cpu", CHECKS, seed=seed).outcome is AuditOutcome.FAIL
+    assert result_of(kernel, "cpu", AUDIT_CHECKS, seed=seed).outcome is AuditOutcome.FAIL
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_rare_lies_are_found_by_many_calls(name: str, code: str) -> None:
 def test_sizes_that_are_not_everyday_are_judged_by_a_sample(
     name: str, shape: Shape, is_lie: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(SUBJECTS[ROWS[name].signature.kind], "real_shapes", (shape,))
+    monkeypatch.setattr(SUBJECT_BY_KIND[ROWS[name].signature.kind], "real_shapes", (shape,))
     monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
     for seed in SEEDS:
         assert (codes_of(result_of(ROWS[name], "cpu", [BY_NAME["sizes"]], seed=seed)) != "-") is is_lie

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fp8bench.features.audit.auditor import SUBJECTS, AuditInput, Auditor, Shape
+from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, AuditInput, Auditor, Shape
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.operands import DATA, round_operand
+from fp8bench.features.audit.operands import DATA_KINDS, round_operand
 from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.model.promises import AuditKind
@@ -40,7 +40,7 @@ def test_a_matrix_that_is_taken_apart_is_what_its_recipe_leaves(name: str, shape
 @for_each(
     ("function", "precision", "data", "code"),
     [
-        *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DATA),
+        *((lambda a, b: product(a, b, MXFP8), "mxfp8", data, "") for data in DATA_KINDS),
         # Sums that overflow their dtype are nobody's mistake.
         (lambda a, b: a @ b.t(), "fp16", "outliers along the contraction", ""),
         (lambda a, b: a, "fp8", "normal", "shape"),
@@ -89,14 +89,14 @@ def test_mistakes_are_diagnosed_by_name(name: str) -> None:
     kind = kernel.signature.kind
     code = kernel.code
     data = "rows of different sizes" if code == "blocks-turned" else "normal"
-    subject = SUBJECTS[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
+    subject = SUBJECT_BY_KIND[kind](KernelHost(kernel.made(), kernel.signature, CPU), kernel.signature, CPU)
     for shape in (LARGE, SMALL) if kind is AuditKind.ATTENTION else (SHAPE,):
         assert judged(Auditor(subject, 0), data, shape).code == code
 
 
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
-    audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
+    audited = SUBJECT_BY_KIND[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
     a, b = audited.draw_operands("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.make_arguments((a, b))

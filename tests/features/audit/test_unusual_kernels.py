@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8bench.features.audit.auditor import AuditCheck, AuditInput, Shape
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.times import CHECKS
+from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import Audit
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
@@ -161,7 +161,7 @@ def test_an_honest_kernel_is_accused_at_no_seed(name: str) -> None:
 
 @pytest.mark.slow
 def test_zeros_may_be_skipped_block_by_block() -> None:
-    audit = audit_of("rows of zeros are skipped", [check for check in CHECKS if check.name == "speed"])
+    audit = audit_of("rows of zeros are skipped", [check for check in AUDIT_CHECKS if check.name == "speed"])
     assert codes_of(audit) == "-" and "skips-zeros" in {finding.code for finding in audit.findings}
 
 

@@ -26,7 +26,15 @@ from fp8bench.features.claim.folder import check_folder, load_stored_run, write_
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
 from fp8bench.features.claim.runs import RunSource, find_stored_run, fits_device, is_reusable
-from fp8bench.features.claim.values import Answer, CannotDecide, Claim, ClaimAnswer, ClaimKind, Reading, Standing
+from fp8bench.features.claim.values import (
+    Answer,
+    AnswerStanding,
+    CannotDecide,
+    Claim,
+    ClaimAnswer,
+    ClaimKind,
+    FigureReading,
+)
 from fp8bench.features.claim.view import render_answers
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.files import seal, unseal
@@ -293,7 +301,7 @@ def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch
         record.case.id for record in gemm.records if record.case.mode == "bf16" and ("n", 64) in record.case.params
     )
 
-    def read(**values: object) -> Reading:
+    def read(**values: object) -> FigureReading:
         changed_finding = {name: replace(judged[name], **values)}  # type: ignore[arg-type]
         monkeypatch.setattr("fp8bench.features.claim.readings.findings", lambda _: {**judged, **changed_finding})
         return read_figure(claim_on(figure="time"), gemm)
@@ -491,11 +499,11 @@ def evidence(tmp_path: Path) -> Path:
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
     answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
     write_folder(tmp_path / "evidence", file, answers, kept)
-    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {Standing.HOLDS}
+    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {AnswerStanding.HOLDS}
     return tmp_path / "evidence"
 
 
-def standings(folder: Path) -> dict[str, tuple[Standing, str]]:
+def standings(folder: Path) -> dict[str, tuple[AnswerStanding, str]]:
     return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, parse_run_texts)}
 
 
@@ -505,7 +513,7 @@ def test_the_committed_answers_follow_from_the_committed_runs() -> None:
     open_ids = {answer["id"] for answer in answers if answer["answer"] == Answer.CANNOT_TELL}
     assert len(checked) >= 40 and {*checked} - open_ids
     for name, (standing, why) in checked.items():
-        assert standing is (Standing.UNKNOWN if name in open_ids else Standing.HOLDS), (name, why)
+        assert standing is (AnswerStanding.UNKNOWN if name in open_ids else AnswerStanding.HOLDS), (name, why)
     assert load_claims(EVIDENCE / "claims.toml").claims == load_catalogue().claims
 
 
@@ -520,8 +528,8 @@ def test_flipped_bytes_are_named(evidence: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is Standing.FAILS and "line " in checked["nvfp4-finer"][1]
-    assert checked["e4m3-error"][0] is Standing.HOLDS
+    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and "line " in checked["nvfp4-finer"][1]
+    assert checked["e4m3-error"][0] is AnswerStanding.HOLDS
 
 
 def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
@@ -530,9 +538,9 @@ def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
     path.write_bytes(b"".join(lines[:2] + lines[3:]))
     run_of(evidence, "fp8-half-wire").unlink()
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is Standing.FAILS and "line" in checked["nvfp4-finer"][1]
+    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and "line" in checked["nvfp4-finer"][1]
     assert checked["fp8-half-wire"] == (
-        Standing.UNKNOWN,
+        AnswerStanding.UNKNOWN,
         f"the run {run_of(evidence, 'fp8-half-wire').stem} is not in the folder",
     )
 
@@ -541,7 +549,7 @@ def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
     file = evidence / "claims.toml"
     file.write_text(file.read_text().replace("bound = 312\n", "bound = 494.5\n", 1))
     standing, why = standings(evidence)["tf32-312-h200"]
-    assert standing is Standing.FAILS and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
+    assert standing is AnswerStanding.FAILS and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
     code, out, _ = say("check", str(evidence))
     assert code == 1 and "tf32-312-h200" in out and "3 of 4 stored answers hold" in " ".join(out.split())
     answers = evidence / "answers.json"
@@ -559,7 +567,8 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
     checked = standings(evidence)
     for name, run in (("nvfp4-finer", second.stem), ("e4m3-error", first.stem)):
         assert (
-            checked[name][0] is Standing.FAILS and f"it holds the run {run}, so runs were exchanged" in checked[name][1]
+            checked[name][0] is AnswerStanding.FAILS
+            and f"it holds the run {run}, so runs were exchanged" in checked[name][1]
         )
 
 
@@ -584,7 +593,7 @@ def test_edited_parts_of_a_conjunction_are_named(tmp_path: Path) -> None:
     head, name, rest = path.read_text().partition('id = "e5m2-mantissa"')
     path.write_text(head + name + rest.replace('"="', '"<="', 1))
     assert standings(tmp_path / "bits")["fp8-bits"] == (
-        Standing.FAILS,
+        AnswerStanding.FAILS,
         "its part e5m2-mantissa: relation is <= in claims.toml, but was = when answered",
     )
 
@@ -670,8 +679,8 @@ def test_a_damaged_run_fails_its_answers_alone(evidence: Path, damage: Callable[
     folder = copy_of(evidence)
     damage(run_of(folder, "nvfp4-finer"))
     checked = standings(folder)
-    assert checked["nvfp4-finer"][0] is Standing.FAILS and words in checked["nvfp4-finer"][1]
-    assert {standing for name, (standing, _) in checked.items() if name != "nvfp4-finer"} == {Standing.HOLDS}
+    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and words in checked["nvfp4-finer"][1]
+    assert {standing for name, (standing, _) in checked.items() if name != "nvfp4-finer"} == {AnswerStanding.HOLDS}
 
 
 def test_folders_that_are_none_are_refused_in_a_sentence(say: Say) -> None:

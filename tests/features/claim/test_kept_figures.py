@@ -15,7 +15,7 @@ import pytest
 from fp8bench.features.claim.command import parse_run_texts
 from fp8bench.features.claim.folder import check_folder, read_answers
 from fp8bench.features.claim.rows import load_claims
-from fp8bench.features.claim.values import Answer, Standing
+from fp8bench.features.claim.values import Answer, AnswerStanding
 from fp8bench.store.runs.run_file import load_run
 from suites.trials import ROOT
 from tests.commands import Say
@@ -35,7 +35,7 @@ def read_page(name: str) -> str:
 def figures() -> dict[str, float]:
     """The recomputed figures by id of claim; every row is checked on the way."""
     checked = check_folder(H200, parse_run_texts)
-    assert [(answer.id, answer.why) for answer in checked if answer.standing is not Standing.HOLDS] == []
+    assert [(answer.id, answer.why) for answer in checked if answer.standing is not AnswerStanding.HOLDS] == []
     values = {}
     for answer in read_answers(H200).answers:
         assert answer.answer is Answer.WITHIN and answer.value is not None, answer.row.id

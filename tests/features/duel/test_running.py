@@ -20,7 +20,7 @@ from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, 
 from fp8bench.features.duel import run as duel_commands
 from fp8bench.features.duel.command import choose_exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
-from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, Start
+from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, WorkerStart
 from fp8bench.features.duel.run import CaseProgress, CaseRunner, start_case
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import Duel, DuelCutOff
@@ -41,7 +41,7 @@ def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", versi
     case = planned("bf16", skip=skip)
     versions = {} if version is None else {case.case.workload: version}
     real = cast("Sequence[PartnerWorker]", workers)
-    return SideWorkers(Start(name, "python", ()), real, Quantisers(), (CPU,), {case.case.id: case}, versions)
+    return SideWorkers(WorkerStart(name, "python", ()), real, Quantisers(), (CPU,), {case.case.id: case}, versions)
 
 
 def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
@@ -185,7 +185,7 @@ def started(scripts: dict[str, Script]) -> duel_commands.Pair:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
         workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
         cases: dict[str, PlannedCase] = {case.case.id: case for case in map(planned, scripts)}
-        start = Start(name, "python", (), f"side {name}")
+        start = WorkerStart(name, "python", (), f"side {name}")
         return SideWorkers(start, workers, Quantisers(), (CPU,), cases, {"gemm": "1"})
 
     return side("A", 10 * MS), side("B", 12 * MS)

@@ -17,7 +17,7 @@ import pytest
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel import sides as module
 from fp8bench.features.duel.sides import (
-    PACKAGE,
+    PACKAGE_FOLDER,
     DuelQuestion,
     find_interpreter,
     find_repository,
@@ -67,7 +67,7 @@ def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest
         with open_sides(DuelQuestion(), imports) as (before, after, notes):
             package, *others = before.paths
             assert others == [*here, "/mine"] and after.paths == before.paths
-            assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE]
+            assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE_FOLDER]
             assert before.python == after.python == sys.executable
             assert notes == ("both sides are equal, so any difference is noise",)
 
@@ -102,7 +102,7 @@ def test_a_file_missing_from_a_revision_comes_from_the_tree(project: Path) -> No
 def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site-packages" / "fp8bench"
     package.mkdir(parents=True)
-    monkeypatch.setattr(module, "PACKAGE", package)
+    monkeypatch.setattr(module, "PACKAGE_FOLDER", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(UsageError, match="--against-self needs a git repository"):
         open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()

@@ -199,7 +199,12 @@ def test_slow_modes_are_no_change(count: int) -> None:
 
 def test_equal_sides_are_called_the_same() -> None:
     times = known([session((1e-3, 1e-3), (1e-3, 1e-3))] * 4)
-    assert (times.verdict, times.ratio.point, times.permutation_p_value, times.process_spread) == (Verdict.SAME, 1.0, 1.0, 0.0)
+    assert (times.verdict, times.ratio.point, times.permutation_p_value, times.process_spread) == (
+        Verdict.SAME,
+        1.0,
+        1.0,
+        0.0,
+    )
     assert times.ratio.low == pytest.approx(1) and times.ratio.high == pytest.approx(1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.features.fleet.collect import Collected, collect
+from fp8bench.features.fleet.collect import CollectionCounts, collect
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import compute_cell_states, load_plans, write_plan
@@ -35,7 +35,7 @@ def stores(folder: Path) -> tuple[Path, Path]:
     return folder / "a", folder / "b"
 
 
-def collected(folder: Path) -> Collected:
+def collected(folder: Path) -> CollectionCounts:
     return collect(PLAN, (folder / "a", folder / "b"), folder / "out")
 
 

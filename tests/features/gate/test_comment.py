@@ -21,7 +21,7 @@ from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
 from fp8bench.features.gate.stored_runs import GateSource, judge_comparisons, make_failed_comparison
-from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, Review, ReviewStatus, render_comment, review_duel
+from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, DuelReview, ReviewStatus, render_comment, review_duel
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
 from tests.counts import for_each
@@ -160,7 +160,7 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
     text = render_comment(review_duel(verdict, duel), verdict, duel, "fp8bench gate")
     assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
     for status in ReviewStatus:
-        assert render_comment(Review(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
+        assert render_comment(DuelReview(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
 
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())

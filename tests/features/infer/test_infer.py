@@ -19,10 +19,10 @@ from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _pred
 from fp8bench.features.infer.values import (
     ArmTimes,
     ContextCrossing,
-    Quality,
     QualityTask,
     ServedModel,
     ServingAnswer,
+    ServingQuality,
     ServingQuestion,
     arm_precision,
     format_arm,
@@ -210,17 +210,17 @@ ARMS = tuple(
 
 def quality(
     text: tuple[tuple[int, ...], ...], weights: str = str(SHIPPED_WEIGHTS), arms: tuple[Arm, ...] = ARMS
-) -> Quality:
+) -> ServingQuality:
     model = ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], weights, text=text)
     return compare_arms(QualityTask(model, 0, arms, CPU, 0))
 
 
 @pytest.fixture(scope="module")
-def found() -> Quality:
+def found() -> ServingQuality:
     return quality(held_out_text(1024))
 
 
-def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
+def test_the_shipped_model_is_trained_and_its_text_held_out(found: ServingQuality) -> None:
     """Random weights have a perplexity of 128; swapped weights are noticed at once."""
     assert not found.caution and found.perplexity < 7
     weights, config = read_weights(SHIPPED_WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
@@ -230,7 +230,7 @@ def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> N
     assert random.caution == RANDOM_WEIGHTS and random.perplexity > 100
 
 
-def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
+def test_quality_has_a_zero_a_floor_and_an_order(found: ServingQuality) -> None:
     assert found.itself.kl == found.itself.kl_tail == 0 and found.itself.same_top == 1
     assert 0 < found.floor.kl < 1e-9
     bf16, fp8, fp8_token, nvfp4, int8, int4 = found.arms
@@ -239,7 +239,7 @@ def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
     assert bf16.bits == 16.0 and int8.bits < 9.5 and int4.bits < 6
 
 
-def test_kl_is_that_of_the_definition(found: Quality) -> None:
+def test_kl_is_that_of_the_definition(found: ServingQuality) -> None:
     text = held_out_text(256)[:1]
     own = quality(text, arms=ARMS[:2])
     config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW_TOKENS)
@@ -264,7 +264,7 @@ def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch
         quality(held_out_text(256), arms=ARMS[:2])
 
 
-def test_values_that_are_not_numbers_are_reported(found: Quality) -> None:
+def test_values_that_are_not_numbers_are_reported(found: ServingQuality) -> None:
     bad = replace(found.arms[1], kl=math.nan, kl_tail=math.inf)
     arms = Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("fp32", "fp8")
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
@@ -274,7 +274,7 @@ def test_values_that_are_not_numbers_are_reported(found: Quality) -> None:
     assert re.search(r"kv=fp8 .*\bnan +inf\b", text) and "carrier=fp32+kv=fp8" in text
 
 
-def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality) -> None:
+def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: ServingQuality) -> None:
     arms = (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8"), Arm("bf16", "", "int8"), Arm("bf16", "fp8", "int8"))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     lines = [fitted(1, 24, 0.01, 1e-3, 6e-7), fitted(2, 24, 0.01, 1.2e-3, 9e-7), fitted(3, 24, 0.01, 8e-4, 8.5e-7)]

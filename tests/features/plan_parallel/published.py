@@ -21,8 +21,8 @@ from fp8bench.features.plan_parallel import formulas, ranking
 from fp8bench.features.plan_parallel.formulas import (
     Checkpointing,
     DecoderModel,
-    Load,
     ParallelLayout,
+    StepLoad,
     Topology,
     predict_memory,
 )
@@ -54,7 +54,7 @@ class Published:
     recipe: str
     model: DecoderModel
     layout: ParallelLayout
-    load: Load
+    load: StepLoad
     topology: Topology
     figures: Mapping[str, float]
     band: float
@@ -81,7 +81,7 @@ def _row(entry: Mapping[str, Any]) -> Published:
         entry.get("recipe", ranking.DEFAULT_RECIPE),
         MODELS[entry["model"]],
         ParallelLayout(**entry["layout"]),
-        Load(checkpointing=Checkpointing(entry["checkpointing"]), **load),
+        StepLoad(checkpointing=Checkpointing(entry["checkpointing"]), **load),
         Topology(
             gpus["node"],
             GIB * gpus["memory"],
@@ -184,10 +184,10 @@ def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
     for share in _SHARES:
         patch.setattr(formulas, "_ATTENTION_RATE", share)
         recipes = recipes_of(rows)
-        patch.setattr(ranking, "RECIPES", recipes)
+        patch.setattr(ranking, "FP8_RATE_RATIOS", recipes)
         misses[share] = sum(math.log1p(pair.error) ** 2 for pair in _pairs(rows, recipes))
     patch.setattr(formulas, "_ATTENTION_RATE", min(misses, key=lambda share: misses[share]))
-    patch.setattr(ranking, "RECIPES", recipes_of(rows))
+    patch.setattr(ranking, "FP8_RATE_RATIOS", recipes_of(rows))
 
 
 @cache
@@ -198,7 +198,7 @@ def held_out() -> tuple[HeldOut, ...]:
     for machine in dict.fromkeys(row.machine for row in rows):
         with pytest.MonkeyPatch.context() as patch:
             _fitted([row for row in rows if row.machine != machine], patch)
-            pairs += _pairs([row for row in rows if row.machine == machine], ranking.RECIPES)
+            pairs += _pairs([row for row in rows if row.machine == machine], ranking.FP8_RATE_RATIOS)
     return tuple(pairs)
 
 

@@ -10,12 +10,12 @@ import pytest
 
 from fp8bench import units
 from fp8bench.features.plan_parallel import formulas
-from fp8bench.features.plan_parallel.formulas import Load, ParallelLayout, Topology
+from fp8bench.features.plan_parallel.formulas import ParallelLayout, StepLoad, Topology
 from fp8bench.features.plan_parallel.ranking import (
+    FP8_RATE_RATIOS,
     HELD_OUT_ERRORS,
     HELD_OUT_TEXT,
     MODELS,
-    RECIPES,
     UNCALIBRATED_TEXT,
     MeasuredTraining,
     calibrate,
@@ -27,7 +27,7 @@ from tests.counts import for_each
 from tests.features.plan_parallel.published import bands, held_out, recipes_of, trainings, uncalibrated, within
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 794e12, 1402e12)
-MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
+MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), StepLoad(8192, 2)
 
 
 @pytest.mark.slow
@@ -57,7 +57,7 @@ def test_what_is_said_of_errors_is_what_they_are() -> None:
 
 
 def test_recipes_are_the_middle_of_published_machines() -> None:
-    assert {recipe: round(ratio, 2) for recipe, ratio in recipes_of(trainings()).items()} == RECIPES
+    assert {recipe: round(ratio, 2) for recipe, ratio in recipes_of(trainings()).items()} == FP8_RATE_RATIOS
 
 
 def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,13 +72,13 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert errors[0] < 0.1 < HELD_OUT_ERRORS[(*[layout_kind(MODEL, FSDP)] * 2, True)] < errors[1]
 
 
-@for_each("recipe", list(RECIPES))
+@for_each("recipe", list(FP8_RATE_RATIOS))
 @for_each("precision", ["bf16", "fp8"])
 def test_calibration_recovers_planted_rates(recipe: str, precision: str) -> None:
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
     found = calibrate(H100, training, recipe)
     assert predict_training_pace(found, training) == pytest.approx(5000.0, rel=1e-6)
-    assert found.fp8 / found.bf16 == pytest.approx(RECIPES[recipe])
+    assert found.fp8 / found.bf16 == pytest.approx(FP8_RATE_RATIOS[recipe])
     assert calibrate(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
 
 

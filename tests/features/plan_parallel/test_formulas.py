@@ -13,12 +13,12 @@ from hypothesis import strategies as some
 from fp8bench import units
 from fp8bench.features.plan_parallel import formulas as memory_module
 from fp8bench.features.plan_parallel.formulas import (
-    STATES,
+    STATE_BYTES,
     Checkpointing,
     DecoderModel,
-    Load,
     ParallelLayout,
     StateBytes,
+    StepLoad,
     Topology,
     predict_memory,
     predict_pace,
@@ -39,7 +39,7 @@ from tests.features.plan_parallel.published import GIB, TABLE, held, published
 # Factors of one or two bytes, distinguishable from all other numbers in the sum.
 SMALL = DecoderModel("small", vocabulary=1000, width=64, layers=4, heads=8, key_heads=2, hidden=192)
 LINKS = Topology(node=4, memory=1e9, inside=1e6, between=1e5, bf16=1e9, fp8=2e9)
-LOAD = Load(sequence=32, local=8)
+LOAD = StepLoad(sequence=32, local=8)
 
 
 @for_each(("model", "weights"), [("llama3-8b", 8030261248), ("llama3-70b", 70553706496), ("llama3-405b", 405853388800)])
@@ -79,7 +79,7 @@ def test_what_no_published_training_is_like_is_named() -> None:
     [
         # States of 12 bytes a weight, as if gradients took none.
         (
-            lambda patch: patch.setitem(STATES, "fp32", StateBytes(0, 4, 4, 4, copy=2, resident=2)),
+            lambda patch: patch.setitem(STATE_BYTES, "fp32", StateBytes(0, 4, 4, 4, copy=2, resident=2)),
             {"8B, 32k, FP8", "8B, 256k, FP8"},
         ),
         # An uncompiled loss, which distinguishes the rows of 2025.
@@ -151,7 +151,7 @@ def test_formulas_obey_basic_laws(shards: int, tensor: int, pipeline: int, level
 
 def test_fp8_lm_stores_the_published_bytes() -> None:
     """As published: 6 of 16 bytes a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
-    wide, narrow = STATES["fp32"], STATES["fp8-lm"]
+    wide, narrow = STATE_BYTES["fp32"], STATE_BYTES["fp8-lm"]
     assert (wide.total, narrow.total) == (16, 6)
     assert (narrow.first + narrow.second) / (wide.first + wide.second) == 1 - 0.625
     narrow_load = replace(LOAD, precision="fp8", states="fp8-lm")
@@ -232,7 +232,7 @@ def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) ->
     cut = row["layout"]
     layout = ParallelLayout(copies=cut["copies"], tensor=cut["tensor"], pipeline=cut["pipeline"])
     in_flight = 1 if cut["pipeline"] == 1 else 2 * cut["pipeline"]
-    load = Load(2048, row["local"][0] * in_flight, in_flight, compiled=False, zero_one=True)
+    load = StepLoad(2048, row["local"][0] * in_flight, in_flight, compiled=False, zero_one=True)
     narrow = replace(load, precision="fp8", states="fp8-lm")
     before, after = predict_memory(model, layout, load), predict_memory(model, layout, narrow)
     published_saving, saved = row["memory"][0] - row["memory"][2], (before.total - after.total) / GIB
@@ -241,8 +241,8 @@ def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) ->
     assert share - 0.1 < 1 - row["memory"][2] / row["memory"][0] < share
     for memory, published_bytes in ((before, row["memory"][0]), (after, row["memory"][2])):
         assert 6 < published_bytes - memory.total / GIB < 13
-    once = replace(STATES["fp8-lm"], resident=1)
-    with_one_copy = saved + (STATES["fp8-lm"].resident - once.resident) * before.gathered / 2 / GIB
+    once = replace(STATE_BYTES["fp8-lm"], resident=1)
+    with_one_copy = saved + (STATE_BYTES["fp8-lm"].resident - once.resident) * before.gathered / 2 / GIB
     assert abs(with_one_copy / published_saving - 1) > 0.1
     unsharded = [predict_memory(model, layout, replace(each, zero_one=False)).total for each in (load, narrow)]
     assert abs((unsharded[0] - unsharded[1]) / GIB / published_saving - 1) > 0.1

@@ -7,12 +7,12 @@ from itertools import product
 
 import pytest
 
-from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology
+from fp8bench.features.plan_parallel.formulas import Checkpointing, StepLoad, Topology
 from fp8bench.features.plan_parallel.ranking import (
     MODELS,
     USABLE_MEMORY_SHARE,
     ParallelQuestion,
-    Worthwhile,
+    WorthwhileAnswer,
     judge_parallelism,
     list_layouts,
     rank_layouts,
@@ -23,7 +23,7 @@ H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
 
 
 def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: int = 8192) -> ParallelQuestion:
-    return ParallelQuestion(MODELS[model], gpus, batch, Load(sequence, 1), H100)
+    return ParallelQuestion(MODELS[model], gpus, batch, StepLoad(sequence, 1), H100)
 
 
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
@@ -80,7 +80,7 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     """
 
     def yes(question: ParallelQuestion) -> set[str]:
-        return {ruling.kind for ruling in judge_parallelism(question) if ruling.say is Worthwhile.YES}
+        return {ruling.kind for ruling in judge_parallelism(question) if ruling.say is WorthwhileAnswer.YES}
 
     small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}

@@ -9,8 +9,8 @@ import pytest
 from fp8bench.features.plan_parallel.formulas import (
     Checkpointing,
     DecoderModel,
-    Load,
     ParallelLayout,
+    StepLoad,
     Topology,
     predict_pace,
 )
@@ -46,7 +46,7 @@ def order_of(stage: int, stages: int, pieces: int) -> list[tuple[str, int]]:
     return [*order, *(("backward", piece) for piece in range(pieces - ahead, pieces))]
 
 
-def simulate(layout: ParallelLayout, load: Load, links: Topology) -> float:
+def simulate(layout: ParallelLayout, load: StepLoad, links: Topology) -> float:
     """Simulates all passes of all stages: a layer's product waits for its weights, a stage for its neighbour."""
     stages, pieces = layout.pipeline, load.micro_batches
     layers = LAYERS // stages
@@ -112,14 +112,14 @@ def test_the_formula_is_what_a_walk_through_the_step_takes(
     name: str, tokens: int, pieces: int, zero_one: bool, level: Checkpointing
 ) -> None:
     layout, links = LAYOUTS[name], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
-    load = Load(128, pieces * tokens // 128, pieces, checkpointing=level, zero_one=zero_one)
+    load = StepLoad(128, pieces * tokens // 128, pieces, checkpointing=level, zero_one=zero_one)
     pace = predict_pace(MODEL, layout, load, links)
     assert pace.step == pytest.approx(simulate(layout, load, links), rel=0.03)
 
 
 def test_only_the_last_micro_batch_hides_the_sum_of_gradients() -> None:
     layout, links = LAYOUTS["copies between nodes"], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
-    one, sixteen = (predict_pace(MODEL, layout, Load(128, 8 * pieces, pieces), links) for pieces in (1, 16))
+    one, sixteen = (predict_pace(MODEL, layout, StepLoad(128, 8 * pieces, pieces), links) for pieces in (1, 16))
     assert one.exposed == pytest.approx(sixteen.exposed)
     assert one.exposed == pytest.approx(one.copies - one.products * 2 / 3, rel=0.06)
     assert sixteen.copies < sixteen.products * 2 / 3

@@ -13,8 +13,8 @@ from fp8bench.features.selftest.power import (
     SLOWDOWNS,
     Operation,
     OperationResult,
-    Power,
     PowerOutcome,
+    PowerResult,
     PowerRow,
     format_power_table,
     list_operations,
@@ -66,7 +66,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
         ),
     )
     assert alarm.wrong_signs == 0 and wrong.wrong_signs == 1
-    table = format_power_table(Power((alarm, wrong), (0.5, 1.0, 2.0)))
+    table = format_power_table(PowerResult((alarm, wrong), (0.5, 1.0, 2.0)))
     assert "load 0.5 to 2.0, median 1.0" in table and max(map(len, table.splitlines())) <= 110
     assert "false alarms: 1 of 3 identical pairs; wrong signs: 1 of 6 comparisons" in table
     assert any(line.split()[:5] == ["product", "5.0%", "4.0%", "3", "67%"] for line in table.splitlines())
@@ -107,7 +107,7 @@ def test_a_comparison_ends_when_its_own_time_is_up() -> None:
 
 
 @for_each("facts", [CPU, H200], ids=lambda one: one.kind)
-@for_each("number", range(3), ids=power.OPERATIONS.__getitem__)
+@for_each("number", range(3), ids=power.OPERATION_NAMES.__getitem__)
 def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
     operation = list_operations("text:0", facts)[number]
     assert (operation in list_operations("text:0", CPU)) is not facts.accelerated
@@ -117,7 +117,7 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     (case,) = expand_cases(base, checked_axes(base, facts), axes)
     expected = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == expected
-    assert operation.key in power.OPERATIONS
+    assert operation.key in power.OPERATION_NAMES
 
 
 def test_the_command_prints_table_and_json_of_the_same_trials(
