@@ -255,17 +255,17 @@ def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float
 
 @dataclass(frozen=True)
 class AdviceBasis:
-    """A run with its findings, and other measurements on the same device. `served` holds those answers of `fp8bench
-    infer` to which this run belongs. `least` is the smallest gain, as a share, that makes a precision worthwhile.
-    `store_options` are the options with which suggested commands find the run.
+    """A run with its findings, and other measurements on the same device. `serving_answers` holds those answers of
+    `fp8bench infer` to which this run belongs. `min_gain` is the smallest gain, as a share, that makes a precision
+    worthwhile. `store_options` are the options with which suggested commands find the run.
     """
 
     run: Run
     findings: Mapping[str, Finding]
     studies: tuple[Study, ...] = ()
     training: JudgedTraining | None = None
-    least: float = 0.1
-    served: tuple[ServingAnswer, ...] = ()
+    min_gain: float = 0.1
+    serving_answers: tuple[ServingAnswer, ...] = ()
     store_options: str = ""
 
     @cached_property
@@ -315,11 +315,11 @@ class AdviceRule:
         case = pair.record.case
         if reply is None:
             return None
-        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, RuleOutcome.UNKNOWN)
+        answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, RuleOutcome.NOT_MEASURED)
         if isinstance(reply, RuleReply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
         # No command can measure the speed of an emulated precision.
-        is_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.LEARNS
+        is_unmeasurable = pair.is_emulated and self.topic is not AdviceQuestion.DOES_IT_LEARN
         measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
         return replace(answer, figure=reply, measure=measure)
 

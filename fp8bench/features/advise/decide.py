@@ -44,11 +44,11 @@ def advise(basis: AdviceBasis) -> AdviceResult:
         answers += [reply for reply in replies if reply is not None]
     # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
-    for serving_answer in basis.served:
+    for serving_answer in basis.serving_answers:
         advice += advise_on_serving(serving_answer)
     advice.sort(key=lambda piece: _KIND_ORDER.index(piece.kind))
     advice += sorted(_advise_on_steps(basis, answers), key=_sort_key)
-    return AdviceResult(basis.run.id, tuple(advice), tuple(answers), basis.least)
+    return AdviceResult(basis.run.id, tuple(advice), tuple(answers), basis.min_gain)
 
 
 def _sort_key(advice: Advice) -> tuple[int, float]:
@@ -81,7 +81,7 @@ def _make_advice(
     reference = pair.reference.case.mode if pair.reference is not None else ""
     grounds = dict.fromkeys(ground for answer in answers for ground in answer.grounds)
     sentence += describe_doubts(pair) if pair.speed is not None else ""
-    recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.NOTHING else ""
+    recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.CHANGE_NOTHING else ""
     doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
     return Advice(rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain, tuple(grounds), doubtful)
 
@@ -95,10 +95,10 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
-        return _make_advice(pair, "native", AdviceKind.NOTHING, sentence, native_answer)
+        return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}: its speed is unknown here: {step.figure}"
-        return _make_advice(pair, "step", AdviceKind.NOTHING, sentence, native_answer)
+        return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
     # 2. The step is faster than possible: the two steps differ, so advice cannot be based on them.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
     speed_up_bound = amdahl_bound(pair)
@@ -107,21 +107,21 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
             f"no advice on {mode}: its step is {show_gain(pair.speed)} as fast, but its precision allows at most "
             f"{show_gain(speed_up_bound)}, so the two steps differ in something else"
         )
-        return _make_advice(pair, "amdahl", AdviceKind.NOTHING, sentence, [step, *objections])
+        return _make_advice(pair, "amdahl", AdviceKind.CHANGE_NOTHING, sentence, [step, *objections])
     # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
     is_faster = pair.finding.verdict is Verdict.FASTER
     decisive_text = " and ".join(
         _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
     )
-    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is RuleOutcome.YES:
+    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.min_gain) is RuleOutcome.YES:
         sentence = _describe_gain(pair, answers)
         supporting_answers = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _make_advice(pair, "step", AdviceKind.ADOPT, sentence, [step, *supporting_answers], pair.speed)
+        return _make_advice(pair, "step", AdviceKind.ADOPT_PRECISION, sentence, [step, *supporting_answers], pair.speed)
     # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
         sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
     elif is_faster and not decisive_text:
-        minimum_gain = units.percent(basis.least, 0)
+        minimum_gain = units.percent(basis.min_gain, 0)
         sentence = (
             f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {minimum_gain} that make it worthwhile"
         )
@@ -132,7 +132,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     for answer in objections:
         sentence += f"; {answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}"
     rule = objections[0].rule if objections else "step"
-    return _make_advice(pair, rule, AdviceKind.NOTHING, sentence, [step, *objections], pair.speed)
+    return _make_advice(pair, rule, AdviceKind.CHANGE_NOTHING, sentence, [step, *objections], pair.speed)
 
 
 def _describe_slowness(pair: ComparedCase) -> str:
@@ -179,5 +179,5 @@ def _advise_on_layers(pair: ComparedCase, basis: AdviceBasis, answers: AnswersBy
     map_option = f"--precision-map {format_map(study.explicit_map(chosen))}"
     sentence = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
     sentence += f"the loss is then {loss_after} instead of {loss_before}: {map_option}"
-    advice = _make_advice(pair, "layers", AdviceKind.ROUTE, sentence, [layers])
+    advice = _make_advice(pair, "layers", AdviceKind.ROUTE_LAYERS, sentence, [layers])
     yield replace(advice, recipe=f"--dtypes {advice.reference},{pair.record.case.precision} {map_option}")

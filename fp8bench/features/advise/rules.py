@@ -93,7 +93,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     product_share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCT_PHASE)
     if product_share is None or pair.reference is None:
         return _NO_PRODUCTS
-    min_speed_up = 1 + basis.least
+    min_speed_up = 1 + basis.min_gain
     grounds = [AdviceGround(pair.reference.case.id, f"products are {show_share(product_share)} of the step")]
     # 2. Collect up to three upper bounds of the gain. The smallest bound counts.
     speed_up_bounds = [
@@ -217,7 +217,7 @@ def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     ratio = energy_ratio(pair.record, pair.reference, labels)
     if ratio is None and pair.record.energy is not None:
         # Measuring again on this machine would give no energy either, so no command is proposed.
-        return RuleReply(RuleOutcome.UNKNOWN, why_no_energy(pair.record))
+        return RuleReply(RuleOutcome.NOT_MEASURED, why_no_energy(pair.record))
     if ratio is None:
         return "no energy was measured"
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
@@ -288,7 +288,7 @@ def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | N
     grounds = (AdviceGround(row, figure),)
     if study.is_undecided:
         return RuleReply(RuleOutcome.UNCLEAR, f"{figure}: layers cannot be distinguished", grounds)
-    return RuleReply(RuleOutcome.YES if study.keeps(trial) else RuleOutcome.NO, figure, grounds)
+    return RuleReply(RuleOutcome.YES if study.keeps_loss(trial) else RuleOutcome.NO, figure, grounds)
 
 
 def find_arm(pair: ComparedCase, basis: AdviceBasis) -> ArmVerdict | None:
@@ -331,21 +331,22 @@ def _judge_training(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str |
 
 # The checklist, in order.
 ADVICE_RULES = (
-    AdviceRule("step", AdviceQuestion.PAYS, "Is the whole step faster?", _judge_step, "{again}"),
-    AdviceRule("native", AdviceQuestion.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
+    AdviceRule("step", AdviceQuestion.DOES_IT_PAY, "Is the whole step faster?", _judge_step, "{again}"),
+    AdviceRule("native", AdviceQuestion.DOES_IT_PAY, "Is it native on this device?", _judge_native, "fp8bench doctor"),
     # If products are a quarter of a step, products that are 1.6 times as fast gain 10%.
-    AdviceRule("amdahl", AdviceQuestion.PAYS, "Would faster products alone be worthwhile?", _judge_product_share,
+    AdviceRule("amdahl", AdviceQuestion.DOES_IT_PAY, "Would faster products alone be worthwhile?", _judge_product_share,
                "fp8bench suite ceilings{store}, then {again}"),
     # In publications, products gain 1.9 times if their operands are ready, and 1.4 times with casts.
-    AdviceRule("casts", AdviceQuestion.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),
+    AdviceRule("casts", AdviceQuestion.DOES_IT_PAY, "Do the products gain more than casts cost?", _judge_casts,
+               "{again}"),
     # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and coverage of Mixtral is 18%.
-    AdviceRule("coverage", AdviceQuestion.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
-    AdviceRule("energy", AdviceQuestion.PAYS, "Does it save energy?", _judge_energy, "{again}"),
+    AdviceRule("coverage", AdviceQuestion.DOES_IT_PAY, "Can most of its products be converted?", _judge_coverage, ""),
+    AdviceRule("energy", AdviceQuestion.DOES_IT_PAY, "Does it save energy?", _judge_energy, "{again}"),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 times bf16's.
-    AdviceRule("memory", AdviceQuestion.FITS, "Does it save memory?", _judge_memory, "{again}"),
+    AdviceRule("memory", AdviceQuestion.DOES_IT_FIT, "Does it save memory?", _judge_memory, "{again}"),
     # A short training with one seed is inconclusive, because seeds differ as much as formats.
-    AdviceRule("learns", AdviceQuestion.LEARNS, "Does it learn as well?", _judge_training, "{train}"),
-    AdviceRule("errors", AdviceQuestion.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
+    AdviceRule("learns", AdviceQuestion.DOES_IT_LEARN, "Does it learn as well?", _judge_training, "{train}"),
+    AdviceRule("errors", AdviceQuestion.DOES_IT_LEARN, "Are its errors small enough?", _judge_errors, "{again}"),
     # Published recipes keep heads, routers, first and last layers in high precision.
-    AdviceRule("layers", AdviceQuestion.LEARNS, "Can all layers be low?", _judge_layers, "{study}"),
+    AdviceRule("layers", AdviceQuestion.DOES_IT_LEARN, "Can all layers be low?", _judge_layers, "{study}"),
 )  # fmt: skip

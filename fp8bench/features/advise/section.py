@@ -1,4 +1,4 @@
-"""Makes the section of a report that recommends precisions, with the answers to the three questions of `AdviceQuestion`."""
+"""Makes the report section that recommends precisions, with the answers to the three questions of `AdviceQuestion`."""
 
 from __future__ import annotations
 

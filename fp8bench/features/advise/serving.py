@@ -51,13 +51,13 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
     if contexts and not is_spoiled:
         return _make_advice(
             answer,
-            AdviceKind.ADOPT,
+            AdviceKind.ADOPT_PRECISION,
             name,
             f"{action_text} {contexts}: {speed_reason}; {quality_change}",
             f"--arms {name}",
         )
     reason = f"predictions suffer ({quality_change}), though {speed_reason}" if contexts else speed_reason
-    return _make_advice(answer, AdviceKind.NOTHING, name, f"do not adopt {name}: {reason}")
+    return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, f"do not adopt {name}: {reason}")
 
 
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
@@ -71,7 +71,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         reason = times.why or "no line fits its times"
         return _make_advice(
             answer,
-            AdviceKind.NOTHING,
+            AdviceKind.CHANGE_NOTHING,
             name,
             f"no advice on the speed of {name}: it was not timed: {reason}",
         )

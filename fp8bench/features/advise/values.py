@@ -19,24 +19,24 @@ class RuleOutcome(StrEnum):
     NO = "no"
     TOLERATED = "worse, but tolerated"
     UNCLEAR = "unclear"
-    UNKNOWN = "not measured here"
+    NOT_MEASURED = "not measured here"
 
 
 class AdviceQuestion(StrEnum):
     """The three questions that decide about a precision, in the order of their answers."""
 
     # In this order, each question matters only if the answer to the question before it is yes.
-    PAYS = "Does it pay?"
-    FITS = "Does it fit?"
-    LEARNS = "Does it learn?"
+    DOES_IT_PAY = "Does it pay?"
+    DOES_IT_FIT = "Does it fit?"
+    DOES_IT_LEARN = "Does it learn?"
 
 
 class AdviceKind(StrEnum):
     """The recommended action: adopt a precision, keep some layers high, or change nothing."""
 
-    ADOPT = "adopt"
-    ROUTE = "route"
-    NOTHING = "do nothing"
+    ADOPT_PRECISION = "adopt"
+    ROUTE_LAYERS = "route"
+    CHANGE_NOTHING = "do nothing"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fp8bench.report.words.legend import RANGE_OF_ROUNDS
 from fp8bench.report.words.naming import many
 
 _ANSWER_TONES = {RuleOutcome.YES: Tone.GOOD, RuleOutcome.NO: Tone.BAD}
-_ADVICE_TONES = {AdviceKind.ADOPT: Tone.GOOD, AdviceKind.NOTHING: Tone.PLAIN}
+_ADVICE_TONES = {AdviceKind.ADOPT_PRECISION: Tone.GOOD, AdviceKind.CHANGE_NOTHING: Tone.PLAIN}
 # At most this many pieces of advice are shown. The JSON has all of them.
 _MAX_SENTENCES = 12
 # Up to this many equal pieces of advice are shown one by one, more are grouped.
@@ -67,7 +67,7 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
     keyed_advice: list[tuple[object, Advice]] = []
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
         # Advice to change something is never grouped, because each is a separate decision.
-        is_common = piece.kind is AdviceKind.NOTHING and reasons.count(reason) > _MAX_UNGROUPED
+        is_common = piece.kind is AdviceKind.CHANGE_NOTHING and reasons.count(reason) > _MAX_UNGROUPED
         keyed_advice.append((reason if is_common else number, piece))
     return list(together(keyed_advice).values())
 
@@ -138,11 +138,11 @@ def _suite_and_device(answer: RuleAnswer) -> str:
 
 
 def _is_answered(answers: Sequence[RuleAnswer]) -> bool:
-    return any(answer.met is not RuleOutcome.UNKNOWN for answer in answers)
+    return any(answer.met is not RuleOutcome.NOT_MEASURED for answer in answers)
 
 
 def _is_emulated(answer: RuleAnswer) -> bool:
-    return answer.met is RuleOutcome.UNKNOWN and answer.figure.startswith(Level.EMULATED)
+    return answer.met is RuleOutcome.NOT_MEASURED and answer.figure.startswith(Level.EMULATED)
 
 
 def _suggest_commands(advised: AdviceResult) -> Iterator[Element]:
@@ -177,7 +177,7 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         # Measured answers take precedence over missing ones, however many are missing.
-        answered = [answer.met for answer in answers if answer.met is not RuleOutcome.UNKNOWN]
+        answered = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
         (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 

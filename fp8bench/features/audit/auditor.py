@@ -167,7 +167,7 @@ class ProductSubject(AuditSubject):
         if self.signature.takes is Takes.VALUES:
             return operands
         # A callable that gets codes did not round them, so its error is measured against the codes.
-        return replace(operands[0], given=None), replace(operands[1], given=None)
+        return replace(operands[0], unrounded=None), replace(operands[1], unrounded=None)
 
 
 class LinearSubject(AuditSubject):

@@ -69,14 +69,14 @@ class LayerVerdict(NamedTuple):
 @dataclass
 class LayerNumbers:
     """Judges the numbers of a converted layer. `guesses` are the precisions in which the layer may run. Those in
-    `likely` are tried first, and the first that explains the output is accepted. `arguments` and `options` are those
-    with which the model called the layer.
+    `likely_precisions` are tried first, and the first that explains the output is accepted. `arguments` and `options`
+    are those with which the model called the layer.
     """
 
     module: nn.Module
     weight: Tensor
     guesses: Mapping[str, PromisedCasts]
-    likely: tuple[str, ...] = ()
+    likely_precisions: tuple[str, ...] = ()
     arguments: tuple[Any, ...] = ()
     options: dict[str, Any] | None = None
 
@@ -91,11 +91,13 @@ class LayerNumbers:
 
     def _check_layer(self, x: Tensor | None, output: Any, also_alone: bool) -> LayerVerdict:
         verdict_in_model = (
-            LayerVerdict() if x is None else self._judge_output(self._make_product(x), output, self.likely)
+            LayerVerdict() if x is None else self._judge_output(self._make_product(x), output, self.likely_precisions)
         )
         if verdict_in_model.has_failed or not also_alone:
             return verdict_in_model
-        verdict_alone = self._check_on_random_inputs(self._random_input(x), (verdict_in_model.runs, *self.likely))
+        verdict_alone = self._check_on_random_inputs(
+            self._random_input(x), (verdict_in_model.runs, *self.likely_precisions)
+        )
         if verdict_alone.has_failed or not verdict_in_model.runs:
             return verdict_alone
         if (verdict_in_model.runs in WIDE_DTYPES) is not (verdict_alone.runs in WIDE_DTYPES):
@@ -127,7 +129,7 @@ class LayerNumbers:
         scale = scales[0].detach().cpu().float()
         return weight.cpu().float() * expand_scales(scale if scale.dim() == 2 else scale.reshape(-1, 1), weight)
 
-    def _judge_output(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
+    def _judge_output(self, product: LayerProduct, output: Any, likely_precisions: Sequence[str]) -> LayerVerdict:
         """Returns the precision in which the layer computed an output, or what is wrong with that output."""
         # 1. Reject outputs with a wrong shape or with NaN or infinity.
         output_columns = product.exact_result.shape[-1]
@@ -152,7 +154,7 @@ class LayerNumbers:
         wide_differences = {name: compare_with(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()}
         name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
-        guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
+        guesses = {name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses}
         matching_casts = dict[str, float]()
         same_error = []
         for guess, promised_casts in guesses.items():
@@ -161,14 +163,16 @@ class LayerNumbers:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
                 same_error += [guess] * _has_equal_error(cast, product_result, product)
-            if guess in likely and guess in matching_casts:
+            if guess in likely_precisions and guess in matching_casts:
                 break
         # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
         # unknown.
         if wide_differences[name].is_negligible:
             return LayerVerdict(WEIGHTS_ONLY if self._has_coded_weight else "" if matching_casts else name)
         if matching_casts:
-            return LayerVerdict(min(matching_casts, key=lambda guess: (guess not in likely, matching_casts[guess])))
+            return LayerVerdict(
+                min(matching_casts, key=lambda guess: (guess not in likely_precisions, matching_casts[guess]))
+            )
         # 6. Look for typical faults: only the weight was cast, or the cast rounds differently.
         weight_casts = (
             cast for guess in guesses.values() for cast in product.iterate_cast_results(guess, casts_inputs=False)
@@ -202,7 +206,7 @@ class LayerNumbers:
         outer_sides = [max(1, min(side, ROWS // rows)) for side in outer]
         return draw_random_like(x, (*outer_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
-    def _check_on_random_inputs(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
+    def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
         with restore_training(self.module), random_parameters(self._find_trainable(), x):
             product = self._make_product(x)
             first_verdict = LayerVerdict()
@@ -211,7 +215,7 @@ class LayerNumbers:
                 for gradients in (False, True):
                     with torch.set_grad_enabled(gradients):
                         output = self._call_layer(x.detach().requires_grad_(gradients))
-                    verdict = self._judge_output(product, output, (first_verdict.runs, *likely))
+                    verdict = self._judge_output(product, output, (first_verdict.runs, *likely_precisions))
                     first_verdict = first_verdict if first_verdict.runs else verdict
                     call_mode = f"in {'training' if mode else 'evaluation'} mode"
                     call_mode += f" with gradients {'on' if gradients else 'off'}"

@@ -126,17 +126,16 @@ def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dty
 
 @dataclass(frozen=True)
 class RoundedOperand:
-    """A rounded operand. Each value is an element times its scale. Elements have the shape (rows, columns), and
-    scales (blocks down, blocks across); both are float32. `tensor_scale` is the second scale of NVFP4. Without
-    scaling, there is a single scale of 1. `given` is the tensor before rounding; None if the kernel gets the operand
-    as codes.
+    """A rounded operand. Each value is an element times its scale. Elements have the shape (rows, columns), and scales
+    (blocks down, blocks across); both are float32. `tensor_scale` is the second scale of NVFP4. Without scaling, there
+    is a single scale of 1. `unrounded` is the tensor before rounding; None if the kernel gets the operand as codes.
     """
 
     elements: Tensor
     scales: Tensor
     treatment: Treatment | None
     tensor_scale: float | None = None
-    given: Tensor | None = None
+    unrounded: Tensor | None = None
 
     @property
     def values(self) -> Tensor:
@@ -162,7 +161,7 @@ def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
     stay unchanged.
     """
     if treatment is None:
-        return RoundedOperand(x.float(), torch.ones(1, 1), None, given=x)
+        return RoundedOperand(x.float(), torch.ones(1, 1), None, unrounded=x)
     fmt = treatment.fmt
     scaling = treatment.scaling
     quantised = quantise(x, fmt, scaling)
@@ -197,7 +196,7 @@ _SCALE_ERROR = 2.0**-20
 def find_value_range(operand: RoundedOperand) -> tuple[Tensor, Tensor]:
     """Returns the smallest and the largest value to which a correct cast may round each number. Scales may differ in
     their last bits, and ties may round either way."""
-    source = operand.given
+    source = operand.unrounded
     treatment = operand.treatment
     low = high = operand.values
     if source is None or treatment is None:
@@ -280,8 +279,8 @@ def iterate_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     """Yields common mistakes in rounding one operand, the likeliest first. The audit names the first one that
     explains a result.
     """
-    if operand.given is not None and operand.treatment is not None:
-        yield from _iterate_cast_mistakes(operand.given, operand, operand.treatment)
+    if operand.unrounded is not None and operand.treatment is not None:
+        yield from _iterate_cast_mistakes(operand.unrounded, operand, operand.treatment)
     yield from _iterate_scale_mistakes(operand)
     yield from _iterate_tail_mistakes(operand)
 

@@ -99,15 +99,15 @@ class ResultSample:
 
 @dataclass(frozen=True)
 class ExpectedProduct:
-    """The expected product of a (M, K) and transposed b (N, K), both rounded by their recipe. `emulated` is the
-    emulation's result. It is set only if casts rotate operands or use random numbers. Then errors are compared, not
-    values. `hopper` accepts the short sums of Hopper's FP8 units. With `sample`, a and b hold only some rows of the
-    operands, and only the sampled part of the result is judged."""
+    """The expected product of a (M, K) and transposed b (N, K), both rounded by their recipe. `emulated_result` is
+    the emulation's result. It is set only if casts rotate operands or use random numbers. Then errors are compared,
+    not values. `accepts_hopper_sums` accepts the short sums of Hopper's FP8 units. With `sample`, a and b hold only
+    some rows of the operands, and only the sampled part of the result is judged."""
 
     a: RoundedOperand
     b: RoundedOperand
-    emulated: Tensor | None = None
-    hopper: bool = False
+    emulated_result: Tensor | None = None
+    accepts_hopper_sums: bool = False
     sample: ResultSample | None = None
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
@@ -119,14 +119,14 @@ class ExpectedProduct:
             result = result[sample.rows][:, sample.columns]
         result = result.float() if result.dtype is torch.float64 else result
         sums = self._make_sums(result.dtype)
-        likely_result = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
+        likely_result = sums.exact.to(result.dtype) if self.emulated_result is None else self.emulated_result
         if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
         if failure := _find_nonfinite(result):
             return failure
         error = self._measure_error(result)
         expected_error = self._measure_error(likely_result)
-        if self.emulated is None or (error is None and expected_error is None):
+        if self.emulated_result is None or (error is None and expected_error is None):
             finding = self._compare_sums(result, sums, search_mistakes, error, expected_error)
             return replace(finding, error=error, expected=expected_error)
         finding = judge_error(error, expected_error, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
@@ -167,7 +167,7 @@ class ExpectedProduct:
         if sums.is_within_bound(float64_result):
             return AuditFinding()
         # 2. Report the short sums of Hopper's units as a remark, not a failure.
-        if self.hopper and self._matches_hopper_units(result, sums):
+        if self.accepts_hopper_sums and self._matches_hopper_units(result, sums):
             return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
         # 3. Accept small differences if operands halfway between two codes explain them.
         gain = self._describe_gain(float64_result, sums)
@@ -218,7 +218,7 @@ class ExpectedProduct:
 
     @property
     def _is_lossless(self) -> bool:
-        return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
+        return all(x.unrounded is None or torch.equal(x.values, x.unrounded.float()) for x in (self.a, self.b))
 
     @cached_property
     def _value_ranges(self) -> tuple[Matrices, Matrices]:
@@ -300,9 +300,9 @@ class ExpectedProduct:
         return ConformitySums(self.a.values.double(), self.b.values.double(), dtype)
 
     def _measure_error(self, result: Tensor, mask: Tensor | bool = True) -> float | None:
-        if self.a.given is None or self.b.given is None:
+        if self.a.unrounded is None or self.b.unrounded is None:
             return None
-        exact = self.a.given.double() @ self.b.given.double().t()
+        exact = self.a.unrounded.double() @ self.b.unrounded.double().t()
         exact = exact * mask
         return relative_frobenius(result, exact) if exact.any() else None
 
@@ -343,16 +343,16 @@ class ExpectedProduct:
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """The expected attention of queries, keys and values. `given` holds these three before the cast by `treatment`."""
+    """The expected attention of queries, keys and values. `uncast_operands` are these three before their cast."""
 
-    given: Matrices
+    uncast_operands: Matrices
     treatment: Treatment | None
     causal: bool
     sample: ResultSample | None = None
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
-        shape = tuple(self.given[0].shape) if sample is None else sample.shape
+        shape = tuple(self.uncast_operands[0].shape) if sample is None else sample.shape
         if failure := _find_unusable(result, shape) or _find_nonfinite(result):
             return failure
         if sample is not None:
@@ -381,7 +381,7 @@ class ExpectedAttention:
         return judge_error(error, high if error > high else low)
 
     def _compute_exact(self) -> Tensor:
-        q, k, v = (tensor.double() for tensor in self.given)
+        q, k, v = (tensor.double() for tensor in self.uncast_operands)
         return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
 
     def _compute_attention(self, casts_weights: bool = False, stores_scores: bool = False) -> Tensor:
@@ -389,7 +389,7 @@ class ExpectedAttention:
         `casts_weights` casts the weights of the softmax; `stores_scores` rounds the scores to the dtype of the
         inputs."""
         q, k, v = self._cast_operands
-        carrier = self.given[0].dtype
+        carrier = self.uncast_operands[0].dtype
         scores = _compute_scores(q, k)
         if stores_scores:  # round the scores before and after scaling them
             root_size = math.sqrt(q.shape[-1])
@@ -403,7 +403,7 @@ class ExpectedAttention:
     def _cast_operands(self) -> Matrices:
         """Returns queries, keys and values, each cast along the dimension over which its product sums. Values are
         cast along positions."""
-        q, k, v = self.given
+        q, k, v = self.uncast_operands
         q, k, transposed_v = (_cast_last_dimension(tensor, self.treatment) for tensor in (q, k, v.mT))
         return self._sample_queries(q), k, transposed_v.mT
 
@@ -419,7 +419,7 @@ class ExpectedAttention:
         root_size = math.sqrt(q.shape[-1])
         if self.treatment is not None:
             yield "not-cast", "queries, keys and values are not cast", self._compute_exact()
-            values_not_cast = self._softmax(scores) @ self.given[2].double()
+            values_not_cast = self._softmax(scores) @ self.uncast_operands[2].double()
             yield "not-cast", "queries and keys are cast, but values are not", values_not_cast
         unscaled_result = self._softmax(scores * root_size) @ v
         yield "scale", "its scores are not divided by the square root of the size", unscaled_result
@@ -456,7 +456,7 @@ def _measure_slack(operand: RoundedOperand, value_range: Matrices) -> Tensor:
 def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
     """Returns how far each value is from its neighbour on the format's grid. Returns 0 for an operand that is not
     cast."""
-    if operand.treatment is None or operand.given is None:
+    if operand.treatment is None or operand.unrounded is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt
     magnitudes = operand.elements.abs().clamp(min=fmt.smallest_normal)

@@ -33,12 +33,12 @@ _MIN_ROWS = 16
 class CallInputs(NamedTuple):
     """The arguments of a call: some by position, others by name."""
 
-    positional: Sequence[Any]
+    positional_arguments: Sequence[Any]
     by_name: Mapping[str, Any]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return find_tensors((self.positional, self.by_name))
+        return find_tensors((self.positional_arguments, self.by_name))
 
     def transform(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
         """Returns the inputs with `change` applied to each tensor."""
@@ -127,7 +127,7 @@ def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
     digests_before = list(map(digest, tensors))
     try:
         with silent_step(), restore_switches():
-            output = function(*inputs.positional, **inputs.by_name)
+            output = function(*inputs.positional_arguments, **inputs.by_name)
         digests_after = list(map(digest, tensors))  # errors of asynchronous device work are raised here
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:
         raise UsageError(f"{target} cannot be measured: {error}") from error

@@ -113,7 +113,7 @@ class Callables(Workload):
 
     def step(self, state: Any, phase: Phases) -> object:  # type: ignore[override]
         function, inputs = state
-        return function(*inputs.positional, **inputs.by_name)
+        return function(*inputs.positional_arguments, **inputs.by_name)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Measures how far the results are from the reference's results. If the reference can compute in float64, also

@@ -113,9 +113,9 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
 
 def _exit_code(outcomes: Iterable[Answer | AnswerStanding]) -> int:
     distinct_outcomes = set(outcomes)
-    if distinct_outcomes & {Answer.REFUTED, AnswerStanding.FAILS}:
+    if distinct_outcomes & {Answer.REFUTED, AnswerStanding.ANSWER_FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, AnswerStanding.UNKNOWN} else EXIT_OK
+    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, AnswerStanding.CANNOT_JUDGE} else EXIT_OK
 
 
 def _answer_claims(
@@ -214,7 +214,7 @@ def parse_run_texts(file: ClaimsFile) -> dict[str, RunRequest]:
                 raise UsageError(f"{subject} is not a measured or arithmetic claim of the same file.")
             if file.claims[part].published:
                 raise UsageError(f"{subject} compares a published figure, which is neither true nor false. Remove it.")
-    rows_by_run = {row.run: row for row in file.claims.values() if row.kind is ClaimKind.MEASURED}
+    rows_by_run = {row.run: row for row in file.claims.values() if row.kind is ClaimKind.MEASURED_FIGURE}
     return {run: _parse_run_text(f"{file.name}, {row.id}", run) for run, row in rows_by_run.items()}
 
 

@@ -17,7 +17,7 @@ from fp8bench.units import describe
 
 # A function that returns the run of a measured claim, or raises CannotDecide.
 GetRun = Callable[[Claim], StoredRun]
-_PUBLISHED_ANSWERS = {0: Answer.WITHIN, 1: Answer.ABOVE, -1: Answer.BELOW}
+_PUBLISHED_ANSWERS = {0: Answer.WITHIN_RANGE, 1: Answer.ABOVE_RANGE, -1: Answer.BELOW_RANGE}
 
 # Power limits whose ratio differs from 1 by less than this count as equal.
 _EQUAL_POWER = 0.02
@@ -99,7 +99,7 @@ def _compare_published(measured: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
     assert measured.value is not None
     answer = _PUBLISHED_ANSWERS[claim.find_side(measured.value)]
     differences = list(_describe_differences(claim, run))
-    if differences and answer is not Answer.WITHIN:
+    if differences and answer is not Answer.WITHIN_RANGE:
         answer = Answer.OTHER_CONDITIONS
     return replace(measured, answer=answer, why="; ".join((*differences, *_describe_conditions(claim, run))))
 

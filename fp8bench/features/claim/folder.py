@@ -103,7 +103,7 @@ def check_folder(
         try:
             standing, why = _check_answer(stored, claims, source)
         except Fp8benchError as error:
-            standing = AnswerStanding.FAILS
+            standing = AnswerStanding.ANSWER_FAILS
             why = str(error)
         checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
     return checked_answers
@@ -138,24 +138,24 @@ def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns)
     for row in (stored.row, *stored.part_rows):
         if difference := _describe_edit(row, claims.claims.get(row.id)):
             part_prefix = f"its part {row.id}: " if row is not stored.row else ""
-            return AnswerStanding.FAILS, part_prefix + difference
+            return AnswerStanding.ANSWER_FAILS, part_prefix + difference
     # 2. The runs must exist unchanged. An answer without runs is computed from its row, unless a run was missing then.
     for run in stored.runs:
         if change := source.describe_change(run):
-            return AnswerStanding.FAILS, change
+            return AnswerStanding.ANSWER_FAILS, change
         if not source.find_path(run).exists():
-            return AnswerStanding.UNKNOWN, f"the run {run} is not in the folder"
+            return AnswerStanding.CANNOT_JUDGE, f"the run {run} is not in the folder"
     claim = claims.claims[stored.row.id]
     if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
-        return AnswerStanding.UNKNOWN, "the claim was not measured"
+        return AnswerStanding.CANNOT_JUDGE, "the claim was not measured"
     # 3. The same answer must follow from these rows and runs.
     recomputed_answer = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current = getattr(recomputed_answer, name)
         previous = getattr(stored, name)
         if current != previous:
-            return AnswerStanding.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
-    return AnswerStanding.HOLDS, "computed again with the same result, bit for bit"
+            return AnswerStanding.ANSWER_FAILS, f"{name} is {current} when computed again, but {previous} is stored"
+    return AnswerStanding.ANSWER_HOLDS, "computed again with the same result, bit for bit"
 
 
 def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:

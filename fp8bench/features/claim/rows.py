@@ -20,7 +20,7 @@ from fp8bench.model.specs import METRICS, MetricSpec, spec_of
 _BOUNDS_BY_RELATION = {"=": 1, "<": 1, "<=": 1, ">": 1, ">=": 1, "between": 2}
 _REQUIRED_KEYS = {
     ClaimKind.ARITHMETIC: ("figure", "relation", "bound"),
-    ClaimKind.MEASURED: ("run", "figure", "relation", "bound", "device"),
+    ClaimKind.MEASURED_FIGURE: ("run", "figure", "relation", "bound", "device"),
     ClaimKind.ALL_OF: ("parts",),
 }
 # Figures of a training arm. A gap is relative to the loss of the reference.
@@ -130,7 +130,7 @@ def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
         _check_bound(claim)
     if claim.kind is ClaimKind.ARITHMETIC:
         _check_arithmetic(claim)
-    elif claim.kind is ClaimKind.MEASURED:
+    elif claim.kind is ClaimKind.MEASURED_FIGURE:
         _check_sentence_promises(claim)
         _check_resolution(claim, _find_metric_spec(claim))
     return claim
@@ -166,12 +166,12 @@ def _check_complete(claim: Claim) -> None:
         if getattr(claim, key) in ("", ()):
             hint = ' Add device = "any" if numbers alone decide, else "cpu", "cuda" or cards.' * (key == "device")
             raise UsageError(f"`{key}` is missing, but a claim of the kind {claim.kind} needs it.{hint}")
-    if claim.kind is ClaimKind.MEASURED:
+    if claim.kind is ClaimKind.MEASURED_FIGURE:
         key = "arm" if claim.run.startswith("train") else "mode"
         if key not in dict(claim.case):
             raise UsageError(f'`case` has no {key}, so the precision is unknown. Add case = {{ {key} = "fp8" }}.')
     for key in ("card", "power", "library"):
-        if getattr(claim, key) and not (claim.published and claim.kind is ClaimKind.MEASURED):
+        if getattr(claim, key) and not (claim.published and claim.kind is ClaimKind.MEASURED_FIGURE):
             raise UsageError(f"`{key}` is a condition of a published measurement. Set published = true, or remove it.")
     if not (claim.power is None or 0 < claim.power < math.inf) or not 0 <= claim.seconds < math.inf:
         raise UsageError("`power` takes watts, and `seconds` the length of the run, both above 0. Correct them.")

@@ -195,5 +195,5 @@ def iterate_measured_claims(claims: Iterable[Claim], all_claims: Mapping[str, Cl
     for claim in claims:
         if claim.kind is ClaimKind.ALL_OF:
             yield from iterate_measured_claims((all_claims[part] for part in claim.parts), all_claims)
-        elif claim.kind is ClaimKind.MEASURED:
+        elif claim.kind is ClaimKind.MEASURED_FIGURE:
             yield claim

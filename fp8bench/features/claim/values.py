@@ -17,7 +17,7 @@ class ClaimKind(StrEnum):
     """The basis of an answer: an expression over facts, a figure of a run, or other claims."""
 
     ARITHMETIC = "arithmetic"
-    MEASURED = "measured"
+    MEASURED_FIGURE = "measured"
     ALL_OF = "all of"
 
 
@@ -29,9 +29,9 @@ class Answer(StrEnum):
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
     CANNOT_TELL = "cannot tell here"
-    WITHIN = "within"
-    ABOVE = "above"
-    BELOW = "below"
+    WITHIN_RANGE = "within"
+    ABOVE_RANGE = "above"
+    BELOW_RANGE = "below"
     OTHER_CONDITIONS = "other conditions"
 
 
@@ -155,9 +155,9 @@ class ClaimAnswer:
 class AnswerStanding(StrEnum):
     """Whether a stored answer still follows from its claim and its runs."""
 
-    HOLDS = "holds"
-    FAILS = "does not hold"
-    UNKNOWN = "cannot be judged"
+    ANSWER_HOLDS = "holds"
+    ANSWER_FAILS = "does not hold"
+    CANNOT_JUDGE = "cannot be judged"
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,16 @@ from fp8bench.report.elements import Facts, Field, Page, Part, Text, Tone
 
 _ANSWER_TONES = {
     Answer.CONFIRMED: Tone.GOOD,
-    Answer.WITHIN: Tone.GOOD,
+    Answer.WITHIN_RANGE: Tone.GOOD,
     Answer.REFUTED: Tone.BAD,
     Answer.CANNOT_TELL: Tone.DOUBT,
     Answer.OTHER_CONDITIONS: Tone.DOUBT,
 }
-_STANDING_TONES = {AnswerStanding.HOLDS: Tone.GOOD, AnswerStanding.FAILS: Tone.BAD, AnswerStanding.UNKNOWN: Tone.DOUBT}
+_STANDING_TONES = {
+    AnswerStanding.ANSWER_HOLDS: Tone.GOOD,
+    AnswerStanding.ANSWER_FAILS: Tone.BAD,
+    AnswerStanding.CANNOT_JUDGE: Tone.DOUBT,
+}
 # Units that are shown with a prefix, such as TFLOP/s.
 _PREFIXED_UNITS = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
 _RELATION_TEXTS = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
@@ -116,7 +120,7 @@ def render_check(folder: str, checked_answers: Sequence[CheckedAnswer]) -> Page:
         Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDING_TONES[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
-    failed_answers = [answer for answer in checked_answers if answer.standing is not AnswerStanding.HOLDS]
+    failed_answers = [answer for answer in checked_answers if answer.standing is not AnswerStanding.ANSWER_HOLDS]
     rows = (table("checked", "", columns, failed_answers),) if failed_answers else ()
     title = f"{folder}: {len(checked_answers) - len(failed_answers)} of {len(checked_answers)} stored answers hold"
     limits_text = (

@@ -37,8 +37,9 @@ _STEADY_MALLOC = {
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """How to start the workers of a side: its interpreter, and the folders that precede its own packages. `imports`
-    is the user's code. `tree` is the working tree that the side's code must come from; None if that does not matter.
+    """How to start the workers of a side: its interpreter, and the folders that precede its own packages. `imports` is
+    the user's code. `working_tree` is the working tree that the side's code must come from; None if that does not
+    matter.
     """
 
     name: str
@@ -47,7 +48,7 @@ class WorkerStart:
     title: str = ""
     imports: tuple[str, ...] = ()
     commit: str = ""
-    tree: Path | None = None
+    working_tree: Path | None = None
 
     @property
     def side(self) -> str:

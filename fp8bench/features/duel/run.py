@@ -431,14 +431,14 @@ def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
     # a side with other files.
     imports = request.imports if start.imports == request.imports else ()
     environment_here = gather(
-        worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.tree
+        worker.software(), str(worker.handshake["fp8bench"]), request.threads, imports, folder=start.working_tree
     )
     environment = Environment({**environment_here.facts, **worker.handshake})
     return DuelSide(start.name, start.title, start.python, start.commit, environment, side.devices)
 
 
 def _note_idle_sides(pair: SidePair) -> list[str]:
-    working_tree = pair[1].start.tree
+    working_tree = pair[1].start.working_tree
     if working_tree is None:
         return []
     modules = set(pair[1].workers[0].modules_under(working_tree))
@@ -448,12 +448,12 @@ def _note_idle_sides(pair: SidePair) -> list[str]:
 def _check_loaded_code(pair: SidePair) -> None:
     """Raises UsageError if side A has loaded code of this working tree instead of its revision."""
     side_a, side_b = (side.start for side in pair)
-    if side_a.tree is None or side_b.tree is None:
+    if side_a.working_tree is None or side_b.working_tree is None:
         return
     worker = pair[0].workers[0]
     wrong_modules = (
-        set(worker.modules_under(side_b.tree))
-        - set(worker.modules_under(side_a.tree))
+        set(worker.modules_under(side_b.working_tree))
+        - set(worker.modules_under(side_a.working_tree))
         - _find_shared_modules(side_a.imports)
     )
     if wrong_modules:

@@ -250,8 +250,8 @@ def _open_revision(
         raise UsageError("this is the repository of fp8bench, which --against does not replace. Use --against-self.")
     if is_fp8bench and PACKAGE_FOLDER.parent != repository:
         raise UsageError(
-            f"{option} needs fp8bench to run from a checkout of its repository, but it runs from {PACKAGE_FOLDER}. Install "
-            "it from a checkout with `pip install -e`."
+            f"{option} needs fp8bench to run from a checkout of its repository, but it runs from {PACKAGE_FOLDER}. "
+            "Install it from a checkout with `pip install -e`."
         )
     # 2. Name the compared commits in the titles, and whether this tree has uncommitted changes.
     commit = find_revision(repository, revision, option)

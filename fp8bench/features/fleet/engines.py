@@ -142,8 +142,8 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 class WorkerOrder:
     """An order to start `workers` processes that measure the cells of a plan. None is the engine's default number.
 
-    `file` is the path of the plan, and `options` are options of the engine. If `waits`, the caller waits for all
-    workers.
+    `file` is the path of the plan, and `options` are options of the engine. If `waits_for_workers`, the caller waits
+    for all workers.
     """
 
     plan: FleetPlan
@@ -151,7 +151,7 @@ class WorkerOrder:
     store: Path
     workers: int | None = None
     retry: bool = False
-    waits: bool = False
+    waits_for_workers: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -178,9 +178,9 @@ JobsCallback = Callable[[Sequence[str]], None]
 
 
 def start_workers(engine: str, order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
-    """Starts workers, and returns the problems of their jobs. If the order `waits`, waits for them, and an interrupt
-    of this process ends them. Raises UsageError if the engine cannot start, and StoreError if the store is not
-    writable.
+    """Starts workers, and returns the problems of their jobs. If the order `waits_for_workers`, waits for them, and an
+    interrupt of this process ends them. Raises UsageError if the engine cannot start, and StoreError if the store is
+    not writable.
     """
     check_store(order.store)
     order.log_folder.mkdir(parents=True, exist_ok=True)
@@ -218,7 +218,7 @@ def _run_in_slurm(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str
     names = [str(job.job_id) for job in jobs]
     report_jobs(names)
     try:
-        while order.waits and _is_queued(names):
+        while order.waits_for_workers and _is_queued(names):
             time.sleep(_POLL_SECONDS)
     # Slurm jobs go on after this process ends. So an interrupt must cancel them, and wait until they have ended.
     except BaseException:
@@ -252,7 +252,7 @@ def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
     """
     # 1. Reject wrong usage that can be detected without a cluster.
     plan = order.plan
-    if not order.waits:
+    if not order.waits_for_workers:
         raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
     if unknown_options := sorted(set(order.options) - {_ADDRESS_OPTION}):
         raise UsageError(f"--on ray takes the option {_ADDRESS_OPTION} alone, not {', '.join(unknown_options)}.")

@@ -19,11 +19,11 @@ EnvironmentFields = tuple[tuple[str, str], ...]
 class Oddity(StrEnum):
     """Why a machine is reported as odd."""
 
-    SLOW = "slow"
-    FAST = "fast"
-    SOFTWARE = "other software"
+    TOO_SLOW = "slow"
+    TOO_FAST = "fast"
+    OTHER_SOFTWARE = "other software"
     CUT_OFF = "cut off"
-    MISSING = "missing"
+    CELLS_MISSING = "missing"
     FAILED = "failed"
 
 
@@ -87,7 +87,7 @@ class FleetFigure:
     seconds: Mapping[str, float]
 
     @property
-    def middle(self) -> float:
+    def median_seconds(self) -> float:
         return median(self.seconds.values())
 
 
@@ -145,18 +145,18 @@ _CAPABILITY_PREFIX = "CPU capability usage: "
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `whole` are the settings of completely measured groups, and `incomplete` those of incompletely measured ones.
-    `times` are seconds by case, and `failed` are reasons by case.
+    `complete_settings` are the settings of completely measured groups, and `incomplete_settings` those of incompletely
+    measured ones. `times` are seconds by case, and `failure_reasons` are reasons by case.
     """
 
     run: str
     machine: str
     hardware: EnvironmentFields
     software: EnvironmentFields
-    whole: tuple[str, ...]
-    incomplete: tuple[str, ...]
+    complete_settings: tuple[str, ...]
+    incomplete_settings: tuple[str, ...]
     times: Mapping[str, float]
-    failed: Mapping[str, str]
+    failure_reasons: Mapping[str, str]
 
 
 def summarize_run(run: Run) -> MachineRun:
@@ -180,10 +180,10 @@ def summarize_run(run: Run) -> MachineRun:
         machine=str(run.environment.get("machine") or "unknown"),
         hardware=tuple(_hardware_fields(run)),
         software=tuple(_software_fields(run)),
-        whole=tuple(complete_settings),
-        incomplete=tuple(incomplete_settings),
+        complete_settings=tuple(complete_settings),
+        incomplete_settings=tuple(incomplete_settings),
         times=times,
-        failed=failure_reasons,
+        failure_reasons=failure_reasons,
     )
 
 

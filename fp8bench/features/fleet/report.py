@@ -176,7 +176,7 @@ def build_report(
     for plan in plans:
         settings |= dict.fromkeys(cell.setting for cell in plan.cells)
     for run in runs:
-        settings |= dict.fromkeys((*run.whole, *run.incomplete))
+        settings |= dict.fromkeys((*run.complete_settings, *run.incomplete_settings))
     complete_settings = _complete_settings(runs)
 
     # 3. Find the machines that deviate from the others.
@@ -229,7 +229,7 @@ def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
 
 def _complete_settings(runs: Iterable[MachineRun]) -> dict[str, None]:
     """Returns the completely measured settings as keys, always in the same order."""
-    return dict.fromkeys(chain.from_iterable(run.whole for run in runs))
+    return dict.fromkeys(chain.from_iterable(run.complete_settings for run in runs))
 
 
 def _summarize_machines(runs: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
@@ -241,7 +241,7 @@ def _summarize_machines(runs: Sequence[MachineRun], kinds: Sequence[MachineKind]
             kinds=tuple(kind.name for kind in kinds_of_machine),
             runs=len(members),
             whole=len(_complete_settings(members)),
-            failed=len(set().union(*(run.failed for run in members))),
+            failed=len(set().union(*(run.failure_reasons for run in members))),
             ratio=deviations[-1].ratio if deviations else None,
             score=deviations[-1].score if deviations else None,
         )
@@ -262,14 +262,14 @@ def _find_software_deviations(kinds: Sequence[MachineKind]) -> Iterator[MachineA
             explanation = (
                 f"{differences}, which {len(larger_kind.machines)} others of its hardware have: times are not compared"
             )
-            yield from (MachineAlarm(machine, Oddity.SOFTWARE, explanation) for machine in kind.machines)
+            yield from (MachineAlarm(machine, Oddity.OTHER_SOFTWARE, explanation) for machine in kind.machines)
 
 
 def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
     for kind in kinds:
         for machine, deviation in kind.deviations.items():
             if deviation.odd:
-                oddity = Oddity.SLOW if deviation.score > 0 else Oddity.FAST
+                oddity = Oddity.TOO_SLOW if deviation.score > 0 else Oddity.TOO_FAST
                 times = f"{ratio(deviation.ratio)} the time of the median of its kind, in its median case"
                 distance = (
                     f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {OUTLIER_DEVIATIONS:.0f}"
@@ -287,7 +287,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
         interrupted_runs: dict[str, str] = {}
         for run in members:
             interrupted_runs |= {
-                setting: run.run for setting in run.incomplete if setting not in settings_by_machine[machine]
+                setting: run.run for setting in run.incomplete_settings if setting not in settings_by_machine[machine]
             }
         if interrupted_runs:
             names = join_words([f"{setting} (run {run})" for setting, run in interrupted_runs.items()])
@@ -307,9 +307,9 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
                 f"{len(missing_settings)} of {len(common_settings)} cells that other machines measured are missing: "
                 f"{join_words(missing_settings)}"
             )
-            yield MachineAlarm(machine, Oddity.MISSING, explanation)
+            yield MachineAlarm(machine, Oddity.CELLS_MISSING, explanation)
     for machine in sorted(set(expected) - by_machine.keys()):
-        yield MachineAlarm(machine, Oddity.MISSING, "it sent nothing")
+        yield MachineAlarm(machine, Oddity.CELLS_MISSING, "it sent nothing")
 
 
 def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
@@ -317,7 +317,7 @@ def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
     for machine, members in _group_by_machine(runs).items():
         failure_reasons: dict[str, str] = {}
         for run in members:
-            failure_reasons |= {case: reason for case, reason in run.failed.items() if case in measured_cases}
+            failure_reasons |= {case: reason for case, reason in run.failure_reasons.items() if case in measured_cases}
         if failure_reasons:
             case, reason = next(iter(failure_reasons.items()))
             explanation = f"{len(failure_reasons)} of the cases that other machines measured failed: {case} ({reason})"

@@ -99,13 +99,13 @@ def _cases_table(report: FleetReport) -> Table:
     def compare_with_first(figure: FleetFigure) -> float | None:
         reference = figures_of_first_kind.get(figure.case, figure)
         is_comparable = reference is not figure and figure.kind not in report.why_not
-        return figure.middle / reference.middle if is_comparable else None
+        return figure.median_seconds / reference.median_seconds if is_comparable else None
 
     cols: list[Col[FleetFigure]] = [
         Col("case", "case"),
         Col("kind", "kind"),
         Col("machines", lambda figure: str(len(figure.seconds)), number=True),
-        Col("time", "middle", unit="s"),
+        Col("time", "median_seconds", unit="s"),
         Col("fastest", lambda figure: min(figure.seconds.values()), unit="s"),
         Col("slowest", lambda figure: max(figure.seconds.values()), unit="s"),
         Col("to A", compare_with_first, show=units.ratio, unit="x"),
@@ -169,7 +169,7 @@ def report_rows(report: FleetReport) -> Rows:
     for figure in report.figures:
         # Sort machines by name, so that rows do not depend on the order of runs.
         for machine, seconds in sorted(figure.seconds.items()):
-            relative_seconds = seconds / figure.middle
+            relative_seconds = seconds / figure.median_seconds
             rows.append((figure.kind, machine, figure.case, seconds, relative_seconds, problems.get(machine, "")))
     return CASE_COLUMNS, rows
 

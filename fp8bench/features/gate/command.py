@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             from fp8bench.features.gate.view import DuelReview, ReviewStatus, render_comment
 
             is_mismatch = isinstance(error, NothingInCommon)
-            status = ReviewStatus.MISMATCH if is_mismatch else ReviewStatus.INFRASTRUCTURE
+            status = ReviewStatus.RECIPE_MISMATCH if is_mismatch else ReviewStatus.INFRASTRUCTURE_ERROR
             text = render_comment(DuelReview(status, (str(error),)), None, None, command_line())
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
@@ -150,7 +150,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         side_a, side_b = arguments.sides
         source = compare_sides(side_a, side_b, arguments.store, observer)
     # 3. Judge the figures. Suspected figures are measured again before the gate fails.
-    for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
+    for note in check_rules(rules, (*source.comparisons, *source.unchanged_figures), str(arguments.thresholds)):
         observer.note(note)
     verdict = judge_comparisons(source, rules, arguments.rerun, observer)
     # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.

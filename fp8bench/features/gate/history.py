@@ -84,7 +84,10 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
             or "the history has no series"
         )
         return GateSource(
-            title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series_states
+            title,
+            problem=f"there is nothing to compare with: {reason}.",
+            code=EXIT_BASELINE,
+            series_states=series_states,
         )
     # 3. Measure each suspected step a second time, to confirm it.
     changes = _select_judged_changes(found_steps, newest_run, history)
@@ -103,7 +106,13 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
     budget = newest_run.request.budget
     return GateSource(
-        title, comparisons, confirm, tuple(notes), newest=series_states, unchanged=all_figures, budget=budget
+        title,
+        comparisons,
+        confirm,
+        tuple(notes),
+        series_states=series_states,
+        unchanged_figures=all_figures,
+        budget=budget,
     )
 
 

@@ -96,7 +96,7 @@ class GateOutcome(StrEnum):
     CLEARED = "cleared"
     BETTER = "better"
     OPEN = "cannot tell (not blocking)"
-    FINE = "fine"
+    WITHIN_THRESHOLD = "fine"
     IGNORED = "ignored"
     NONE = "none"
 
@@ -214,7 +214,7 @@ def apply_second_look(
 
 def _judge_figure(figure: Comparison, rules: ThresholdRules, cases_with_ratio: set[str]) -> JudgedFigure:
     threshold = find_threshold(figure, rules)
-    outcome = GateOutcome.FINE
+    outcome = GateOutcome.WITHIN_THRESHOLD
     reason = figure.why
     if figure.failed:
         outcome = GateOutcome.FAILED
@@ -402,7 +402,7 @@ def _mark_if_undetectable(
         return figure
     if figure.outcome is GateOutcome.NONE and change.case in lost_cases:
         return replace(figure, outcome=GateOutcome.CANNOT_TELL)
-    if figure.outcome not in (GateOutcome.FINE, GateOutcome.OPEN) or limit is None:
+    if figure.outcome not in (GateOutcome.WITHIN_THRESHOLD, GateOutcome.OPEN) or limit is None:
         return figure
     reason = explain_undetectable(limit, change)
     return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=reason) if reason else figure

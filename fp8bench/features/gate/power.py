@@ -43,7 +43,7 @@ class Remeasurement(StrEnum):
     """How suspects are measured for the second look."""
 
     NONE = "not"
-    AGAIN = "measured again"
+    MEASURED_AGAIN = "measured again"
     DUEL = "in a duel"
 
 
@@ -248,7 +248,7 @@ def _make_step_requirements(
 ) -> list[_LookRequirement]:
     min_log, error = smallest_visible_step(level, p_limit)
     requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
-    if remeasurement is Remeasurement.AGAIN:
+    if remeasurement is Remeasurement.MEASURED_AGAIN:
         # One new value must be beyond the middle between both levels, so the step must be twice as large as its
         # noise.
         requirements.append(_LookRequirement(0.0, 2 * level.noise))

@@ -69,8 +69,9 @@ class GateSource:
     now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about
     `look_seconds` per look. Both numbers are None if unknown.
 
-    For a history, `comparisons` has only the changes, and `newest` has the latest state of each series. `unchanged` has
-    the figures of all series, so that a thresholds rule that matches only unchanged figures is not reported as unused.
+    For a history, `comparisons` has only the changes, and `series_states` has the latest state of each series.
+    `unchanged_figures` has the figures of all series, so that a thresholds rule that matches only unchanged figures is
+    not reported as unused.
     """
 
     title: str
@@ -79,9 +80,9 @@ class GateSource:
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    remeasurement: Remeasurement = Remeasurement.AGAIN
-    newest: tuple[SeriesState, ...] = ()
-    unchanged: tuple[Comparison, ...] = ()
+    remeasurement: Remeasurement = Remeasurement.MEASURED_AGAIN
+    series_states: tuple[SeriesState, ...] = ()
+    unchanged_figures: tuple[Comparison, ...] = ()
     duel: Duel | None = None
     lost_cases: frozenset[str] = frozenset()
     budget: float | None = None
@@ -115,8 +116,8 @@ def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, ob
     """
     figures = judge_first_look(source.comparisons, rules)
     remeasurement = source.remeasurement if rerun and source.confirm is not None else Remeasurement.NONE
-    if source.newest:
-        limits = history_detection_limits(source.newest, rules, len(figures), remeasurement)
+    if source.series_states:
+        limits = history_detection_limits(source.series_states, rules, len(figures), remeasurement)
     else:
         limits = detection_limits(figures, remeasurement)
     if not source.problem:
@@ -124,7 +125,7 @@ def judge_comparisons(source: GateSource, rules: ThresholdRules, rerun: bool, ob
         figures = mark_undetectable(settled_figures, limits, source.lost_cases)
         changed_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable(
-            judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost_cases
+            judge_first_look([series.comparison for series in source.series_states], rules), limits, source.lost_cases
         )
         figures += tuple(
             figure
@@ -314,7 +315,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         (*compared.comparisons, *interrupted_cases),
         partial(_remeasure_suspects, compared, Remeasurer(store, observer)),
         tuple(notes),
-        remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.AGAIN,
+        remeasurement=Remeasurement.DUEL if can_duel else Remeasurement.MEASURED_AGAIN,
         lost_cases=frozenset(lost_cases),
         budget=newest_run.request.budget,
     )

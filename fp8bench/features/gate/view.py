@@ -85,7 +85,7 @@ def _add_test_suite(
             ET.SubElement(test_element, outcome_tag, message=figure.why or figure.outcome.value)
         elif outcome_tag is not None:
             ET.SubElement(test_element, outcome_tag, message=summary, type=figure.outcome.value).text = details
-        elif figure.outcome is not GateOutcome.FINE:
+        elif figure.outcome is not GateOutcome.WITHIN_THRESHOLD:
             ET.SubElement(test_element, "system-out").text = f"{summary}\n{details}"
 
 
@@ -226,10 +226,10 @@ class ReviewStatus(StrEnum):
     """The outcome with which the comment on a pull request begins. If several apply, the first one in this order is
     shown."""
 
-    QUALITY = "quality blocked"
+    QUALITY_BLOCKED = "quality blocked"
     REGRESSION = "regression"
-    INFRASTRUCTURE = "infrastructure error"
-    MISMATCH = "recipe mismatch"
+    INFRASTRUCTURE_ERROR = "infrastructure error"
+    RECIPE_MISMATCH = "recipe mismatch"
     SUSPECTED = "suspected"
     CANNOT_TELL = "CANNOT TELL"
     PASS = "no regression"
@@ -239,10 +239,13 @@ class ReviewStatus(StrEnum):
 # largest threshold of a time. {quality} says why the change is blocked: numbers became worse, or a case fails on head
 # alone.
 CODE_AND_TEXT_BY_STATUS = {
-    ReviewStatus.QUALITY: (EXIT_REGRESSION, ": {quality}"),
+    ReviewStatus.QUALITY_BLOCKED: (EXIT_REGRESSION, ": {quality}"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
-    ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and may be good or bad"),
-    ReviewStatus.MISMATCH: (EXIT_BASELINE, ": base and head do not do the same work, so that figures do not compare"),
+    ReviewStatus.INFRASTRUCTURE_ERROR: (EXIT_FAILED, ": the change could not be measured, and may be good or bad"),
+    ReviewStatus.RECIPE_MISMATCH: (
+        EXIT_BASELINE,
+        ": base and head do not do the same work, so that figures do not compare",
+    ),
     ReviewStatus.SUSPECTED: (EXIT_BASELINE, ": head may be worse, which is neither confirmed nor shown to be absent"),
     ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, ": head may be slower by {threshold}, unseen in this noise"),
     ReviewStatus.PASS: (EXIT_OK, " above {threshold}"),
@@ -278,20 +281,20 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
     causes: list[str] = []
     for figure in verdict.of(GateOutcome.REGRESSION):
         is_numeric = spec_of(figure.comparison.metric).of_workload
-        status = ReviewStatus.QUALITY if is_numeric else ReviewStatus.REGRESSION
+        status = ReviewStatus.QUALITY_BLOCKED if is_numeric else ReviewStatus.REGRESSION
         reasons_by_status[status].append(_summarize_change(figure))
         if is_numeric and not causes:
             causes.append("numbers became worse")
-    if ReviewStatus.QUALITY in unequal_status.values():
+    if ReviewStatus.QUALITY_BLOCKED in unequal_status.values():
         causes.append("a case fails on head alone")
     # 3. Cases that failed, and duels that were impossible.
     for figure in verdict.of(GateOutcome.FAILED):
         if unequal_status.get(figure.comparison.case) is None:
-            reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(f"{figure.comparison.case}: {figure.why}")
+            reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(f"{figure.comparison.case}: {figure.why}")
     if verdict.problem and not any(unequal_status.values()):
-        reasons_by_status[ReviewStatus.INFRASTRUCTURE].append(verdict.problem)
+        reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(verdict.problem)
     if IDLE_NOTE in duel.notes:
-        reasons_by_status[ReviewStatus.MISMATCH].append(IDLE_NOTE)
+        reasons_by_status[ReviewStatus.RECIPE_MISMATCH].append(IDLE_NOTE)
     # 4. Figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
@@ -319,11 +322,11 @@ def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
     """
     failed_records = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed_records) == 2 or any(not record.detail for record in failed_records):
-        return ReviewStatus.INFRASTRUCTURE
+        return ReviewStatus.INFRASTRUCTURE_ERROR
     if failed_records:
-        return ReviewStatus.QUALITY if result.after in failed_records else ReviewStatus.MISMATCH
+        return ReviewStatus.QUALITY_BLOCKED if result.after in failed_records else ReviewStatus.RECIPE_MISMATCH
     levels = {result.before.support.level, result.after.support.level}
-    return None if (result.sessions or result.is_refused_by_both) and len(levels) == 1 else ReviewStatus.MISMATCH
+    return None if (result.sessions or result.is_refused_by_both) and len(levels) == 1 else ReviewStatus.RECIPE_MISMATCH
 
 
 def _summarize_change(figure: JudgedFigure) -> str:

@@ -33,28 +33,30 @@ _STEP_MARGIN = 2.0
 
 @dataclass(frozen=True)
 class LineDraws:
-    """A fitted line: `point` has the coefficients a and b, and `draws` those of each resample (resamples, 2).
+    """A fitted line: `point` has the coefficients a and b, and `resampled_coefficients` those of each resample
+    (resamples, 2).
 
-    `above` has the seconds by which the time at each measured context exceeds the line. `off` is the largest such
-    distance, relative to the time. `measured` has the seconds of each resample at the measured contexts.
+    `seconds_above` has the seconds by which the time at each measured context exceeds the line. `largest_error` is the
+    largest such distance, relative to the time. `resampled_seconds` has the seconds of each resample at the measured
+    contexts.
     """
 
     point: Floats
-    draws: Floats
-    off: float
-    above: Floats
-    measured: Floats
+    resampled_coefficients: Floats
+    largest_error: float
+    seconds_above: Floats
+    resampled_seconds: Floats
 
     @property
     def line(self) -> TimeLine:
-        low, high = np.quantile(self.draws, _INTERVAL_QUANTILES, axis=0)
+        low, high = np.quantile(self.resampled_coefficients, _INTERVAL_QUANTILES, axis=0)
         point_and_bounds = np.stack((self.point, low, high), 1).tolist()
         a, b = (Interval(point, lower, upper, LEVEL) for point, lower, upper in point_and_bounds)
-        return TimeLine(a, b, self.off)
+        return TimeLine(a, b, self.largest_error)
 
     def at(self, context_lengths: Floats) -> Floats:
         """Returns the seconds of each resample at these contexts: (resamples, contexts)."""
-        seconds: Floats = self.draws[:, :1] + self.draws[:, 1:] * context_lengths
+        seconds: Floats = self.resampled_coefficients[:, :1] + self.resampled_coefficients[:, 1:] * context_lengths
         return seconds
 
 
@@ -114,7 +116,7 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
     step_seconds = _estimate_step_seconds(arm, reference, measured_contexts, grid)
     line_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
-    measured_signs = _certain_signs(arm.measured - reference.measured, 0.0)
+    measured_signs = _certain_signs(arm.resampled_seconds - reference.resampled_seconds, 0.0)
     first, last = (
         bool(line_signs[end] > 0) if line_signs[end] and measured_signs[end] != -line_signs[end] else None
         for end in (0, -1)
@@ -159,7 +161,7 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, 
     is added.
     """
     expected_seconds = reference.point[0] + reference.point[1] * measured
-    relative_distances = (arm.above - reference.above) / expected_seconds
+    relative_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
     seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
     reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
     measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds

@@ -235,7 +235,7 @@ def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
             sizes[name] = types.whole(whole_number(1, 1 << 30))(options.pop(name))
         precision = options.pop("dtype", planned.precision)
         checkpointing = Checkpointing(options.pop("checkpointing", planned.checkpointing))
-        local_sequences = sizes["batch"] * layout.inner / layout.gpus
+        local_sequences = sizes["batch"] * layout.gpus_per_sequence / layout.gpus
         micro_batches = sizes["micro-batches"] or (int(local_sequences) if layout.pipeline > 1 else 1)
         is_even = local_sequences == int(local_sequences) > 0 and not local_sequences % micro_batches
         if options or not is_even or precision not in ("bf16", "fp8") or not 0 < pace < math.inf:

@@ -54,20 +54,20 @@ class DecoderModel:
         return self.block_products + 2 * self.width
 
     @property
-    def ends(self) -> int:
+    def embedding_weights(self) -> int:
         """The number of weights of the embedding, which is also that of the head."""
         return self.vocabulary * self.width
 
     @property
     def weights(self) -> int:
-        return self.layers * self.block + (1 if self.tied else 2) * self.ends + self.width
+        return self.layers * self.block + (1 if self.tied else 2) * self.embedding_weights + self.width
 
     def stage_weights(self, pipeline: int) -> int:
         """Returns the number of weights in the largest stage of a `pipeline`. Embedding and head are in different
         stages.
         """
         matrices_in_stage = 1 if self.tied or pipeline > 1 else 2
-        return -(-self.layers // pipeline) * self.block + matrices_in_stage * self.ends
+        return -(-self.layers // pipeline) * self.block + matrices_in_stage * self.embedding_weights
 
     def attention_flops(self, sequence: int) -> float:
         """Returns the FLOPs per token of attention's two products, in all layers: the scores, and the scores times
@@ -94,10 +94,10 @@ class ParallelLayout:
 
     @property
     def gpus(self) -> int:
-        return self.copies * self.shards * self.inner
+        return self.copies * self.shards * self.gpus_per_sequence
 
     @property
-    def inner(self) -> int:
+    def gpus_per_sequence(self) -> int:
         """The number of GPUs that work on the same sequences."""
         return self.tensor * self.pipeline * self.context
 
@@ -243,7 +243,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     else:
         # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
         # full gradients of one block twice: in bf16, and in the format in which they are sent.
-        weights = 2 * state_bytes.resident * model.block + _BF16_BYTES * model.ends
+        weights = 2 * state_bytes.resident * model.block + _BF16_BYTES * model.embedding_weights
         gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
     # 2. Master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
@@ -375,7 +375,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
 
 
 def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: StepPace) -> float:
-    return load.local * load.sequence / pace.step / layout.inner
+    return load.local * load.sequence / pace.step / layout.gpus_per_sequence
 
 
 def _product_seconds(
@@ -388,7 +388,7 @@ def _product_seconds(
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
     blocks = 2.0 * model.layers * model.block_products / topology.rate(load.precision)
-    head_seconds = 2.0 * model.ends / topology.bf16
+    head_seconds = 2.0 * model.embedding_weights / topology.bf16
     attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE)
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
     tokens_per_gpu = tokens / (layout.tensor * layout.pipeline)

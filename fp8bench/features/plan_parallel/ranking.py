@@ -42,30 +42,30 @@ _MIN_RATE, _MAX_RATE, _HALVINGS = 1e9, 1e18, 60
 class LayoutKind(StrEnum):
     """Kinds of layouts. Within one kind, the errors of predicted paces are similar."""
 
-    DATA = "DDP or FSDP"
-    MODEL = "TP or PP"
-    CONTEXT = "CP"
-    NARROW = "TP on products narrower than 1024"
+    DATA_PARALLEL = "DDP or FSDP"
+    MODEL_PARALLEL = "TP or PP"
+    CONTEXT_PARALLEL = "CP"
+    NARROW_PRODUCTS = "TP on products narrower than 1024"
 
 
 def layout_kind(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
     if layout.tensor > 1 and model.width / layout.tensor < _NARROW_WIDTH:
-        return LayoutKind.NARROW
+        return LayoutKind.NARROW_PRODUCTS
     if layout.context > 1:
-        return LayoutKind.CONTEXT
-    return LayoutKind.MODEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA
+        return LayoutKind.CONTEXT_PARALLEL
+    return LayoutKind.MODEL_PARALLEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA_PARALLEL
 
 
 # The largest error of a pace predicted from another training on the same machine, with each of 8 published machines
 # held out in turn. Keys are the kind of the measured training, the predicted kind, and whether their dtypes agree.
 # Other pairs of kinds have too few machines for a band.
 HELD_OUT_ERRORS = {
-    (LayoutKind.DATA, LayoutKind.DATA, True): 0.24,
-    (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
-    (LayoutKind.DATA, LayoutKind.MODEL, True): 0.20,
-    (LayoutKind.DATA, LayoutKind.CONTEXT, True): 0.29,
-    (LayoutKind.MODEL, LayoutKind.DATA, True): 0.26,
-    (LayoutKind.CONTEXT, LayoutKind.DATA, True): 0.40,
+    (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, True): 0.24,
+    (LayoutKind.DATA_PARALLEL, LayoutKind.DATA_PARALLEL, False): 0.28,
+    (LayoutKind.DATA_PARALLEL, LayoutKind.MODEL_PARALLEL, True): 0.20,
+    (LayoutKind.DATA_PARALLEL, LayoutKind.CONTEXT_PARALLEL, True): 0.29,
+    (LayoutKind.MODEL_PARALLEL, LayoutKind.DATA_PARALLEL, True): 0.26,
+    (LayoutKind.CONTEXT_PARALLEL, LayoutKind.DATA_PARALLEL, True): 0.40,
 }
 HELD_OUT_TEXT = (
     "622 paces predicted from one training on the same machine, with each of 8 machines held out in turn, were off by "
@@ -256,7 +256,7 @@ def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) ->
     """Returns the fastest plan that fits, over all numbers of micro-batches. If no plan fits, returns the one with
     the most micro-batches.
     """
-    local_sequences = question.batch * layout.inner // question.gpus
+    local_sequences = question.batch * layout.gpus_per_sequence // question.gpus
     options = [_predict_plan(question, layout, local_sequences, count) for count in _list_divisors(local_sequences)]
     fitting_plans = [option for option in options if option.fits]
     return max(fitting_plans, key=lambda plan: plan.tokens) if fitting_plans else options[-1]

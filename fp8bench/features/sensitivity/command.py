@@ -158,8 +158,8 @@ _VERDICT_TONES = {
     LossVerdict.FAILED: Tone.BAD,
     LossVerdict.WORSE: Tone.BAD,
     LossVerdict.BETTER: Tone.GOOD,
-    LossVerdict.NOISE: Tone.DOUBT,
-    LossVerdict.UNKNOWN: Tone.DOUBT,
+    LossVerdict.WITHIN_NOISE: Tone.DOUBT,
+    LossVerdict.NOISE_UNKNOWN: Tone.DOUBT,
 }
 
 
@@ -229,7 +229,7 @@ def _show_format_error(study: Study, form: str, trial: LayerTrial) -> str:
 
 def _candidates_table(study: Study) -> Table:
     def verdict(trial: LayerTrial) -> Field:
-        if study.keeps(trial):
+        if study.keeps_loss(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
         if trial.failure:
             return Field("failed", tone=Tone.BAD)
@@ -326,6 +326,6 @@ def _table_row(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
         "gradient_error": trial.gradient_error,
         "says": "" if trial.form else study.verdict(trial).value,
         "format": trial.form,
-        "keeps_loss": study.keeps(trial) if part == "candidate" else None,
+        "keeps_loss": study.keeps_loss(trial) if part == "candidate" else None,
         "failure": trial.failure,
     }

@@ -194,20 +194,20 @@ _ALL_LAYERS = "all layers"
 class StudyRunner:
     """Runs one training after the other in the worker, and adds each to `study`.
 
-    `low` and `reference` are the cases in which all layers have the low or the reference precision. `high` is the
-    precision of those layers that the suite keeps in high precision by default.
+    `low_case` and `reference_case` are the cases in which all layers have the low or the reference precision.
+    `high_mode` is the precision of those layers that the suite keeps in high precision by default.
     """
 
     study: Study
-    low: Case
-    reference: Case
+    low_case: Case
+    reference_case: Case
     layers: tuple[Layer, ...]
-    high: str
+    high_mode: str
     facts: DeviceFacts
     work: Work
     limits: Limits
     worker: Worker
-    done: int = 0
+    finished_count: int = 0
 
     def add(self, **changes: Any) -> None:
         self.study = replace(self.study, **changes)
@@ -222,8 +222,8 @@ class StudyRunner:
         training_count = 1 + WEIGHT_DRAWS + len(groups) + 1
 
         def train_trial(description: str, trial: LayerTrial, gradients: bool = False, number: int = 0) -> LayerTrial:
-            report_progress(self.done, training_count + number, "trainings", f"training with {description}")
-            self.done += 1
+            report_progress(self.finished_count, training_count + number, "trainings", f"training with {description}")
+            self.finished_count += 1
             return self._train(trial, gradients)
 
         self.add(baseline=train_trial("the reference", self.study.baseline))
@@ -236,14 +236,14 @@ class StudyRunner:
             self._try_formats(report_progress)
             return
         for name, kind, names in groups:
-            precision, layer_map = self._lower_one(name, names, self.low.precision)
+            precision, layer_map = self._lower_one(name, names, self.low_case.precision)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.append("probes", train_trial(f"{name} low", trial, gradients=True))
         for number, (name, low_layers) in enumerate(self._yield_candidates()):
-            trial = LayerTrial(name, "", self.low.precision, self._lower_layers(low_layers), low_layers)
+            trial = LayerTrial(name, "", self.low_case.precision, self._lower_layers(low_layers), low_layers)
             gradients = number == 0 or self.study.gradient_tolerance is not None
             self.append("candidates", train_trial(name, trial, gradients, number))
-            if self.study.keeps(self.study.candidates[-1]):
+            if self.study.keeps_loss(self.study.candidates[-1]):
                 return
 
     def _try_formats(self, report_progress: Tell) -> None:
@@ -257,14 +257,14 @@ class StudyRunner:
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
             self.append("probes", self._measure_gradients(trial))
         names = tuple(layer.name for layer in self.layers)
-        defaults = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
+        defaults = {layer.name: self.high_mode if layer.high else self.low_case.precision for layer in self.layers}
         formats_by_layer = {
             "the proposed formats": self.study.proposed_formats,
             "every layer": dict.fromkeys(names, self.study.low),
         }
         for name, by_layer in formats_by_layer.items():
             report_progress(trial_count, trial_count, "formats", f"training with {name}")
-            trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, defaults), names)
+            trial = LayerTrial(name, "", self.low_case.precision, shorten_map(self.layers, by_layer, defaults), names)
             self.append("candidates", self._train(trial, gradients=True))
 
     def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -281,15 +281,15 @@ class StudyRunner:
     def _lower_one(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
         """Returns the precision and the map with which only `key`, the name of one layer or kind, has the given
         mode. `names` are its layers."""
-        reference = self.reference.precision
+        reference = self.reference_case.precision
         if reference != UNTOUCHED:
             return reference, make_map_of_one(self.layers, key, names, (mode, reference))
         # An unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
         # unchanged.
-        return mode, make_map(self.layers, names, (mode, reference), self.high)
+        return mode, make_map(self.layers, names, (mode, reference), self.high_mode)
 
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
-        return make_map(self.layers, names, (self.low.precision, self.reference.precision), self.high)
+        return make_map(self.layers, names, (self.low_case.precision, self.reference_case.precision), self.high_mode)
 
     def _train(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
         """Returns the trial with its losses, or with the reason why the training failed."""
@@ -305,7 +305,7 @@ class StudyRunner:
     def _measure_gradients(self, trial: LayerTrial) -> LayerTrial:
         """Returns the trial with the error of its first gradients, or with the reason why the error is missing."""
         try:
-            error = self._limited_worker.gradient_error(self._make_case(trial), self.reference, self.facts)
+            error = self._limited_worker.gradient_error(self._make_case(trial), self.reference_case, self.facts)
         except WorkerError as fault:
             return self._mark_failure(trial, fault)
         return replace(trial, gradient_error=error)
@@ -318,7 +318,7 @@ class StudyRunner:
         )
 
     def _make_case(self, trial: LayerTrial) -> Case:
-        return replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
+        return replace(self.low_case, precision=trial.precision, precision_map=trial.precision_map)
 
     def _mark_failure(self, trial: LayerTrial, error: WorkerError) -> LayerTrial:
         if not (isinstance(error, WorkerFault) and error.out_of_memory):

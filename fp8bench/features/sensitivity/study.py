@@ -45,9 +45,9 @@ class LossVerdict(StrEnum):
 
     FAILED = "failed"
     WORSE = "worse"
-    NOISE = "within the noise"
+    WITHIN_NOISE = "within the noise"
     BETTER = "better"
-    UNKNOWN = "noise unknown"
+    NOISE_UNKNOWN = "noise unknown"
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class Study:
             return LossVerdict.FAILED
         # If the noise is unknown, even a tiny gap would be called worse.
         if self.noise is None:
-            return LossVerdict.UNKNOWN
+            return LossVerdict.NOISE_UNKNOWN
         if abs(gap) <= self.noise:
-            return LossVerdict.NOISE
+            return LossVerdict.WITHIN_NOISE
         return LossVerdict.WORSE if gap > 0 else LossVerdict.BETTER
 
     @property
@@ -154,7 +154,7 @@ class Study:
 
         return tuple(sorted(self.probes, key=sort_key, reverse=True))
 
-    def keeps(self, trial: LayerTrial) -> bool:
+    def keeps_loss(self, trial: LayerTrial) -> bool:
         gap, error, max_error = self.gap(trial), trial.gradient_error, self.gradient_tolerance
         # A NaN fails each of these comparisons, so it never counts as small.
         has_small_error = max_error is None or (error is not None and error <= max_error)
@@ -169,7 +169,7 @@ class Study:
             return False
         trials = (*self.probes, *self.candidates)
         # Choosing among maps that do not differ would be arbitrary.
-        return bool(trials) and all(self.verdict(trial) is LossVerdict.NOISE for trial in trials)
+        return bool(trials) and all(self.verdict(trial) is LossVerdict.WITHIN_NOISE for trial in trials)
 
     def format_errors(self, layer: str) -> dict[str, float]:
         """Returns the error of the first gradients with the layer in each format, without formats that failed."""
@@ -200,7 +200,7 @@ class Study:
         """The candidate with the most layers in low precision that keeps the loss. None if no candidate does, or if
         the noise hides the gaps.
         """
-        return None if self.is_undecided else next(filter(self.keeps, self.candidates), None)
+        return None if self.is_undecided else next(filter(self.keeps_loss, self.candidates), None)
 
 
 def averaged_steps(steps: int) -> int:

@@ -51,11 +51,11 @@ TINY, WHOLE = {"gemm": 500, "optimizer_step": 9500}, {"unattributed": 8000}
         ("amdahl", group(fp8=FP8), RuleOutcome.YES),
         # An emulation does not show how fast products are, and 5% of a step is too little anyway.
         ("amdahl", group(bf16=TINY, level=Level.EMULATED, fp8=TINY), RuleOutcome.NO),
-        ("amdahl", group(level=Level.EMULATED, fp8=FP8), RuleOutcome.UNKNOWN),
+        ("amdahl", group(level=Level.EMULATED, fp8=FP8), RuleOutcome.NOT_MEASURED),
         # A compiled step has no phase of casts.
-        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.UNKNOWN),
-        ("casts", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.UNKNOWN),
-        ("memory", group(fp8=FP8), RuleOutcome.UNKNOWN),
+        ("amdahl", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.NOT_MEASURED),
+        ("casts", group(bf16=WHOLE, fp8=WHOLE), RuleOutcome.NOT_MEASURED),
+        ("memory", group(fp8=FP8), RuleOutcome.NOT_MEASURED),
         *(
             ("casts", group(fp8={**BF16, "gemm": gemm, "cast": cast}), expected)
             for gemm, cast, expected in (
@@ -93,7 +93,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     unprofiled = advise([lead, case])
     assert (
         "--shares tells them" in answer(unprofiled, "amdahl").figure
-        and answer(unprofiled, "casts").met is RuleOutcome.UNKNOWN
+        and answer(unprofiled, "casts").met is RuleOutcome.NOT_MEASURED
     )
 
 
@@ -101,7 +101,7 @@ def test_the_suggested_command_of_a_profile_is_a_profile() -> None:
     make = {"make": "my_pkg:make", "pass": "training", "optimizer": "adamw", "compile": "no"}
     forward = {**make, "pass": "forward", "optimizer": "none"}
     training = group(make, workload="model", fp8=FP8)
-    measures = {each.rule: each.measure for each in advise(training).answers if each.met is RuleOutcome.UNKNOWN}
+    measures = {each.rule: each.measure for each in advise(training).answers if each.met is RuleOutcome.NOT_MEASURED}
     assert measures["layers"] == "fp8bench sensitivity my_pkg:make --dtype fp8"
     assert measures["learns"] == "fp8bench train my_pkg:make --dtypes bf16,fp8 --seeds 5"
     alone = answer(advise(group(forward, workload="model", fp8=FP8)), "memory").measure
@@ -139,7 +139,7 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     saved = answer(advise([reference, record("fp8", FP8, memory=smaller)]), "memory")
     assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
     assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is RuleOutcome.YES
-    assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is RuleOutcome.UNKNOWN
+    assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is RuleOutcome.NOT_MEASURED
 
 
 def study(*gaps: float) -> Study:
@@ -174,7 +174,7 @@ def study(*gaps: float) -> Study:
 
 
 @for_each(
-    ("gaps", "expected"), [((0.005,), RuleOutcome.YES), ((0.1, 0.005), RuleOutcome.NO), ((), RuleOutcome.UNKNOWN)]
+    ("gaps", "expected"), [((0.005,), RuleOutcome.YES), ((0.1, 0.005), RuleOutcome.NO), ((), RuleOutcome.NOT_MEASURED)]
 )
 def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expected: RuleOutcome) -> None:
     assert met("layers", group(fp8=FP8), studies=(study(*gaps),)) is expected
@@ -186,7 +186,7 @@ def test_a_study_names_the_layers_that_stay_high(gaps: tuple[float, ...], expect
     unit = advise(group(fp8_unit=FP8), studies=(study(*gaps),)).answers
     assert unit and not [each for each in unit if each.rule == "layers"], "no layer of it can stand in another model"
     other = replace(study(*gaps), params=(("size", "nano"),))
-    assert met("layers", group(fp8=FP8), studies=(other,)) is RuleOutcome.UNKNOWN
+    assert met("layers", group(fp8=FP8), studies=(other,)) is RuleOutcome.NOT_MEASURED
 
 
 ADOPT, ROUTE, NOTHING = AdviceKind
@@ -388,9 +388,9 @@ def test_different_reasons_give_separate_advice() -> None:
     assert len(pieces) == 4
     assert all(reason in str(piece) for reason, piece in zip(reasons, pieces, strict=True))
     assert [each.met for each in advised.answers if each.rule == "errors"] == [
-        RuleOutcome.UNKNOWN,
+        RuleOutcome.NOT_MEASURED,
         RuleOutcome.NO,
-        *2 * [RuleOutcome.UNKNOWN],
+        *2 * [RuleOutcome.NOT_MEASURED],
     ]
 
 
@@ -398,7 +398,7 @@ def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
     lead, case = group(fp8=FP8)
     labelled = {case.case.id: Finding(case.case, Verdict.UNSURE, ratio=HALF, hard=(Label.FALLBACK,))}
     advised = advise_on(AdviceBasis(run([lead, case]), labelled))
-    assert answer(advised, "amdahl").met is RuleOutcome.UNKNOWN
+    assert answer(advised, "amdahl").met is RuleOutcome.NOT_MEASURED
 
 
 @for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])

@@ -89,9 +89,9 @@ def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
     )
     sums = sum_like_hopper_units(a.elements, b.elements).float() * (a.scales * b.scales)
     for hopper in (True, False):
-        verdict = ExpectedProduct(a, b, hopper=hopper).judge(sums)
+        verdict = ExpectedProduct(a, b, accepts_hopper_sums=hopper).judge(sums)
         assert (verdict.code == "short-sums" and "Hopper" in verdict.why and verdict.is_remark) is hopper
-    assert ExpectedProduct(a, b, hopper=True).judge(sums * (1 - 2.0**-7)).has_failed
+    assert ExpectedProduct(a, b, accepts_hopper_sums=True).judge(sums * (1 - 2.0**-7)).has_failed
 
 
 def cast(x: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:

@@ -379,7 +379,11 @@ def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None
     def compare(bound: float, card: str = "H200", power: float | None = 500, run: Run = run) -> ClaimAnswer:
         return answer_from_run(replace(claim, bound=(bound,), card=card, power=power), run)
 
-    assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [Answer.WITHIN, Answer.ABOVE, Answer.BELOW]
+    assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [
+        Answer.WITHIN_RANGE,
+        Answer.ABOVE_RANGE,
+        Answer.BELOW_RANGE,
+    ]
     other = compare(2 * value, "H100")
     assert other.answer is Answer.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
     shown = " ".join(render(render_answers([other, other])).split())
@@ -499,7 +503,7 @@ def evidence(tmp_path: Path) -> Path:
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
     answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
     write_folder(tmp_path / "evidence", file, answers, kept)
-    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {AnswerStanding.HOLDS}
+    assert {standing for standing, _ in standings(tmp_path / "evidence").values()} == {AnswerStanding.ANSWER_HOLDS}
     return tmp_path / "evidence"
 
 
@@ -513,7 +517,10 @@ def test_the_committed_answers_follow_from_the_committed_runs() -> None:
     open_ids = {answer["id"] for answer in answers if answer["answer"] == Answer.CANNOT_TELL}
     assert len(checked) >= 40 and {*checked} - open_ids
     for name, (standing, why) in checked.items():
-        assert standing is (AnswerStanding.UNKNOWN if name in open_ids else AnswerStanding.HOLDS), (name, why)
+        assert standing is (AnswerStanding.CANNOT_JUDGE if name in open_ids else AnswerStanding.ANSWER_HOLDS), (
+            name,
+            why,
+        )
     assert load_claims(EVIDENCE / "claims.toml").claims == load_catalogue().claims
 
 
@@ -528,8 +535,8 @@ def test_flipped_bytes_are_named(evidence: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and "line " in checked["nvfp4-finer"][1]
-    assert checked["e4m3-error"][0] is AnswerStanding.HOLDS
+    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and "line " in checked["nvfp4-finer"][1]
+    assert checked["e4m3-error"][0] is AnswerStanding.ANSWER_HOLDS
 
 
 def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
@@ -538,9 +545,9 @@ def test_dropped_rows_and_missing_runs_are_named(evidence: Path) -> None:
     path.write_bytes(b"".join(lines[:2] + lines[3:]))
     run_of(evidence, "fp8-half-wire").unlink()
     checked = standings(evidence)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and "line" in checked["nvfp4-finer"][1]
+    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and "line" in checked["nvfp4-finer"][1]
     assert checked["fp8-half-wire"] == (
-        AnswerStanding.UNKNOWN,
+        AnswerStanding.CANNOT_JUDGE,
         f"the run {run_of(evidence, 'fp8-half-wire').stem} is not in the folder",
     )
 
@@ -549,7 +556,10 @@ def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
     file = evidence / "claims.toml"
     file.write_text(file.read_text().replace("bound = 312\n", "bound = 494.5\n", 1))
     standing, why = standings(evidence)["tf32-312-h200"]
-    assert standing is AnswerStanding.FAILS and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
+    assert (
+        standing is AnswerStanding.ANSWER_FAILS
+        and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
+    )
     code, out, _ = say("check", str(evidence))
     assert code == 1 and "tf32-312-h200" in out and "3 of 4 stored answers hold" in " ".join(out.split())
     answers = evidence / "answers.json"
@@ -567,7 +577,7 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
     checked = standings(evidence)
     for name, run in (("nvfp4-finer", second.stem), ("e4m3-error", first.stem)):
         assert (
-            checked[name][0] is AnswerStanding.FAILS
+            checked[name][0] is AnswerStanding.ANSWER_FAILS
             and f"it holds the run {run}, so runs were exchanged" in checked[name][1]
         )
 
@@ -593,7 +603,7 @@ def test_edited_parts_of_a_conjunction_are_named(tmp_path: Path) -> None:
     head, name, rest = path.read_text().partition('id = "e5m2-mantissa"')
     path.write_text(head + name + rest.replace('"="', '"<="', 1))
     assert standings(tmp_path / "bits")["fp8-bits"] == (
-        AnswerStanding.FAILS,
+        AnswerStanding.ANSWER_FAILS,
         "its part e5m2-mantissa: relation is <= in claims.toml, but was = when answered",
     )
 
@@ -679,8 +689,10 @@ def test_a_damaged_run_fails_its_answers_alone(evidence: Path, damage: Callable[
     folder = copy_of(evidence)
     damage(run_of(folder, "nvfp4-finer"))
     checked = standings(folder)
-    assert checked["nvfp4-finer"][0] is AnswerStanding.FAILS and words in checked["nvfp4-finer"][1]
-    assert {standing for name, (standing, _) in checked.items() if name != "nvfp4-finer"} == {AnswerStanding.HOLDS}
+    assert checked["nvfp4-finer"][0] is AnswerStanding.ANSWER_FAILS and words in checked["nvfp4-finer"][1]
+    assert {standing for name, (standing, _) in checked.items() if name != "nvfp4-finer"} == {
+        AnswerStanding.ANSWER_HOLDS
+    }
 
 
 def test_folders_that_are_none_are_refused_in_a_sentence(say: Say) -> None:

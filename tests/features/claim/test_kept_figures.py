@@ -35,10 +35,10 @@ def read_page(name: str) -> str:
 def figures() -> dict[str, float]:
     """The recomputed figures by id of claim; every row is checked on the way."""
     checked = check_folder(H200, parse_run_texts)
-    assert [(answer.id, answer.why) for answer in checked if answer.standing is not AnswerStanding.HOLDS] == []
+    assert [(answer.id, answer.why) for answer in checked if answer.standing is not AnswerStanding.ANSWER_HOLDS] == []
     values = {}
     for answer in read_answers(H200).answers:
-        assert answer.answer is Answer.WITHIN and answer.value is not None, answer.row.id
+        assert answer.answer is Answer.WITHIN_RANGE and answer.value is not None, answer.row.id
         (bound,) = answer.row.bound
         digits = len(Decimal(repr(bound)).normalize().as_tuple().digits)
         assert float(f"{answer.value:.{digits}g}") == bound, f"{answer.row.id} is quoted rounded"

@@ -277,8 +277,8 @@ def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tupl
     pair = started({"fp32": Script()})
     for place, worker in enumerate(fakes(pair)):
         worker.modules = before if place < 2 else after
-    pair[0].start = replace(pair[0].start, tree=Path("/old"))
-    pair[1].start = replace(pair[1].start, tree=Path("/new"), commit="abc")
+    pair[0].start = replace(pair[0].start, working_tree=Path("/old"))
+    pair[1].start = replace(pair[1].start, working_tree=Path("/new"), commit="abc")
     return pair
 
 

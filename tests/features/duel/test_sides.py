@@ -77,8 +77,8 @@ def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match="would change two things at once"):
         open_sides(DuelQuestion(against="HEAD", against_self="HEAD"), ()).__enter__()
     with open_sides(DuelQuestion(against="HEAD"), ("suite.py", "some.module")) as (before, after, notes):
-        tree = before.tree
-        assert tree is not None and after.tree == project
+        tree = before.working_tree
+        assert tree is not None and after.working_tree == project
         assert after.paths[1:] == (str(project), str(project / "src"))
         assert before.paths[1:] == (str(tree), str(tree / "src"))
         assert before.imports == (str(tree / "suite.py"), "some.module")

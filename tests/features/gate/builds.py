@@ -156,7 +156,7 @@ def stored(setting: Setting) -> Build:
 
     def of(draw: random.Random, planted: float) -> tuple[bool, DetectionLimit]:
         judged = build(setting, draw, 1 + planted, NO_THRESHOLD)
-        sights = detection_limits(judged, Remeasurement.AGAIN)
+        sights = detection_limits(judged, Remeasurement.MEASURED_AGAIN)
         return _fails(judged[0]), next(sight for sight in sights if sight.case == judged[0].comparison.case)
 
     return of
@@ -171,7 +171,7 @@ def nights(count: int, between: float) -> Build:
             "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
         )
         newest = SeriesState(flat, find_newest_levels([np.exp(logs)])[0])
-        (sight,) = history_detection_limits([newest], (), 0, Remeasurement.AGAIN)
+        (sight,) = history_detection_limits([newest], (), 0, Remeasurement.MEASURED_AGAIN)
         logs[-MIN_LEVEL_LENGTH:] += math.log1p(planted)
         slower = [step for step in find_steps([np.exp(logs)])[0] if step.after > 1.01 * step.before]
         if not slower:

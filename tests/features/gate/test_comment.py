@@ -74,18 +74,18 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
     "refused on both sides": ([case(), case(before=REFUSED, after=REFUSED, sessions=False)], (), ReviewStatus.PASS),
     "slower": ([case(1.3)], (), ReviewStatus.REGRESSION),
     "slower, and another case faster": ([case(0.5, precision="fp8"), case(1.3)], (), ReviewStatus.REGRESSION),
-    "more error": ([case(error=2e-3)], (), ReviewStatus.QUALITY),
-    "faster with more error": ([case(0.5, error=2e-3)], (), ReviewStatus.QUALITY),
+    "more error": ([case(error=2e-3)], (), ReviewStatus.QUALITY_BLOCKED),
+    "faster with more error": ([case(0.5, error=2e-3)], (), ReviewStatus.QUALITY_BLOCKED),
     "less error": ([case(error=5e-4)], (), ReviewStatus.PASS),
-    "head raises": ([case(1.3), case(after=RAISED, sessions=False)], (), ReviewStatus.QUALITY),
-    "base raises": ([case(), case(before=RAISED, sessions=False)], (), ReviewStatus.MISMATCH),
-    "both raise": ([case(), case(before=RAISED, after=RAISED, sessions=False)], (), ReviewStatus.INFRASTRUCTURE),
-    "head's worker is killed": ([case(), case(after=LOST, sessions=False)], (), ReviewStatus.INFRASTRUCTURE),
+    "head raises": ([case(1.3), case(after=RAISED, sessions=False)], (), ReviewStatus.QUALITY_BLOCKED),
+    "base raises": ([case(), case(before=RAISED, sessions=False)], (), ReviewStatus.RECIPE_MISMATCH),
+    "both raise": ([case(), case(before=RAISED, after=RAISED, sessions=False)], (), ReviewStatus.INFRASTRUCTURE_ERROR),
+    "head's worker is killed": ([case(), case(after=LOST, sessions=False)], (), ReviewStatus.INFRASTRUCTURE_ERROR),
     "slower, and a worker is killed": ([case(1.3), case(after=LOST, sessions=False)], (), ReviewStatus.REGRESSION),
-    "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.MISMATCH),
-    "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.MISMATCH),
+    "other work": ([case(), case(before=VERSIONS, after=VERSIONS, sessions=False)], (), ReviewStatus.RECIPE_MISMATCH),
+    "emulated on one side": ([case(after={"level": Level.EMULATED})], (), ReviewStatus.RECIPE_MISMATCH),
     "noise as large as the threshold": ([case(spread=0.1)], (), ReviewStatus.CANNOT_TELL),
-    "neither side has loaded the code": ([case()], (IDLE_NOTE,), ReviewStatus.MISMATCH),
+    "neither side has loaded the code": ([case()], (IDLE_NOTE,), ReviewStatus.RECIPE_MISMATCH),
 }  # fmt: skip
 
 
@@ -96,7 +96,7 @@ def test_the_comment_begins_with_the_outcome(name: str) -> None:
     reviewed = review_duel(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
-    if expected is ReviewStatus.QUALITY:
+    if expected is ReviewStatus.QUALITY_BLOCKED:
         cause = "a case fails on head alone" if name == "head raises" else "numbers became worse"
         assert reviewed.headline == f"quality blocked: {cause}"
     text = render_comment(reviewed, verdict, duel, "fp8bench gate")
@@ -123,7 +123,7 @@ def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
         "duel", (make_failed_comparison("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),)
     )
     for unfinished in (judge_comparisons(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
-        assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
+        assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE_ERROR
     assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
         CODE_AND_TEXT_BY_STATUS
     ) == list(ReviewStatus)

@@ -103,18 +103,18 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
 @for_each(
     ("change", "outcome"),
     [
-        (figure(1.0), GateOutcome.FINE),
+        (figure(1.0), GateOutcome.WITHIN_THRESHOLD),
         (figure(0.9), GateOutcome.BETTER),
-        (figure(1.04), GateOutcome.FINE),
+        (figure(1.04), GateOutcome.WITHIN_THRESHOLD),
         (figure(1.06), GateOutcome.SUSPECTED),
         (figure(1.06, direction=Direction.UNSURE), GateOutcome.OPEN),
-        (figure(2.0, before=1e-6, after=2e-6), GateOutcome.FINE),
+        (figure(2.0, before=1e-6, after=2e-6), GateOutcome.WITHIN_THRESHOLD),
         (figure(1.06, p_value=0.03), GateOutcome.OPEN),
         (stored(1.04), GateOutcome.OPEN),
         (stored(1.06), GateOutcome.SUSPECTED),
         (stored(1.2), GateOutcome.SUSPECTED),
         (stored(1.06, ratio=Interval(1.06, 0.95, 1.2, 0.99)), GateOutcome.OPEN),
-        (exact(1.01), GateOutcome.FINE),
+        (exact(1.01), GateOutcome.WITHIN_THRESHOLD),
         (exact(1.03), GateOutcome.SUSPECTED),
         (figure(1.0, direction=Direction.NONE, before=None), GateOutcome.NONE),
         (figure(1.0, direction=Direction.NONE, failed=True), GateOutcome.FAILED),
@@ -304,7 +304,9 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def sights(
-    *figures: Comparison, remeasurement: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
+    *figures: Comparison,
+    remeasurement: Remeasurement = Remeasurement.MEASURED_AGAIN,
+    rules: tuple[ThresholdRule, ...] = (),
 ) -> tuple[DetectionLimit, ...]:
     return detection_limits(judge_first_look(figures, rules), remeasurement)
 
@@ -373,7 +375,9 @@ FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", 
 def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLimit:
     """A series with this noise and number of nights."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
-    (sight,) = history_detection_limits([SeriesState(replace(FLAT, metric=metric), level)], (), 0, Remeasurement.AGAIN)
+    (sight,) = history_detection_limits(
+        [SeriesState(replace(FLAT, metric=metric), level)], (), 0, Remeasurement.MEASURED_AGAIN
+    )
     return sight
 
 
@@ -432,7 +436,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
 @for_each(
     ("change", "outcome", "why"),
     [
-        (figure(1.0, noise=DUEL), GateOutcome.FINE, ""),
+        (figure(1.0, noise=DUEL), GateOutcome.WITHIN_THRESHOLD, ""),
         (figure(0.9, noise=DUEL), GateOutcome.BETTER, ""),
         # Too much noise, an interval beyond the threshold, and no interval.
         (

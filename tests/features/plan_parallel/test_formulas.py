@@ -133,7 +133,8 @@ def test_formulas_obey_basic_laws(shards: int, tensor: int, pipeline: int, level
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
     found = predict_memory(SMALL, layout, replace(load, checkpointing=level))
     assert (
-        found.states * shards * tensor * pipeline >= LOAD.state_bytes.total * (SMALL.weights - SMALL.ends - 64) * 0.99
+        found.states * shards * tensor * pipeline
+        >= LOAD.state_bytes.total * (SMALL.weights - SMALL.embedding_weights - 64) * 0.99
     )
     more = predict_memory(SMALL, replace(layout, shards=2 * shards), load)
     assert more.states == found.states / 2 and more.kept == predict_memory(SMALL, layout, load).kept
@@ -168,11 +169,11 @@ def test_copies_and_traffic_of_fp8_lm_equal_a_count_by_hand() -> None:
     """
     load = replace(LOAD, precision="fp8", states="fp8-lm")
     assert predict_memory(SMALL, ParallelLayout(), load).gathered == 2 * (SMALL.weights - 64)
-    stage = 2 * SMALL.block + SMALL.ends
+    stage = 2 * SMALL.block + SMALL.embedding_weights
     pipelined = predict_memory(SMALL, ParallelLayout(pipeline=2), replace(load, micro_batches=2))
     assert pipelined.gathered == (2 + 1) * stage
     sharded = predict_memory(SMALL, ParallelLayout(shards=4), load)
-    assert sharded.gathered == 2 * 2 * SMALL.block + 2 * SMALL.ends + (2 + 1) * SMALL.block
+    assert sharded.gathered == 2 * 2 * SMALL.block + 2 * SMALL.embedding_weights + (2 + 1) * SMALL.block
     sent = predict_pace(SMALL, ParallelLayout(shards=4), load, LINKS).shards
     assert sent == pytest.approx((2 * 1 + 1) * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
     copied = predict_pace(SMALL, ParallelLayout(copies=4), load, LINKS).copies

@@ -59,7 +59,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
     assert plans[: len(fitting)] == tuple(fitting)
     assert all(plan.tokens <= 1.03 * plans[0].tokens for plan in fitting)
     assert all(plan.memory.total <= USABLE_MEMORY_SHARE * H100.memory for plan in fitting)
-    assert all(plan.load.local * 8 // plan.layout.inner == 64 for plan in plans)
+    assert all(plan.load.local * 8 // plan.layout.gpus_per_sequence == 64 for plan in plans)
 
 
 def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:

@@ -85,7 +85,7 @@ def test_the_noise_is_the_largest_gap_of_another_draw_and_judges_gaps() -> None:
     assert replace(STUDY, draws=()).noise is None
     assert replace(STUDY, draws=(probe("x", None),)).noise is None
     said = {loss: STUDY.verdict(probe("a", loss)) for loss in (2.0, 2.09, 1.91, 2.11, 1.89)}
-    assert list(said.values()) == [LossVerdict.NOISE] * 3 + [LossVerdict.WORSE, LossVerdict.BETTER]
+    assert list(said.values()) == [LossVerdict.WITHIN_NOISE] * 3 + [LossVerdict.WORSE, LossVerdict.BETTER]
     assert STUDY.verdict(probe("a", None)) is LossVerdict.FAILED
 
 
@@ -94,9 +94,9 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
     same = tuple(replace(BASE, draw=draw) for draw in (1, 2))
     study = replace(STUDY, draws=same, probes=(probe("a", 2.4, 0.1), probe("b", 2.0, 0.2)))
     assert study.noise is None and encode_study(study)["noise"] is None
-    assert {study.verdict(trial) for trial in study.probes} == {LossVerdict.UNKNOWN}
+    assert {study.verdict(trial) for trial in study.probes} == {LossVerdict.NOISE_UNKNOWN}
     assert [trial.name for trial in study.ranking] == ["b", "a"]
-    assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.UNKNOWN
+    assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.NOISE_UNKNOWN
     words = told(replace(study, candidates=(probe("all", 2.01),)))
     assert "noise is unknown" in words and "+0.00%" not in words.split("low layer")[0]
 
@@ -119,9 +119,9 @@ def test_layers_are_sorted_by_their_damage() -> None:
 def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
     candidates = (probe("all", 2.5), probe("fewer", None), probe("fewest", 2.01), probe("none", 2.0))
     study = replace(STUDY, candidates=candidates)
-    assert [study.keeps(trial) for trial in candidates] == [False, False, True, True]
+    assert [study.keeps_loss(trial) for trial in candidates] == [False, False, True, True]
     assert study.suggestion is candidates[2] and replace(study, candidates=candidates[:2]).suggestion is None
-    assert study.keeps(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps(probe("same", 2.0))
+    assert study.keeps_loss(probe("better", 0.1)) and replace(study, tolerance=0.0).keeps_loss(probe("same", 2.0))
 
 
 def told(study: Study) -> str:
