@@ -71,9 +71,9 @@ def parse_option(text: str, workload: Workload, facts: DeviceFacts) -> AblatedOp
     name, equals, value = text.partition("=")
     # A named option is available only if the suite has its axis, and the axis has its value.
     available_options = {}
-    for option_name, (axis, on, off) in NAMED_OPTIONS.items():
-        if axis in axes and _accepts_value(axes[axis], on):
-            available_options[option_name] = AblatedOption(option_name, "", axis, on, off)
+    for option_name, (axis, on_value, off_value) in NAMED_OPTIONS.items():
+        if axis in axes and _accepts_value(axes[axis], on_value):
+            available_options[option_name] = AblatedOption(option_name, "", axis, on_value, off_value)
     if text in available_options:
         return available_options[text]
     if equals and name in axes:
@@ -88,11 +88,12 @@ def parse_options(suite: str, texts: Sequence[str], facts: DeviceFacts) -> tuple
     workload = workloads.get(suite)
     options = tuple(parse_option(word, workload, facts) for word in texts)
     for option in options:  # Options that are precisions have no axis. They count as values of an axis named ''.
-        same_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
-        if len(same_axis) > 1:
+        options_of_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
+        if len(options_of_axis) > 1:
             conflict = f"values of {option.axis}" if option.axis else "precisions"
             raise UsageError(
-                f"--options {','.join(same_axis)} are {conflict}, and a step has only one at a time. Keep one of them."
+                f"--options {','.join(options_of_axis)} are {conflict}, and a step has only one at a time. "
+                "Keep one of them."
             )
     if len(options) < 2:
         raise UsageError("--options needs two or more; for a single one, run a suite. Give --options bf16,compile.")
@@ -145,13 +146,13 @@ def plan_arms(
     """Plans one case for each arm. If an arm is refused, its case holds the reason."""
     arms: dict[tuple[str, ...], PlannedCase] = {}
     option_by_name = {option.name: option for option in options}
-    off_axes = {option.axis: (option.off,) for option in options if option.off}
+    default_axis_values = {option.axis: (option.off,) for option in options if option.off}
     # Set the axis of each option that the arm leaves out, because the suite's default may turn that option on.
     for names in iterate_arms(list(option_by_name)):
         arm_options = [option_by_name[name] for name in names]
-        on_axes = {option.axis: (option.on,) for option in arm_options if option.axis}
+        chosen_axis_values = {option.axis: (option.on,) for option in arm_options if option.axis}
         precision = next((option.precision for option in arm_options if option.precision), "")
-        axes = {**dict(request.axes), **off_axes, **on_axes}
+        axes = {**dict(request.axes), **default_axis_values, **chosen_axis_values}
         dtypes = (precision,) if precision else request.dtypes
         plan = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
         # Several groups mean several cases, and an ablation compares only the arms of one case.

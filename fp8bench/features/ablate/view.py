@@ -67,7 +67,7 @@ class Savings:
         """Adds up the seconds of the arms with these options, each times its factor. Returns None if any arm is not
         timed.
         """
-        point, resampled_sum, by_round = 0.0, np.zeros(1), np.zeros(1)
+        point, resampled_sum, seconds_by_round = 0.0, np.zeros(1), np.zeros(1)
         for options, factor in factors.items():
             arm = self.ablation.find_arm(options)
             if not arm.is_timed:
@@ -76,8 +76,8 @@ class Savings:
             case = resample_rounds(arm.rounds)
             point += factor * math.exp(case.point)
             resampled_sum = resampled_sum + factor * np.exp(case.resampled)
-            by_round = by_round + factor * np.array(arm.rounds)
-        return _make_interval(point, resampled_sum, by_round)
+            seconds_by_round = seconds_by_round + factor * np.array(arm.rounds)
+        return _make_interval(point, resampled_sum, seconds_by_round)
 
     @property
     def floor(self) -> float | None:

@@ -60,8 +60,8 @@ def _advise_on_steps(basis: AdviceBasis, answers: Sequence[RuleAnswer]) -> tuple
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     merged: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
-        by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
-        for advice in (_advise_on_speed(pair, basis, by_rule), *_advise_on_layers(pair, basis, by_rule)):
+        answer_by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
+        for advice in (_advise_on_speed(pair, basis, answer_by_rule), *_advise_on_layers(pair, basis, answer_by_rule)):
             merge_key = (advice.kind, advice.mode, advice.sentence, advice.settings if advice.gain else ())
             first = merged.get(merge_key, advice)
             settings = dict.fromkeys((*first.settings, *advice.settings))

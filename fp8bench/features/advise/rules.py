@@ -64,9 +64,9 @@ def _judge_step(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
         return reason
     assert pair.finding is not None and pair.speed is not None
     verdict = pair.finding.verdict
-    is_certain = not pair.finding.doubtful
-    answer_by_speed = RuleOutcome.YES if verdict is Verdict.FASTER and is_certain else RuleOutcome.UNCLEAR
-    if verdict in (Verdict.SLOWER, Verdict.SAME) and is_certain:
+    is_trustworthy = not pair.finding.doubtful
+    answer_by_speed = RuleOutcome.YES if verdict is Verdict.FASTER and is_trustworthy else RuleOutcome.UNCLEAR
+    if verdict in (Verdict.SLOWER, Verdict.SAME) and is_trustworthy:
         answer_by_speed = RuleOutcome.NO
     return RuleReply(
         answer_by_speed,
@@ -128,14 +128,14 @@ def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | No
     if reason := _untimed_reason(pair):
         return reason
     product_ratio = pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
-    with_casts_ratio = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
+    ratio_with_casts = pair.ratio_to_reference(_PRODUCT_AND_CAST_PHASES, _PRODUCT_AND_CAST_PHASES)
     cast_ratio = pair.ratio_to_reference({Phase.CAST}, _PRODUCT_PHASE)
-    if product_ratio is None or with_casts_ratio is None:
+    if product_ratio is None or ratio_with_casts is None:
         return _NO_PRODUCTS
     if cast_ratio is None:
         return "it casts nothing"
     product_gain = product_ratio.inverse
-    gain_with_casts = with_casts_ratio.inverse
+    gain_with_casts = ratio_with_casts.inverse
     figure = f"products {show_gain(product_gain)}, with casts {show_gain(gain_with_casts)}"
     figure += _ESTIMATED_NOTE * pair.is_estimated
     grounds = (
@@ -194,8 +194,8 @@ def _judge_memory(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
         reference_size = reference_roles.get(role, 0)
         change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
         if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
-            instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
-            texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{instead_text})")
+            previous_size_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
+            texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{previous_size_text})")
     details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
     figure = f"{units.ratio(memory_share)} of {reference.case.mode}'s peak{''.join(details)}"
     grounds = (

@@ -67,8 +67,8 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
     keyed_advice: list[tuple[object, Advice]] = []
     for number, (piece, reason) in enumerate(zip(advice, reasons, strict=True)):
         # Advice to change something is never grouped, because each is a separate decision.
-        is_common = piece.kind is AdviceKind.CHANGE_NOTHING and reasons.count(reason) > _MAX_UNGROUPED
-        keyed_advice.append((reason if is_common else number, piece))
+        is_common_reason = piece.kind is AdviceKind.CHANGE_NOTHING and reasons.count(reason) > _MAX_UNGROUPED
+        keyed_advice.append((reason if is_common_reason else number, piece))
     return list(together(keyed_advice).values())
 
 

@@ -156,13 +156,13 @@ class LayerNumbers:
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses}
         matching_casts = dict[str, float]()
-        same_error = []
+        casts_with_same_error = []
         for guess, promised_casts in guesses.items():
             for cast in product.iterate_cast_results(promised_casts):
                 if (difference := compare_with(cast)).is_negligible:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
-                same_error += [guess] * _has_equal_error(cast, product_result, product)
+                casts_with_same_error += [guess] * _has_equal_error(cast, product_result, product)
             if guess in likely_precisions and guess in matching_casts:
                 break
         # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
@@ -179,11 +179,11 @@ class LayerNumbers:
         )
         if not self._has_coded_weight and any(compare_with(cast).is_negligible for cast in weight_casts):
             return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
-        if same_error:
+        if casts_with_same_error:
             return LayerVerdict(
-                same_error[0],
+                casts_with_same_error[0],
                 "other-rounding",
-                f"its values differ from those of {same_error[0]}, but have the same error in every row",
+                f"its values differ from those of {casts_with_same_error[0]}, but have the same error in every row",
             )
         return LayerVerdict(
             UNKNOWN_PRECISION, "wrong-numbers", _describe_fault(product, product_result, bias, wide_differences[UNCAST])
@@ -203,8 +203,8 @@ class LayerNumbers:
         if kind == CONV2D:
             return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
         *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
-        outer_sides = [max(1, min(side, ROWS // rows)) for side in outer]
-        return draw_random_like(x, (*outer_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
+        batch_sides = [max(1, min(side, ROWS // rows)) for side in outer]
+        return draw_random_like(x, (*batch_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_on_random_inputs(self, x: Tensor, likely_precisions: Sequence[str]) -> LayerVerdict:
         with restore_training(self.module), random_parameters(self._find_trainable(), x):
@@ -220,8 +220,8 @@ class LayerNumbers:
                     call_mode = f"in {'training' if mode else 'evaluation'} mode"
                     call_mode += f" with gradients {'on' if gradients else 'off'}"
                     if verdict.has_failed:
-                        is_first = verdict is first_verdict
-                        return verdict if is_first else verdict._replace(why=f"{call_mode}, {verdict.why}")
+                        is_first_verdict = verdict is first_verdict
+                        return verdict if is_first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
                         return _report_unsteady(call_mode, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
@@ -340,8 +340,8 @@ def _describe_wrong_gradient(
     worst_difference = differences.worst
     if differences.level <= error_limit and worst_difference <= _LINE_FACTOR * differences.level + _LINE_SLACK:
         return ""
-    off_text = f"is {differences.level:.0%} off, {worst_difference:.0%} in the worst row or column"
-    return f"{off_text}; casts make at most {error_limit:.0%}"
+    difference_text = f"is {differences.level:.0%} off, {worst_difference:.0%} in the worst row or column"
+    return f"{difference_text}; casts make at most {error_limit:.0%}"
 
 
 def _describe_fault(

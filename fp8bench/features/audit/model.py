@@ -68,16 +68,16 @@ def find_layers(model: nn.Module) -> list[FoundLayer]:
         weight = get_weight(module)
         holder = holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
-        is_low = is_matrix and has_low_precision_class(module)
-        weight = weight if is_low or holder is None else holder.weight
-        if weight is not None and (is_low or holder is not None):
+        is_low_precision = is_matrix and has_low_precision_class(module)
+        weight = weight if is_low_precision or holder is None else holder.weight
+        if weight is not None and (is_low_precision or holder is not None):
             package = type(module).__module__.partition(".")[0]
             kind = type(weight)
             description = (
                 f"{package} {type(module).__name__}" if package in _CONVERTER_PACKAGES else type(module).__name__
             )
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
-            row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(other_names))
+            row = AuditedLayer(name, description, tuple(weight.shape), is_low_precision, also=tuple(other_names))
             layers.append(FoundLayer(module, weight, row))
     return layers
 
@@ -339,21 +339,21 @@ def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFindi
         reason = f"none of {len(rows)} layers has a low-precision class"
         yield _name_layers(rows, make_failure("nothing-converted", reason))
         return
-    by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule, excluded_layers in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
+    rows_by_rule = together((row.rule, row) for row in rows if row.rule)
+    for rule, excluded_layers in sorted(rows_by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
         make_finding = make_failure if rule in _CONVERTER_FAULTS else make_remark
         reason = f"{len(excluded_layers)} of {len(rows)} layers were not converted: {excluded_layers[0].reason}"
         yield _name_layers(excluded_layers, make_finding(rule, reason))
 
 
 def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
-    low_rows = [row for row in rows if row.low]
+    low_precision_rows = [row for row in rows if row.low]
     for (fault_code, reason), same_rows in together(
-        (_explain_numbers(row, precision), row) for row in low_rows
+        (_explain_numbers(row, precision), row) for row in low_precision_rows
     ).items():
         if fault_code:
             make_finding = make_remark if fault_code in _REMARK_CODES else make_failure
-            count_text = f"{len(same_rows)} of {len(low_rows)} converted layers"
+            count_text = f"{len(same_rows)} of {len(low_precision_rows)} converted layers"
             yield _name_layers(same_rows, make_finding(fault_code, count_text + reason))
 
 

@@ -227,8 +227,8 @@ def expand_scales(scales: Tensor, like: Tensor) -> Tensor:
 
 
 def _find_block_side(length: int, count: int) -> int:
-    exact_side = -(-length // count)
-    return next((number for number in _BLOCK_SIDES if number >= exact_side), exact_side) if count > 1 else length
+    smallest_side = -(-length // count)
+    return next((number for number in _BLOCK_SIDES if number >= smallest_side), smallest_side) if count > 1 else length
 
 
 @dataclass(frozen=True)
@@ -298,8 +298,8 @@ def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised: Treatme
                 yield "scale-rounding", description, round_operand(x, treatment).values
     # Square blocks stay the same when they are transposed.
     if scaling is not None and not scaling.turns:
-        turned_values = round_operand(x.t().contiguous(), promised).values.t()
-        yield "blocks-turned", "scaled in blocks along the wrong dimension", turned_values
+        transposed_cast_values = round_operand(x.t().contiguous(), promised).values.t()
+        yield "blocks-turned", "scaled in blocks along the wrong dimension", transposed_cast_values
     for description, treatment in _iterate_other_treatments(promised):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.

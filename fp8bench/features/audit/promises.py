@@ -287,12 +287,12 @@ class ExpectedProduct:
         standard_error = math.sqrt(max(float(unexplained_square * inverse[0, 0]), 0.0))
         gain = float(coefficients[0])
         variance_inflation = float(inverse[0, 0] * gram_matrix[0, 0])
-        is_certain = (
+        is_gain_certain = (
             len(differences) >= _MIN_RESULTS
             and variance_inflation <= 1 / _INDEPENDENT_SHARE
             and abs(gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
         )
-        if not is_certain:
+        if not is_gain_certain:
             return ""
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average"
 
@@ -314,15 +314,15 @@ class ExpectedProduct:
             guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
             if guessed_sums.is_within_bound(float64_result):
                 return mistake_code, description
-            distance = _mean_square_distance(float64_result, guessed_sums.exact)
-            if distance < nearest[0]:
-                nearest = (distance, mistake_code, description)
+            square_distance = _mean_square_distance(float64_result, guessed_sums.exact)
+            if square_distance < nearest[0]:
+                nearest = (square_distance, mistake_code, description)
         difference, reason = explain_product(result, sums)
         if difference in _CODE_BY_DIFFERENCE:
             return _CODE_BY_DIFFERENCE[difference], reason
         # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
-        distance, mistake_code, description = nearest
-        is_nearer = distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.exact)
+        square_distance, mistake_code, description = nearest
+        is_nearer = square_distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.exact)
         if is_nearer and float64_result.any():
             return mistake_code, f"the nearest mistake is: {description}"
         return "", reason

@@ -192,13 +192,13 @@ def _time_calls(
         argument_digests = argument_digests[len(sent) :]
     # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
     timed_rounds = rounds[1:]
-    by_clock = {}
-    of_process = {}
+    wall_seconds = {}
+    process_seconds = {}
     for call_index, kind in enumerate(kinds):
         calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
         fastest, fastest_of_process = map(min, zip(*calls, strict=True))
-        by_clock[kind] = max(1e-9, fastest)
-        of_process[kind] = max(1e-9, fastest_of_process)
+        wall_seconds[kind] = max(1e-9, fastest)
+        process_seconds[kind] = max(1e-9, fastest_of_process)
     # 4. Check that the kernel's process does not report much less time than passed here.
     round_seconds = [
         (math.fsum(seconds for seconds, _ in reported_seconds), passed) for reported_seconds, passed in timed_rounds
@@ -207,8 +207,8 @@ def _time_calls(
     if all(
         reported_seconds < _REPORTED_SHARE * passed - _ROUND_TRIP_SECONDS for reported_seconds, passed in round_seconds
     ):
-        least, waited = min(round_seconds, key=lambda pair: pair[1])
-        wrong_clock = f"its process reports {units.seconds(least)}, but {units.seconds(waited)} passed"
+        reported_least, waited = min(round_seconds, key=lambda pair: pair[1])
+        wrong_clock = f"its process reports {units.seconds(reported_least)}, but {units.seconds(waited)} passed"
     # 5. Judge the results of some timed calls.
     failure = None
     if auditor.has_right_numbers:
@@ -219,7 +219,7 @@ def _time_calls(
                 failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break
     is_cpu = auditor.subject.device.startswith("cpu")
-    return TimedCalls(by_clock, of_process if is_cpu else by_clock, wrong_clock, failure)
+    return TimedCalls(wall_seconds, process_seconds if is_cpu else wall_seconds, wrong_clock, failure)
 
 
 def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random) -> Iterator[tuple[str, int]]:

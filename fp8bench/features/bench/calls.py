@@ -192,8 +192,8 @@ def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
     if not (result.is_floating_point() or result.is_complex()):
         return False
     has_rows = result.dim() > 0 and result.numel() >= _MIN_ROWS * result.shape[-1]
-    is_far = _measure_one_difference(result, expected) > _LARGEST_ROUNDING
-    return is_far or (has_rows and find_wrong_column(result, expected) is not None)
+    exceeds_limit = _measure_one_difference(result, expected) > _LARGEST_ROUNDING
+    return exceeds_limit or (has_rows and find_wrong_column(result, expected) is not None)
 
 
 def find_magnified_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> list[bool]:

@@ -159,8 +159,8 @@ def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error:
     elif expected_results:
         error = measure_difference(results, expected_results)
         if error > max(_ERROR_LIMIT, _ERROR_FACTOR * usual_error):
-            distance = units.relative_error(error)
-            yield f"{location} {target} is {distance} from {against}, so it is wrong at other shapes"
+            difference_text = units.relative_error(error)
+            yield f"{location} {target} is {difference_text} from {against}, so it is wrong at other shapes"
 
 
 def _halve_even_sides(shape: Sequence[int]) -> list[int]:

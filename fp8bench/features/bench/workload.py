@@ -144,11 +144,11 @@ class Callables(Workload):
             if any(exceeds_rounding_by_result):
                 # A callable that draws random numbers differs as much from itself.
                 repeated_results = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
-                is_random = any(
+                draws_random_numbers = any(
                     map(exceeds_rounding, [*results, *expected_results], [*repeated_results[0], *repeated_results[1]])
                 )
                 is_explained = find_magnified_rounding(against, make_inputs(setup), expected_results)
                 is_unexplained = [a and not b for a, b in zip(exceeds_rounding_by_result, is_explained, strict=True)]
-                if any(is_unexplained) and not is_random:
+                if any(is_unexplained) and not draws_random_numbers:
                     errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors

@@ -187,10 +187,10 @@ def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
     """Raises an error for a sentence that the catalogue does not have. The message lists the nearest sentences, but
     none of them is answered instead.
     """
-    asked_words = set(_normalize(name).split())
+    requested_words = set(_normalize(name).split())
 
     def count_shared_words(row: Claim) -> float:
-        return max(len(asked_words & set(_normalize(text).split())) for text in (row.sentence, *row.also))
+        return max(len(requested_words & set(_normalize(text).split())) for text in (row.sentence, *row.also))
 
     if " " not in name.strip():
         raise UnknownName(

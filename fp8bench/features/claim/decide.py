@@ -79,13 +79,15 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     """
     runs = (get_run_id(run),)
     try:
-        reading = read_figure(claim, run)
+        figure_reading = read_figure(claim, run)
     except CannotDecide as error:
         return ClaimAnswer(claim, Answer.CANNOT_TELL, error.value, runs=runs, why=str(error), remedy=error.remedy)
-    confirmed_answer = ClaimAnswer(claim, Answer.CONFIRMED, reading.value, reading.low, reading.high, runs)
+    confirmed_answer = ClaimAnswer(
+        claim, Answer.CONFIRMED, figure_reading.value, figure_reading.low, figure_reading.high, runs
+    )
     if claim.published:
         return _compare_published(confirmed_answer, run)
-    bound_sides = {claim.find_side(reading.low), claim.find_side(reading.high)}
+    bound_sides = {claim.find_side(figure_reading.low), claim.find_side(figure_reading.high)}
     if len(bound_sides) > 1:
         why = "the sentence is true for some values of the interval and false for others"
         return replace(confirmed_answer, answer=Answer.CANNOT_TELL, why=why, remedy=suggest_more_rounds(claim))

@@ -163,10 +163,10 @@ def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
     if current_row is None:
         return f"its row is missing in {_CLAIMS_FILE}"
     for claim_field in fields(Claim):
-        before = encode(getattr(answered_row, claim_field.name))
-        now = encode(getattr(current_row, claim_field.name))
-        if before != now:
-            return f"{claim_field.name} is {now} in {_CLAIMS_FILE}, but was {before} when answered"
+        answered_value = encode(getattr(answered_row, claim_field.name))
+        current_value = encode(getattr(current_row, claim_field.name))
+        if answered_value != current_value:
+            return f"{claim_field.name} is {current_value} in {_CLAIMS_FILE}, but was {answered_value} when answered"
     return ""
 
 

@@ -158,8 +158,8 @@ def _read_ratio(
     # A ratio of times is the inverse of the speed-up, with the same uncertainty. A ratio of energies has no interval,
     # only a range over all pairs of windows. It counts if the windows of the two cases clearly differ.
     interval = metric.interval
-    is_clear = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
-    if interval.level == 0 and not is_clear:
+    is_clear_difference = metric.verdict in (Demand.LESS, Demand.MORE) and name == str(ENERGY)
+    if interval.level == 0 and not is_clear_difference:
         raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))
     noise_floor = finding.floor if finding is not None and name == str(TIME) else None
     noise_factor = 1 + (noise_floor or 0.0)

@@ -168,14 +168,14 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
     """Returns the newest valid run of a request in the store. Otherwise returns the path of the newest
     unfinished run, which can be resumed.
     """
-    is_run = isinstance(request, Request)
+    is_suite_run = isinstance(request, Request)
     unfinished_path: Path | None = None
-    for path in run_files(store) if is_run else KIND.files(store):
+    for path in run_files(store) if is_suite_run else KIND.files(store):
         with suppress(StoreError):
-            run_header: Run | Training = load_header(path) if is_run else load_training_head(path)
+            run_header: Run | Training = load_header(path) if is_suite_run else load_training_head(path)
             if run_header.request != request or not is_reusable(run_header.environment, run_header.started):
                 continue
-            run: StoredRun = load_run(path) if is_run else load_training(path)
+            run: StoredRun = load_run(path) if is_suite_run else load_training(path)
             if run.finished and not run.troubles:
                 return run, None
             if not run.troubles:

@@ -137,12 +137,12 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
 
 def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason, such as 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
-    by_reason: dict[str, list[Conformity]] = {}
+    modes_by_reason: dict[str, list[Conformity]] = {}
     for mode in conformities:
         for case in mode.found:
             if case.difference is None:
-                by_reason.setdefault(case.why, []).append(case)
-    for reason, members in by_reason.items():
+                modes_by_reason.setdefault(case.why, []).append(case)
+    for reason, members in modes_by_reason.items():
         mode_names = join_words((member.mode for member in members), 20)
         yield f"{mode_names}, {len({member.what for member in members})} casts and products: {reason}"
 

@@ -258,9 +258,11 @@ class CaseRunner:
     def _make_entry(self, side: SideWorkers, planned: PlannedCase, process: int) -> DuelEntry:
         case = planned.case
         may_compile = workloads.get(case.workload).fused
-        quantisers = side.quantisers if may_compile else Quantisers("this suite measures numbers, not compiled code")
+        side_quantisers = (
+            side.quantisers if may_compile else Quantisers("this suite measures numbers, not compiled code")
+        )
         arm = MeasuredArm(case.id, planned, side.facts[case.device], self.limits)
-        return DuelEntry(side.name, side.workers[process], arm, quantisers)
+        return DuelEntry(side.name, side.workers[process], arm, side_quantisers)
 
 
 def count_default_sessions(request: Request) -> int:

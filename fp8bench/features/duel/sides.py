@@ -258,7 +258,7 @@ def _open_revision(
     checked_out = find_commit("HEAD", repository) or ""
     change_note = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(revision) else f"{revision} ({commit[:8]})"
-    this_tree = f"this tree ({checked_out[:8]}{change_note})"
+    current_tree_title = f"this tree ({checked_out[:8]}{change_note})"
     is_same_code = commit == checked_out and not change_note and python_paths[0] == python_paths[1]
     notes = (EQUAL_SIDES,) if is_same_code else ()
     paths = _find_user_paths(imports)
@@ -269,7 +269,7 @@ def _open_revision(
             package = str(link_package(folder / "package", PACKAGE_FOLDER))
             resolved_paths = {path: Path(path).resolve() for path in (*_find_paths_below(repository), *paths)}
             paths = list(resolved_paths)
-            tree_paths = list(
+            paths_in_old_tree = list(
                 dict.fromkeys(
                     str(working_tree / real.relative_to(repository)) if real.is_relative_to(repository) else path
                     for path, real in resolved_paths.items()
@@ -278,9 +278,11 @@ def _open_revision(
             moved_imports, move_notes = _move_imports(imports, repository, working_tree, revision)
             yield (
                 WorkerStart(
-                    BEFORE, python_paths[0], (package, *tree_paths), title, moved_imports, commit, working_tree
+                    BEFORE, python_paths[0], (package, *paths_in_old_tree), title, moved_imports, commit, working_tree
                 ),
-                WorkerStart(AFTER, python_paths[1], (package, *paths), this_tree, imports, checked_out, repository),
+                WorkerStart(
+                    AFTER, python_paths[1], (package, *paths), current_tree_title, imports, checked_out, repository
+                ),
                 (*move_notes, *notes),
             )
             return
@@ -294,7 +296,7 @@ def _open_revision(
         new_paths = (str(link_package(folder / "after", PACKAGE_FOLDER)), *paths)
         yield (
             WorkerStart(BEFORE, python_paths[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
-            WorkerStart(AFTER, python_paths[1], new_paths, f"fp8bench: {this_tree}", imports, checked_out),
+            WorkerStart(AFTER, python_paths[1], new_paths, f"fp8bench: {current_tree_title}", imports, checked_out),
             notes,
         )
 

@@ -240,8 +240,10 @@ class _NameAssignments:
             rng = np.random.default_rng(0)
             sampled_assignments = []
             for _ in range(_MAX_ASSIGNMENTS - 1):
-                assignment = [rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
-                sampled_assignments.append(assignment)
+                sampled_assignment = [
+                    rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes
+                ]
+                sampled_assignments.append(sampled_assignment)
             after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))

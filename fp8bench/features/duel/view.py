@@ -48,19 +48,19 @@ _CaseComparison = tuple[CaseResult, Comparison]
 
 
 def render_page(duel: Duel) -> Page:
-    figures = []
+    compared_figures = []
     for result in duel.results:
-        figures += [(result, comparison) for comparison in compare_case(result)]
-    times = [figure for figure in figures if figure[1].metric == TIME]
+        compared_figures += [(result, comparison) for comparison in compare_case(result)]
+    times = [figure for figure in compared_figures if figure[1].metric == TIME]
     shown: Element = table("times", "", _TIME_COLUMNS, times) if times else Text("Nothing was measured.")
-    parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(figures)))]
-    parts += make_list_part("notes", "notes", _collect_notes(duel, figures))
+    parts = [Part("times", "", (shown,)), Part("values", "", tuple(_list_values(compared_figures)))]
+    parts += make_list_part("notes", "notes", _collect_notes(duel, compared_figures))
     legend = (
         _TIME_LEGEND,
         _CHANGE_LEGEND,
         _APART_LEGEND,
         _VERDICT_LEGEND,
-        *explain_labels(comparison for _, comparison in figures),
+        *explain_labels(comparison for _, comparison in compared_figures),
     )
     title = f"duel {duel.request.suite}: B against A, {many(duel.sessions, 'session')} of two processes a side"
     facts = []

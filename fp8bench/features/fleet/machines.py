@@ -255,14 +255,14 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
     """
     # 1. Divide each time by the median over all machines that measured the case.
     cases = [seconds for seconds in times.values() if len(seconds) >= MIN_MACHINES]
-    by_machine: dict[str, list[float]] = {}
+    ratios_by_machine: dict[str, list[float]] = {}
     for seconds in cases:
         median_seconds = median(seconds.values())
         for machine, value in seconds.items():
-            by_machine.setdefault(machine, []).append(value / median_seconds)
+            ratios_by_machine.setdefault(machine, []).append(value / median_seconds)
     # 2. The ratio of a machine is the median over its cases.
     ratio_by_machine = {
-        machine: median(values) for machine, values in by_machine.items() if 2 * len(values) >= len(cases)
+        machine: median(values) for machine, values in ratios_by_machine.items() if 2 * len(values) >= len(cases)
     }
     if len(ratio_by_machine) < MIN_MACHINES:
         return {}

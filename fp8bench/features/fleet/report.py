@@ -120,9 +120,9 @@ def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], readin
     equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
     counts.
     """
-    by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
+    runs_by_digest = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
     copied_digests: set[int | None] = set()
-    for digest, owners in by_times.items():
+    for digest, owners in runs_by_digest.items():
         machines = sorted({machine for machine, _ in owners})
         if len(machines) > 1:
             copied_digests.add(digest)
@@ -281,9 +281,9 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
     """Yields an alarm for each machine that has interrupted runs, for each expected machine that sent nothing, and for
     each machine that lacks settings that at least half of the other machines measured.
     """
-    by_machine = _group_by_machine(runs)
-    settings_by_machine = {machine: _complete_settings(members) for machine, members in by_machine.items()}
-    for machine, members in by_machine.items():
+    runs_by_machine = _group_by_machine(runs)
+    settings_by_machine = {machine: _complete_settings(members) for machine, members in runs_by_machine.items()}
+    for machine, members in runs_by_machine.items():
         interrupted_runs: dict[str, str] = {}
         for run in members:
             interrupted_runs |= {
@@ -308,7 +308,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
                 f"{join_words(missing_settings)}"
             )
             yield MachineAlarm(machine, Oddity.CELLS_MISSING, explanation)
-    for machine in sorted(set(expected) - by_machine.keys()):
+    for machine in sorted(set(expected) - runs_by_machine.keys()):
         yield MachineAlarm(machine, Oddity.CELLS_MISSING, "it sent nothing")
 
 

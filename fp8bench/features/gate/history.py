@@ -136,8 +136,10 @@ def _load_two_newest_commits(newest: Run, store: Path) -> tuple[list[Run], list[
         run_identity = parse_identity(run.environment.facts)
         return newest_identity is None or (run_identity is not None and run_identity.home.is_same(newest_identity.home))
 
-    by_commit = groupby(filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit"))
-    (_, *same_commit), *earlier = (list(runs) for _, runs in islice(by_commit, 2))
+    runs_by_commit = groupby(
+        filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit")
+    )
+    (_, *same_commit), *earlier = (list(runs) for _, runs in islice(runs_by_commit, 2))
     are_clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
     return [newest, *(same_commit if are_clean else ())], earlier[0] if earlier else []
 
@@ -244,16 +246,16 @@ def _remeasure_suspects(suspects: Sequence[Change], current_runs: Sequence[Run],
         case_by_cell = {
             (record.case.workload, find_cell(record.case, run)): record.case.id for record in reversed(run.records)
         }
-        matching = []
-        missing = []
+        matched_suspects = []
+        unmatched_suspects = []
         for suspect in remaining_suspects:
             case = case_by_cell.get((suspect.trend.series.workload, suspect.trend.cell))
             if case is None:
-                missing.append(suspect)
+                unmatched_suspects.append(suspect)
             else:
-                matching.append((suspect, case))
-        looks += _duel_or_remeasure(matching, run, remeasurer)
-        remaining_suspects = missing
+                matched_suspects.append((suspect, case))
+        looks += _duel_or_remeasure(matched_suspects, run, remeasurer)
+        remaining_suspects = unmatched_suspects
     if remaining_suspects:
         looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
     return join_looks(looks)
@@ -267,8 +269,8 @@ def _duel_or_remeasure(
     """
     # 1. Run one duel for all suspects with the same commit, because building a commit takes most of the time.
     not_duelled = []
-    by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
-    for since, group in by_commit.items():
+    suspects_by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
+    for since, group in suspects_by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
         second_look = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
         if second_look is None or second_look.refused:

@@ -246,8 +246,8 @@ def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
     if figure.ratio is None:  # the value before was 0, so it has no ratio
         return figure.direction is Direction.WORSE
     # A difference below 10% between few stored runs is uncertain, but still suspected.
-    is_certain = figure.direction is Direction.WORSE or (is_from_few_runs(figure) and figure.ratio.low > 1)
-    return is_certain and figure.ratio.point > 1 + threshold.relative
+    is_surely_worse = figure.direction is Direction.WORSE or (is_from_few_runs(figure) and figure.ratio.low > 1)
+    return is_surely_worse and figure.ratio.point > 1 + threshold.relative
 
 
 def can_fail_without_confirmation(figure: Comparison) -> bool:

@@ -149,8 +149,10 @@ def _settle_suspects(
         suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
         look_start = time.monotonic()
         # Do not start a look that would exceed the budget.
-        is_over = number > 0 and source.budget is not None and look_start - start + last_look_seconds > source.budget
-        if not suspects or is_over:
+        is_over_budget = (
+            number > 0 and source.budget is not None and look_start - start + last_look_seconds > source.budget
+        )
+        if not suspects or is_over_budget:
             break
         if measure_again is None:
             return apply_second_look(figures, SecondLook({}, refused="--no-rerun was given"), rules)
@@ -175,8 +177,8 @@ def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
     for index, figure in enumerate(figures):
         is_suspected_time = figure.outcome is GateOutcome.SUSPECTED and figure.comparison.metric in TIME_METRICS
         if is_suspected_time and has_same_work.get(figure.comparison.case):
-            same_work = "its operators and bytes are the same in both, so memory or the machine may differ"
-            noted_figures[index] = replace(figure, why="; ".join(filter(None, (same_work, figure.why))))
+            same_work_note = "its operators and bytes are the same in both, so memory or the machine may differ"
+            noted_figures[index] = replace(figure, why="; ".join(filter(None, (same_work_note, figure.why))))
     return noted_figures
 
 
@@ -344,9 +346,10 @@ def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Se
     separate run.
     """
     newest_run_by_case = {suspect.case: compared.after.sightings[suspect.case][-1].run for suspect in suspects}
-    by_run = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
+    suspects_by_run = together((newest_run_by_case[suspect.case].id, suspect) for suspect in suspects)
     looks = [
-        _remeasure_for_run(newest_run_by_case[group[0].case], compared, remeasurer, group) for group in by_run.values()
+        _remeasure_for_run(newest_run_by_case[group[0].case], compared, remeasurer, group)
+        for group in suspects_by_run.values()
     ]
     return join_looks(looks)
 

@@ -104,9 +104,9 @@ def _describe_looks(figure: JudgedFigure) -> Iterator[str]:
     yield figure.comparison.case
     for name, look in (("first look", figure.comparison), ("second look", figure.again)):
         if look is not None and look.before is not None:
-            chance = "" if look.p_value is None else f", p = {look.p_value:.1g}"
+            chance_text = "" if look.p_value is None else f", p = {look.p_value:.1g}"
             labels = f" ({', '.join(look.labels)})" if look.labels else ""
-            yield f"{name}: {_show_values(look)}, {look.evidence.value}{labels}{chance}"
+            yield f"{name}: {_show_values(look)}, {look.evidence.value}{labels}{chance_text}"
     if figure.comparison.since or figure.comparison.until:
         yield f"between {figure.comparison.since[:12] or '?'} and {figure.comparison.until[:12] or '?'}"
     yield f"worse is: more than {show_threshold(figure)}"

@@ -129,14 +129,14 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     # Two lines cross once. The interval begins at the last grid context whose faster arm is certainly that of the
     # shortest context. It ends at the first one whose faster arm is certainly that of the longest context.
     start, end = grid[line_signs == line_signs[0]][-1], grid[line_signs == line_signs[-1]][0]
-    lower, upper = min(float(start), crossing), max(float(end), crossing)
+    lower_bound, upper_bound = min(float(start), crossing), max(float(end), crossing)
     # If a measured context outside the interval contradicts the lines, the interval is widened to include this
     # context.
     contradicting_contexts = measured_contexts[
-        ((measured_contexts < lower) & (measured_signs == line_signs[-1]))
-        | ((measured_contexts > upper) & (measured_signs == line_signs[0]))
+        ((measured_contexts < lower_bound) & (measured_signs == line_signs[-1]))
+        | ((measured_contexts > upper_bound) & (measured_signs == line_signs[0]))
     ]
-    candidate_bounds = [lower, upper, *map(float, contradicting_contexts)]
+    candidate_bounds = [lower_bound, upper_bound, *map(float, contradicting_contexts)]
     return ContextCrossing(
         crossing, min(candidate_bounds), max(candidate_bounds), faster_at_ends, tuple(map(int, contradicting_contexts))
     )

@@ -217,11 +217,11 @@ def _compare_predictions(arm: Predictions, reference: Predictions) -> ArmQuality
     # If a model masks an id, its probability is 0. Without `where`, such an id would give -inf - -inf, which is NaN.
     by_id = reference_probabilities * (reference.logs - arm.logs)
     kl = torch.where(reference_probabilities == 0, 0, by_id).sum(-1).clamp(min=0)
-    same_choice = arm.logs.argmax(-1) == reference.logs.argmax(-1)
+    has_same_token = arm.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
         float(kl.mean()),
         float(kl.flatten().quantile(_TAIL_QUANTILE)),
-        float(same_choice.double().mean()),
+        float(has_same_token.double().mean()),
         _average_over_texts(torch.where(reference.true == arm.true, 0, reference.true - arm.true)),
         arm.bits,
     )
@@ -231,9 +231,11 @@ def _average_over_texts(by_token: Tensor) -> Interval:
     """Returns the mean of a figure over all tokens, with an interval. The interval is computed from the means of
     texts, because tokens of one text are not independent. With a single text the interval is unbounded.
     """
-    by_text = by_token.mean(1)
-    mean, count = float(by_text.mean()), len(by_text)
-    half_width = student_quantile(0.95, count - 1) * float(by_text.std()) / math.sqrt(count) if count > 1 else math.inf
+    means_by_text = by_token.mean(1)
+    mean, count = float(means_by_text.mean()), len(means_by_text)
+    half_width = (
+        student_quantile(0.95, count - 1) * float(means_by_text.std()) / math.sqrt(count) if count > 1 else math.inf
+    )
     return Interval(mean, mean - half_width, mean + half_width, 0.95)
 
 

@@ -89,8 +89,8 @@ def _arm_answers(answer: ServingAnswer) -> list[Answer]:
             figure = f"{units.seconds(tpot)} a token ({units.speed_up(reference_tpot / tpot)})"
         elif time.why and not time.kernel:
             figure = f"at most {1 / byte_ratio:.1f}x by its bytes"
-        same_token = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
-        costs = (same_token, f"bytes read {units.change(byte_ratio)}")
+        same_token_text = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
+        costs = (same_token_text, f"bytes read {units.change(byte_ratio)}")
         answers.append(Answer(format_arm(arm), verdict, tone, figure, costs, reason))
     return answers
 

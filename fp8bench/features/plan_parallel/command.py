@@ -237,8 +237,8 @@ def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
         checkpointing = Checkpointing(options.pop("checkpointing", planned.checkpointing))
         local_sequences = sizes["batch"] * layout.gpus_per_sequence / layout.gpus
         micro_batches = sizes["micro-batches"] or (int(local_sequences) if layout.pipeline > 1 else 1)
-        is_even = local_sequences == int(local_sequences) > 0 and not local_sequences % micro_batches
-        if options or not is_even or precision not in ("bf16", "fp8") or not 0 < pace < math.inf:
+        divides_evenly = local_sequences == int(local_sequences) > 0 and not local_sequences % micro_batches
+        if options or not divides_evenly or precision not in ("bf16", "fp8") or not 0 < pace < math.inf:
             raise ValueError
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(

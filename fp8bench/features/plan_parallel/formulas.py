@@ -361,8 +361,10 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     exposed_seconds = max(0.0, combine_seconds((gather, weight_return)) - forward_pass)
     exposed_seconds += max(0.0, combine_seconds((gather_in_backward + scatter, gradient_sum)) - backward_pass)
     if not has_pipeline:
-        per_micro_batch = max(0.0, gather - forward_pass) + max(0.0, gather_in_backward + scatter - backward_pass)
-        exposed_seconds += (micro_batches - 1) * per_micro_batch
+        exposed_per_micro_batch = max(0.0, gather - forward_pass) + max(
+            0.0, gather_in_backward + scatter - backward_pass
+        )
+        exposed_seconds += (micro_batches - 1) * exposed_per_micro_batch
     return StepPace(
         products=forward + backward,
         tensor=tensor,

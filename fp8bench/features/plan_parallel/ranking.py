@@ -230,12 +230,14 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
                 sequence_piece = question.load.sequence / context
-                is_short = context > 1 and sequence_piece < _MIN_CONTEXT_PIECE
-                if sequence_piece % tensor or question.batch % ranks or is_short:
+                has_short_pieces = context > 1 and sequence_piece < _MIN_CONTEXT_PIECE
+                if sequence_piece % tensor or question.batch % ranks or has_short_pieces:
                     continue
                 inner_layout = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
-                in_node = question.topology.node // (tensor * context)
-                for shards in sorted({1, ranks, in_node if in_node > 1 and ranks % in_node == 0 else ranks}):
+                ranks_in_node = question.topology.node // (tensor * context)
+                for shards in sorted(
+                    {1, ranks, ranks_in_node if ranks_in_node > 1 and ranks % ranks_in_node == 0 else ranks}
+                ):
                     for virtual in stages_per_gpu_options:
                         yield replace(inner_layout, shards=shards, copies=ranks // shards, virtual=virtual)
 

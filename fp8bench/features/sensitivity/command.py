@@ -198,10 +198,10 @@ def _describe_reference(study: Study) -> str:
 
 
 def _probes_table(study: Study) -> Table:
-    by_kind = study.by is LoweredUnit.KIND  # then `name` is that of a kind
+    lowers_kinds = study.by is LoweredUnit.KIND  # then `name` is that of a kind
     cols: list[Col[LayerTrial]] = [
-        Col("low" if by_kind else "low layer", "name"),
-        Col("kind", "kind", when=not by_kind),
+        Col("low" if lowers_kinds else "low layer", "name"),
+        Col("kind", "kind", when=not lowers_kinds),
         Col("loss gap", study.gap, show=_signed_percent),
         Col("gradient error", "gradient_error", show=units.percent),
         Col("verdict", study.verdict, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]),

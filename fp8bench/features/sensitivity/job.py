@@ -146,8 +146,8 @@ def open_study(
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
     examine(plan, facts, worker, limits)
-    by_mode = {planned.case.precision: planned for planned in group.cases}
-    low, reference = (by_mode[precisions.canonical(name)] for name in (*request.dtypes, request.reference or ""))
+    case_by_mode = {planned.case.precision: planned for planned in group.cases}
+    low, reference = (case_by_mode[precisions.canonical(name)] for name in (*request.dtypes, request.reference or ""))
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
@@ -262,9 +262,11 @@ class StudyRunner:
             "the proposed formats": self.study.proposed_formats,
             "every layer": dict.fromkeys(names, self.study.low),
         }
-        for name, by_layer in formats_by_layer.items():
+        for name, format_by_layer in formats_by_layer.items():
             report_progress(trial_count, trial_count, "formats", f"training with {name}")
-            trial = LayerTrial(name, "", self.low_case.precision, shorten_map(self.layers, by_layer, defaults), names)
+            trial = LayerTrial(
+                name, "", self.low_case.precision, shorten_map(self.layers, format_by_layer, defaults), names
+            )
             self.append("candidates", self._train(trial, gradients=True))
 
     def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -265,8 +265,8 @@ def test_advice_to_do_nothing_has_a_reason(
 
 
 def test_thresholds_decide_what_is_worth_adopting() -> None:
-    only(advise(group(fp8=FP8), least=0.3), ADOPT)
-    only(advise(group(fp8=FP8), least=0.4), NOTHING)
+    only(advise(group(fp8=FP8), min_gain=0.3), ADOPT)
+    only(advise(group(fp8=FP8), min_gain=0.4), NOTHING)
     evidence = basis(group(fp8=FP8))
     (case,) = (key for key in evidence.findings if key.endswith("/fp8"))
     unsure = replace(evidence.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
@@ -293,7 +293,7 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     assert bound is not None and bound.point == pytest.approx(1 / 0.93)
     advice = only(advise([profiled, case]), NOTHING)
     assert advice.gain is None and "allows at most 1.08x" in advice.sentence
-    only(advise([profiled, record("fp8", {"unattributed": 9217})], least=0.05), ADOPT)
+    only(advise([profiled, record("fp8", {"unattributed": 9217})], min_gain=0.05), ADOPT)
 
 
 def test_labels_are_named_in_advice_that_depends_on_these_times() -> None:
@@ -331,12 +331,12 @@ steps = st.fixed_dictionaries({"gemm": times, "optimizer_step": times, "elementw
 
 
 @settings(max_examples=30, deadline=None)
-@given(bf16=steps, fp8=steps, cast=times, emulated=st.booleans(), least=st.floats(0, 0.9))
+@given(bf16=steps, fp8=steps, cast=times, emulated=st.booleans(), min_gain=st.floats(0, 0.9))
 def test_no_advice_is_above_amdahls_bound(
-    bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, least: float
+    bf16: dict[str, int], fp8: dict[str, int], cast: int, emulated: bool, min_gain: float
 ) -> None:
     level = Level.EMULATED if emulated else Level.NATIVE
-    evidence = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
+    evidence = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), min_gain=min_gain)
     advised = advise_on(evidence)
     (pair,) = evidence.cases
     bound = amdahl_bound(pair)
@@ -346,7 +346,7 @@ def test_no_advice_is_above_amdahls_bound(
     for each in advised.advice:
         if each.kind is ADOPT:
             assert not emulated and each.grounds and each.recipe and each.gain is not None
-            assert 1 + least <= each.gain.low <= 1.02 * bound.high
+            assert 1 + min_gain <= each.gain.low <= 1.02 * bound.high
         assert each.gain is None or not emulated
     assert {Phase.GEMM} < pair.affected_phases
 

@@ -108,10 +108,10 @@ def test_advice_on_serving_comes_first_and_is_read_from_the_store(
         file.write("{}\n")
     monkeypatch.setattr("fp8bench.features.advise.job.load_stored_run", lambda word, store: made)
     basis, troubles = collect_basis("9abcdef0", tmp_path, None, 0.1)
-    assert basis.served == (whole,) and len(troubles) == 1
+    assert basis.serving_answers == (whole,) and len(troubles) == 1
     first, *rest = advise(basis).advice
-    assert first.rule == "context" and rest == [*advise(replace(basis, served=())).advice]
-    assert not AdviceBasis(made, {}).served
+    assert first.rule == "context" and rest == [*advise(replace(basis, serving_answers=())).advice]
+    assert not AdviceBasis(made, {}).serving_answers
 
 
 @pytest.mark.slow

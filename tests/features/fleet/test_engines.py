@@ -251,8 +251,12 @@ def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monk
     for engine, changed_order, words in (
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
-        ("ray", replace(order, waits=True, options={"partition": "gpu"}), "the option address alone, not partition"),
-        ("ray", replace(order, waits=True), "does not name its devices"),
+        (
+            "ray",
+            replace(order, waits_for_workers=True, options={"partition": "gpu"}),
+            "the option address alone, not partition",
+        ),
+        ("ray", replace(order, waits_for_workers=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
             start_workers(engine, changed_order, lambda jobs: None)

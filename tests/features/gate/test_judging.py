@@ -236,8 +236,8 @@ def test_times_with_a_ratio_and_figures_named_by_rules_are_ignored() -> None:
     ("outcomes", "code", "headline"),
     [
         ("", 0, "no regression"),
-        ("FINE SUSPECTED CLEARED OPEN BETTER", 4, "1 suspected"),
-        ("FINE CLEARED OPEN BETTER", 0, "no regression found, 1 cannot tell (not blocking)"),
+        ("WITHIN_THRESHOLD SUSPECTED CLEARED OPEN BETTER", 4, "1 suspected"),
+        ("WITHIN_THRESHOLD CLEARED OPEN BETTER", 0, "no regression found, 1 cannot tell (not blocking)"),
         ("REGRESSION REGRESSION", 1, "2 regressions"),
         ("REGRESSION SUSPECTED", 1, "1 regression and 1 suspected"),
         ("REGRESSION FAILED", 3, "1 failed and 1 regression"),
@@ -393,13 +393,13 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLim
 )
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
-    source = GateSource("a history", newest=(SeriesState(FLAT, level),))
+    source = GateSource("a history", series_states=(SeriesState(FLAT, level),))
     verdict = judge_comparisons(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
     # Figures other than times are only listed, and a rule with a higher threshold lets it pass.
-    memory = replace(source, newest=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
+    memory = replace(source, series_states=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
     assert (
         judge_comparisons(memory, (), True, SILENT).exit_code == 0
         and judge_comparisons(memory, (), True, SILENT).sights

@@ -180,8 +180,8 @@ def test_measured_contexts_override_the_fitted_lines() -> None:
     rounds = {c: ((1.25e-3 + 5e-7 * c) * slow_at[c] * noisy(random, 24, 0.01)).tolist() for c in contexts}
     line = fit_line(rounds)
     assert line is not None
-    steady = replace(line, above=np.zeros(len(contexts)))  # as if the lines fitted exactly
-    crossing = find_crossing(steady, replace(reference, above=np.zeros(len(contexts))), contexts)
+    steady = replace(line, seconds_above=np.zeros(len(contexts)))  # as if the lines fitted exactly
+    crossing = find_crossing(steady, replace(reference, seconds_above=np.zeros(len(contexts))), contexts)
     assert crossing.contrary == (1281,) and crossing.high == 1281 and crossing.at is not None
     question = ServingQuestion("nano", (Arm("fp32"), Arm("bf16")), contexts, 1, True, 1024)
     times = ArmTimes(Arm("fp32"), line=reference.line), ArmTimes(Arm("bf16"), line=line.line, crossing=crossing)
