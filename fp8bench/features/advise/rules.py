@@ -31,7 +31,7 @@ from fp8bench.report.words.legend import LARGE, MEMORY_WORDS, NOT_FINITE, error_
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCT_PHASE = frozenset({Phase.GEMM})
 _ESTIMATED_NOTE = " (estimated from shares of the step)"
-_NO_PRODUCTS = "the reference marks no products: it was compiled, or is a model as it came (--shares tells them)"
+_NO_PRODUCTS = "the reference marks no products: it was compiled, or is an unconverted model (--shares shows them)"
 _PRODUCT_AND_CAST_PHASES = frozenset({Phase.GEMM, Phase.CAST})
 
 
@@ -103,7 +103,7 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
         gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
     if gain is not None and gain.binds:
-        speed_up_bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
+        speed_up_bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "with products at their ceiling"))
         grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
@@ -143,7 +143,7 @@ def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | No
         AdviceGround(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
     )
     if product_gain.high < 1 + BAND:
-        return RuleReply(RuleOutcome.NO, f"{figure}: not faster without casts either", grounds)
+        return RuleReply(RuleOutcome.NO, f"{figure}: products are not faster without casts either", grounds)
     return RuleReply(compare_with_minimum(gain_with_casts, 1 + BAND), figure, grounds)
 
 
@@ -221,15 +221,15 @@ def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
     if ratio is None:
         return "no energy was measured"
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
-    figure = f"{units.ratio(ratio.point)} {interval_text} of the joules of a step"
+    figure = f"{units.ratio(ratio.point)} {interval_text} of the reference's joules per step"
     if ratio.why:
         figure += f": {ratio.why}"
     return RuleReply(_ANSWERS_BY_DEMAND[ratio.demand], figure, (AdviceGround(pair.row, figure),))
 
 
 def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
-    """Describes each error by its size. A large error rules the precision out. Whether a smaller error matters, only
-    a training shows.
+    """Describes each error by its size. A large error rules the precision out. Only a training shows whether a smaller
+    error matters.
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     problem = pair.record.reason if not pair.record.is_ok else ""

@@ -15,8 +15,8 @@ from fp8bench.report.page.section import Material, section
 
 @section("advice", "Which precision to use", 35)
 def advice_section(material: Material) -> Iterator[Element]:
-    """Each question with this machine's figure; yes favours the lower precision. `fp8bench advise RUN --all` adds the
-    rows that the figures come from, and uses the studies and trainings of the store."""
+    """Answers each question with this machine's figure; yes favours the lower precision. `fp8bench advise RUN --all`
+    adds the rows that the figures come from, and uses the studies and trainings of the store."""
     for number, entry in enumerate(material.entries):
         if entry.run.request.suite == BENCH:  # `bench` compares callables, not precisions
             continue

@@ -308,7 +308,7 @@ class ExpectedProduct:
 
     def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
         """Returns the code and description of the first mistake that explains every element. If there is none,
-        describes the kind of difference, or a mistake that is much nearer than the expected result."""
+        describes the kind of difference, or a mistake whose result is much nearer than the expected one."""
         nearest = (math.inf, "", "")
         for mistake_code, description, a, b in self._iterate_guesses():
             guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
@@ -494,7 +494,7 @@ def judge_error(error: float | None, expected: float | None, reason: str = "", s
         explanation += f"; its error is {error:.3g}, expected {expected:.3g}"
         return make_failure("too-bad", explanation, error, expected)
     if error < expected * low / slack:
-        reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or the precision"
+        reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales or the precision are finer"
         return make_failure("too-good", f"{reason} is wider", error, expected)
     same_error = "values differ from the promised ones but have their error"
     return make_remark("other-rounding", reason or same_error, error, expected)

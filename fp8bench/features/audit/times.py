@@ -304,7 +304,7 @@ def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
     )
     if seconds >= shortest:
         return ""
-    return f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}"
+    return f"a call takes {units.seconds(seconds)}, but would take {units.seconds(shortest)} at {reference}"
 
 
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:

@@ -27,9 +27,8 @@ from fp8bench.report.terminal.layout import make_list_part
 from fp8bench.report.words.naming import join_words, many
 
 _CHANGE_LEGEND = (
-    f"change: of the time from A to B, with its {units.percent(FINAL_LEVEL, 0)} interval; below 0, B "
-    "is faster. A side is "
-    "the mean of the faster three fifths of its processes, each by its best case"
+    f"change: relative change of the time from A to B, with its {units.percent(FINAL_LEVEL, 0)} interval; below 0, B "
+    "is faster. A side is the mean of the faster three fifths of its processes, each by its best case"
 )
 _TIME_LEGEND = "A, B: the time of a step, without slow-downs that a session had on both sides"
 _APART_LEGEND = (

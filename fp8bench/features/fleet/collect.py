@@ -80,7 +80,7 @@ def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
         if path not in runs and path.is_file():
             problem = "is not a run file, or is in a wrong folder"
             if path.name.endswith(PARTIAL):
-                problem = "is the rest of a run that never started"
+                problem = "is a leftover of a run that never started"
             yield f"{path} {problem}. It was not taken."
 
 

@@ -72,7 +72,7 @@ def make_fleet_report(source: Path, store: Path, expected: Collection[str] = ())
         missing_text = f"run of the plan {plans[0].id}" if plans else "run"
         problem = f"{store} has no {missing_text}"
         if reasons:
-            problem = f"of {store} no run counts ({'; '.join(reasons).rstrip('.')})"
+            problem = f"{store}: no run counts ({'; '.join(reasons).rstrip('.')})"
         raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
     del reading.skipped[REFUSED_REASON]  # `doubts` already has a sentence about each of these runs
     exclusion_reasons = (*reading.skipped_reasons, *reading.doubts, *_describe_failed_cells(store, plans))

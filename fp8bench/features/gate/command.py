@@ -87,7 +87,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--no-rerun",
         dest="rerun",
         action="store_false",
-        help="measure nothing: a suspected regression of 10%% or more fails unconfirmed",
+        help="measure nothing again: a suspected regression of 10%% or more fails without confirmation",
     )
     output_group = parser.add_argument_group("where")
     output_group.add_argument(
@@ -235,8 +235,8 @@ _MAX_RELATIVE = 100.0
 
 
 def read_rules(file: Path) -> ThresholdRules:
-    """Returns the rules of a thresholds file, in the order of the file. To a figure, the first rule that matches it
-    applies.
+    """Returns the rules of a thresholds file, in the order of the file. The first rule that matches a figure applies to
+    it.
     """
     rules = []
     for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():

@@ -329,18 +329,18 @@ def _judge_again(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) 
     # 3. If the second look would have detected the slow-down and did not, the figure is cleared.
     if not _is_confirmed(figure, second, rules):
         if _is_ruled_out(figure, second):
-            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so")
+            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not worse")
         reason = f" ({second.why})" if second.why else ""
         return replace(figure, why=f"{look.how}, it was neither confirmed nor ruled out{reason}: {suggestion}")
     # 4. If both looks show the slow-down, the figure is a regression.
     is_proven = second.p_value is not None or second.evidence is Evidence.HISTORY
     if is_proven or can_fail_without_confirmation(second):
-        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again")
+        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was worse again")
     # 5. Otherwise the evidence of both looks is too weak, and the figure remains suspected.
     reason = "against a single stored run nothing fails below 10%"
     if second.why and second.ratio is not None and second.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS:
         reason = second.why
-    return replace(figure, why=f"{look.how}, it was so again; {reason}; {suggestion}")
+    return replace(figure, why=f"{look.how}, it was worse again; {reason}; {suggestion}")
 
 
 # A slow-down counts as detectable if the gate would find it in this share of all builds.

@@ -104,7 +104,9 @@ def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeas
     unknown_reason = ""
     if is_from_few_runs(change) and figure.spread is None:
         decisive_runs = suggest_decisive_runs(change)
-        unknown_reason = f"too few runs and other figures to estimate the spread between runs; {decisive_runs}"
+        unknown_reason = (
+            f"too few runs, and too few other figures, to estimate the spread between runs; {decisive_runs}"
+        )
     return replace(
         empty_limit,
         smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)),

@@ -167,7 +167,8 @@ def _settle_suspects(
 
 
 def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
-    """Adds to suspected times that the case does the same work on both sides, if its counts are equal."""
+    """Adds a note to each suspected time whose case has equal counts on both sides: that both sides do the same
+    work."""
     has_same_work: dict[str, bool] = {}
     for figure in figures:
         change = figure.comparison

@@ -127,9 +127,9 @@ def _remove_control_characters(text: str) -> str:
 MAX_ROWS = 200
 _PART_TITLES = {
     GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
-    GateOutcome.SUSPECTED: "Suspected: neither confirmed nor shown to be absent",
-    GateOutcome.CANNOT_TELL: "Cannot tell: slower by the threshold, it would not have been found",
-    GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
+    GateOutcome.SUSPECTED: "Suspected: neither confirmed nor ruled out",
+    GateOutcome.CANNOT_TELL: "Cannot tell: a slow-down by the threshold would not have been found",
+    GateOutcome.CLEARED: "Cleared: suspected, but not worse when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
 _OUTCOME_TONES = {
     GateOutcome.FAILED: Tone.BAD,
@@ -139,7 +139,7 @@ _OUTCOME_TONES = {
     GateOutcome.BETTER: Tone.GOOD,
 }
 _AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
-_WORSE_LEGEND = "worse is: beyond both, the share and the difference"
+_WORSE_LEGEND = "worse: beyond both thresholds, the share and the difference"
 _SMALLEST_LABEL = "smallest slow-down"
 
 
@@ -169,7 +169,9 @@ def render_page(verdict: GateVerdict) -> Page:
     if verdict.sights:
         facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
         detection_share_text = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
-        footer.append(f"{_SMALLEST_LABEL}: in {detection_share_text}, both looks would have found one of this size")
+        footer.append(
+            f"{_SMALLEST_LABEL}: in {detection_share_text}, both measurements would have found one of this size"
+        )
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
@@ -246,8 +248,8 @@ CODE_AND_TEXT_BY_STATUS = {
         EXIT_BASELINE,
         ": base and head do not do the same work, so that figures do not compare",
     ),
-    ReviewStatus.SUSPECTED: (EXIT_BASELINE, ": head may be worse, which is neither confirmed nor shown to be absent"),
-    ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, ": head may be slower by {threshold}, unseen in this noise"),
+    ReviewStatus.SUSPECTED: (EXIT_BASELINE, ": head may be worse, which is neither confirmed nor ruled out"),
+    ReviewStatus.CANNOT_TELL: (EXIT_BASELINE, ": head may be slower by {threshold}, which this noise would hide"),
     ReviewStatus.PASS: (EXIT_OK, " above {threshold}"),
 }
 

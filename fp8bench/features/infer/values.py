@@ -39,7 +39,7 @@ def parse_arm(text: str) -> ServedArm:
             raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
         return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{text.replace('+', ':')}"))
     except UsageError as error:
-        raise UsageError(f"--arms: {text!r} is no arm: {error} Give one such as kv=fp8+weights=int8.") from None
+        raise UsageError(f"--arms: {text!r} is not an arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
 
 def format_arm(arm: ServedArm) -> str:
@@ -205,8 +205,8 @@ class ArmTimes:
     `ttft` is the seconds of the prompt until the first token. `joules` are per token of the prompt and per output
     token.
 
-    If times are missing, `why` is the reason. `kernel` names the native kernel, '' without one. `doubts` are labels
-    of the runs that make a verdict impossible.
+    If times are missing, `why` is the reason. `kernel` names the native kernel, '' without one. `doubts` are those
+    labels of the runs that make a verdict impossible.
     """
 
     arm: ServedArm

@@ -26,10 +26,10 @@ from fp8bench.report.words.legend import WORDS_BY_LABEL
 
 _LEGEND = (
     "prompt: time to first token (TTFT), without queue, tokeniser and sampler; tokens/s in: its tokens over TTFT",
-    "a token: a decode step at a context (TPOT), vLLM's (latency - TTFT) / (tokens - 1); tokens/s out: batch / TPOT",
+    "a token: time of a decode step (TPOT), vLLM's (latency - TTFT) / (tokens - 1); tokens/s out: batch / TPOT",
     "TPOT = a + b x context: a is weights and overhead, b the cache's traffic; 95% of this run, by resampled rounds",
     "W, kv: bytes of weights and cache that a step reads at the longest context, counted, not measured",
-    "of copy: bytes per second of a step over the measured copy rate; cached: faster than copies, so from a cache",
+    "of copy: a step's bytes per second over the measured copy rate; cached: faster than copies, so from a cache",
     "bits: stored bits per parameter, with embedding and head, of the model that quality is measured on",
     "KL: KL(reference || arm) of the predicted distributions, mean and 99.9% quantile over tokens",
     "top: share of tokens at which arm and reference predict the same next token",
@@ -109,7 +109,7 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     notes = [WORDS_BY_LABEL[Label(doubt)].meaning for doubt in time.doubts]
     if crossing.contrary:
         direction = "slower" if crossing.faster[1] == (crossing.contrary[-1] > (crossing.at or 0)) else "faster"
-        notes.append(f"unlike its line, measured {direction} at {', '.join(map(str, crossing.contrary))}")
+        notes.append(f"measured {direction} at {', '.join(map(str, crossing.contrary))}, unlike its line")
     if time.line is not None and time.line.off > 0.1:
         notes.append(f"measured times are up to {units.percent(time.line.off, 0)} off the line through them")
     # 3. If the lines cross, the arm is faster from the crossing on, or up to it.

@@ -82,7 +82,7 @@ def _ask_for_source() -> str:
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
     say("This fp8bench was installed from a folder of this machine, which a CI build cannot reach. Which source\n")
-    say("shall it use: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides later: ")
+    say("should it use: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides later: ")
     return sys.stdin.readline().strip()
 
 

@@ -80,9 +80,9 @@ class DecoderModel:
 class ParallelLayout:
     """The number of parts into which each kind of parallelism divides a training.
 
-    Each of the `copies` has all states (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` divides each layer, and
-    the sequence between products. `pipeline` divides the layers, into `virtual` stages per GPU. `context` divides the
-    sequence.
+    Each of the `copies` has all states (DDP). The `shards` share the states of one copy (FSDP, ZeRO-3). `tensor`
+    divides each layer, and also the sequence between products. `pipeline` divides the layers, into `virtual` stages per
+    GPU. `context` divides the sequence.
     """
 
     copies: int = 1
@@ -116,7 +116,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """The work of one step: `local` sequences for the GPUs that share sequences, in `micro_batches`.
+    """The work of one step. The GPUs that share sequences process `local` sequences, in `micro_batches`.
 
     With `narrow_gather`, FSDP gathers weights in FP8. With `hidden_tensor`, half of TP's traffic overlaps with
     products (async TP). With `fused_loss`, the loss is compiled and writes no fp32 values. `states` is one of STATES.

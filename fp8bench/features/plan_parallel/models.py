@@ -119,8 +119,8 @@ def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_decoder_sizes(holders: Sequence[Holder]) -> dict[str, Any] | None:
-    """Returns the sizes of a decoder, derived from its layers. One of them is `keys`, the width of all keys together.
-    Returns None if the blocks of the decoder are not all equal.
+    """Derives the sizes of a decoder from its layers (`holders`). One of them is `keys`, the width of all keys
+    together. Returns None if the blocks of the decoder are not all equal.
     """
     shapes_by_part: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}
     for holder in holders:

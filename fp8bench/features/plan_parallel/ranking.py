@@ -79,7 +79,8 @@ _FP8_RECIPE_OF_ONE_MACHINE = "mxfp8"
 
 @dataclass(frozen=True)
 class MeasuredTraining:
-    """A whole training that was measured on such GPUs. `pace` is its number of tokens per second and GPU."""
+    """A whole training that was measured on GPUs like those of the topology. `pace` is its number of tokens per
+    second and GPU."""
 
     model: DecoderModel
     layout: ParallelLayout

@@ -58,7 +58,7 @@ def render_page(question: ParallelQuestion, plans: Sequence[PlannedLayout]) -> P
     plan_table = table("ranking", "", _plan_columns(question), plans)
     parts = [Part("ranking", "", (*remarks, plan_table))]
     if question.gpus > 1:
-        parts.append(Part("matrix", "each kind of division by itself", (_parallelism_table(question),)))
+        parts.append(Part("matrix", "each kind of parallelism by itself", (_parallelism_table(question),)))
     parts.append(Part("errors", "", (Text(_ACCURACY_TEXT),)))
     return Page(title, "", tuple(parts), _LEGEND)
 
@@ -197,7 +197,9 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     cols: list[Col[str]] = [Col("GPUs", str, number=True)]
     for index, verdict in enumerate(judge_parallelism(first_question)):
         cols.append(Col(verdict.kind, partial(show_verdict, index)))
-    matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, verdicts),))
+    matrix = Part(
+        "matrix", "each kind of parallelism by itself: is it worth it?", (table("matrix", "", cols, verdicts),)
+    )
     remarks = map(Text, _remark_on_rates(first_question))
     page_parts = (
         Part("counts", "the best layout for each count", (*remarks, best_plans)),

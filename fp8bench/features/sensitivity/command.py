@@ -50,7 +50,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
     add = parser.add_argument
-    help_text = "your model instead, as for `profile`; it trains on its single batch"
+    help_text = "your model instead of the transformer, as for `profile`; it trains on its single batch"
     add("target", nargs="?", metavar="MODULE:FUNCTION", help=help_text)
     add("--size", metavar="NAME", help="size of the model, as in `suite transformer`; default nano")
     add("--dtype", default="fp8", metavar="DTYPE", help="low precision; default fp8")

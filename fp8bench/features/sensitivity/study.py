@@ -80,8 +80,8 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class Study:
-    """All trainings of a study. `candidates` are maps: the first has all layers low, and each has fewer than the one
-    before.
+    """All trainings of a study. `candidates` are trainings with maps: the first has all layers low, and each further
+    one has fewer low layers.
 
     A suggested map has a gap of at most `tolerance`, and an error of first gradients of at most `gradient_tolerance`.
     """

@@ -92,7 +92,7 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     assert casts.met is RuleOutcome.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
     unprofiled = advise([lead, case])
     assert (
-        "--shares tells them" in answer(unprofiled, "amdahl").figure
+        "--shares shows them" in answer(unprofiled, "amdahl").figure
         and answer(unprofiled, "casts").met is RuleOutcome.NOT_MEASURED
     )
 

@@ -220,8 +220,8 @@ def test_another_run_confirms_or_clears_a_suspect(tmp_path: Path) -> None:
         folder.pace(steps)
         sides.append(folder.measure("--rounds", "10"))
     for steps, fails, code, failures, told in (
-        (MANY, "", 1, 1, ("it was so again", "measured again in run")),
-        (FEW, "", 0, 0, ("cleared", "it was not so")),
+        (MANY, "", 1, 1, ("it was worse again", "measured again in run")),
+        (FEW, "", 0, 0, ("cleared", "it was not worse")),
         (FEW, "bf16", 3, 0, ("it failed", "planted")),
     ):
         folder.pace(steps, fails)
@@ -246,7 +246,7 @@ def duel(repository: PacedFolder) -> Path:
     """With the commit of the baseline: code 1, and the duel is stored."""
     done = repository.run("gate", "HEAD~1", "HEAD", "--junit", "gated.xml")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "in duel" in done.stdout and "it was so again" in done.stdout
+    assert "in duel" in done.stdout and "it was worse again" in done.stdout
     (path,) = (repository.store / "duels").glob("*.jsonl")
     return path
 

@@ -57,7 +57,7 @@ def test_names_of_arms_are_parsed_and_printed() -> None:
         assert precisions.canonical(arm_precision(arm)) == arm_precision(arm)
     assert arm_precision(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
     for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@0=bf16", "fp8"):
-        with pytest.raises(UsageError, match="is no arm"):
+        with pytest.raises(UsageError, match="is not an arm"):
             parse_arm(wrong)
 
 
@@ -315,7 +315,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: ServingQ
         ("--contexts 128,256", "a line needs 4"),
         ("--contexts a,b,c,d", "not a list of whole numbers"),
         ("--size nan", "cannot be served"),
-        ("--arms kv=fp9", "is no arm"),
+        ("--arms kv=fp9", "is not an arm"),
         ("--size llama3-8b --batch 128 --contexts 1,2,3,131072", "Choose a smaller batch"),
         ("--size mixtral-8x7b --reference fp32 --quick", "takes 174 GiB"),
         (f"{MODELS}:own --size nano", "Leave --size and --from out"),
