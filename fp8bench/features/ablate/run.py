@@ -90,9 +90,9 @@ def parse_options(suite: str, texts: Sequence[str], facts: DeviceFacts) -> tuple
     for option in options:  # Options that are precisions have no axis. They count as values of an axis named ''.
         options_of_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
         if len(options_of_axis) > 1:
-            conflict = f"values of {option.axis}" if option.axis else "precisions"
+            conflict_text = f"values of {option.axis}" if option.axis else "precisions"
             raise UsageError(
-                f"--options {','.join(options_of_axis)} are {conflict}, and a step has only one at a time. "
+                f"--options {','.join(options_of_axis)} are {conflict_text}, and a step has only one at a time. "
                 "Keep one of them."
             )
     if len(options) < 2:
@@ -177,7 +177,7 @@ def _find_first_difference(plan: Plan) -> str:
 def _build_ablation(
     options: tuple[AblatedOption, ...],
     device: DeviceFacts,
-    planned: Iterable[tuple[str, ...]],
+    planned_arms: Iterable[tuple[str, ...]],
     records: Sequence[Record],
     environment: Environment,
 ) -> Ablation:
@@ -188,7 +188,7 @@ def _build_ablation(
     shared_rounds = frozenset(find_common_rounds(timings)) if timings else frozenset()
     error_metric = next((name for name in _ERROR_METRICS if first.measurement(name)), "")
     arms = []
-    for names, record in zip(planned, records, strict=True):
+    for names, record in zip(planned_arms, records, strict=True):
         token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
         # Call `find` on one record at a time, because it assumes that all of its records do the same work.

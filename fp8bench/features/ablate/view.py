@@ -107,15 +107,15 @@ def _resample_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Inter
     )
 
 
-def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
+def _make_interval(point: float, resampled_values: Floats, values_by_round: Floats) -> Interval:
     """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
     returns the range over rounds.
     """
     # The interval must include the point, even if the resamples are all on one side of it.
-    if has_few_rounds := len(by_round) < LEAST_ROUNDS:
-        low, high = by_round.min(), by_round.max()
+    if has_few_rounds := len(values_by_round) < LEAST_ROUNDS:
+        low, high = values_by_round.min(), values_by_round.max()
     else:
-        low, high = np.quantile(draws, _INTERVAL_QUANTILES)
+        low, high = np.quantile(resampled_values, _INTERVAL_QUANTILES)
     return Interval(
         point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE_LEVEL
     )

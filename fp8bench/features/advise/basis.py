@@ -192,12 +192,12 @@ def describe_doubts(pair: ComparedCase) -> str:
     labelled noisy; its reference labelled bimodal'.
     """
     owner_by_label: dict[str, str] = {}
-    for owner, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
+    for owner_label, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
-                owner_by_label.setdefault(label, owner)
-    labels = together((owner, str(label)) for label, owner in owner_by_label.items())
-    return "".join(f"; {owner}labelled {', '.join(names)}" for owner, names in labels.items())
+                owner_by_label.setdefault(label, owner_label)
+    labels = together((owner_label, str(label)) for label, owner_label in owner_by_label.items())
+    return "".join(f"; {owner_label}labelled {', '.join(names)}" for owner_label, names in labels.items())
 
 
 # Phases that an untimed profile can distinguish.
@@ -355,15 +355,16 @@ def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
     }
 
 
-def compare_with_minimum(gain: Interval, least: float) -> RuleOutcome:
-    """Returns YES if the whole interval of a gain is at least `least`, NO if it is below, else UNCLEAR."""
-    return RuleOutcome.YES if gain.low >= least else RuleOutcome.NO if gain.high < least else RuleOutcome.UNCLEAR
+def compare_with_minimum(gain: Interval, min_gain: float) -> RuleOutcome:
+    """Returns YES if the whole interval of a gain is at least `min_gain`, NO if it is below, else UNCLEAR."""
+    return RuleOutcome.YES if gain.low >= min_gain else RuleOutcome.NO if gain.high < min_gain else RuleOutcome.UNCLEAR
 
 
-def amdahl(share: float, ratio: float) -> float:
-    """Returns the speed-up of a step by Amdahl's law. The part `share` of the step takes `ratio` of its former time."""
+def amdahl(affected_share: float, ratio: float) -> float:
+    """Returns the speed-up of a step by Amdahl's law. `affected_share` of the step takes `ratio` times its former
+    time."""
     # If a step consists only of products and these take no time, its speed-up is infinite.
-    duration = 1 - share + share * ratio
+    duration = 1 - affected_share + affected_share * ratio
     return 1 / duration if duration > 0 else math.inf
 
 
@@ -377,9 +378,9 @@ def show_gain(gain: Interval) -> str:
     return units.speed_up(gain.point) + ("" if is_single_number else f" {show_bounds(gain)}")
 
 
-def show_share(share: Interval) -> str:
+def show_share(interval: Interval) -> str:
     """Returns a share with its interval, for example '54% [52%, 55%]'."""
-    low = units.percent(share.low, 0)
-    high = units.percent(share.high, 0)
-    share_text = units.percent(share.point, 0)
+    low = units.percent(interval.low, 0)
+    high = units.percent(interval.high, 0)
+    share_text = units.percent(interval.point, 0)
     return share_text if low == high else f"{share_text} [{low}, {high}]"

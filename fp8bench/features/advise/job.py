@@ -15,7 +15,7 @@ from fp8bench.model.run import BENCH
 from fp8bench.store.runs.listing import load_stored_run, store_of
 
 
-def collect_basis(run_name: str, store: Path, training: str | None, least: float) -> tuple[AdviceBasis, list[str]]:
+def collect_basis(run_name: str, store: Path, training: str | None, min_gain: float) -> tuple[AdviceBasis, list[str]]:
     """Returns the named run with everything that the store has about it, and a sentence on each unreadable file."""
     run = load_stored_run(run_name, store)
     if run.request.suite == BENCH:
@@ -29,4 +29,4 @@ def collect_basis(run_name: str, store: Path, training: str | None, least: float
         troubles += judged_training.troubles
     answers, broken_answers = open_answer_log(run_store).lines()
     serving_answers = tuple(dict.fromkeys(answer for answer in answers if run.id in answer.runs))
-    return AdviceBasis(run, findings(run), studies, trained, least, serving_answers), troubles + broken_answers
+    return AdviceBasis(run, findings(run), studies, trained, min_gain, serving_answers), troubles + broken_answers

@@ -163,9 +163,11 @@ def _judge_coverage(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | None:
     figure = f"{units.percent(coverage.share, 0)} of product FLOPs"
     if kinds:
         figure += f" ({', '.join(kinds)})"
-    unconverted_weights = [holder for holder in coverage.holders if holder.flops and not holder.converted]
+    unconverted_weights = [
+        weight_holder for weight_holder in coverage.holders if weight_holder.flops and not weight_holder.converted
+    ]
     if unconverted_weights:
-        largest = max(unconverted_weights, key=lambda holder: holder.flops)
+        largest = max(unconverted_weights, key=lambda weight_holder: weight_holder.flops)
         figure += f"; {largest.name} is not: {largest.reason}"
     return RuleReply(
         RuleOutcome.YES if coverage.share >= _MIN_COVERAGE else RuleOutcome.NO,

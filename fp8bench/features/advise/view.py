@@ -72,9 +72,9 @@ def _group_equal_advice(advice: Sequence[Advice]) -> list[list[Advice]]:
     return list(together(keyed_advice).values())
 
 
-def _describe_group(group: Sequence[Advice], shorten: Callable[[str], str]) -> Text:
+def _describe_group(group: Sequence[Advice], shorten_name: Callable[[str], str]) -> Text:
     first, *similar = group
-    settings_text = shorten(first.settings[0])
+    settings_text = shorten_name(first.settings[0])
     if len(first.settings) > 1:
         settings_text = many(len(first.settings), "setting")
     if similar:
@@ -177,8 +177,8 @@ def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]
 
     def find_most_frequent(answers: Sequence[RuleAnswer]) -> tuple[RuleAnswer, int]:
         # Measured answers take precedence over missing ones, however many are missing.
-        answered = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
-        (met, count), *_ = Counter(answered or (answer.met for answer in answers)).most_common()
+        known_answers = [answer.met for answer in answers if answer.met is not RuleOutcome.NOT_MEASURED]
+        (met, count), *_ = Counter(known_answers or (answer.met for answer in answers)).most_common()
         return next(answer for answer in answers if answer.met is met), count
 
     def show_answer(answers: Sequence[RuleAnswer]) -> Field:

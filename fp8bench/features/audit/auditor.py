@@ -352,8 +352,8 @@ class Auditor:
     ) -> None:
         """Records a finding if the kernel changed its arguments. It is about the first argument whose memory has a
         different checksum after the call."""
-        for index, (packed, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
-            if compute_digest(packed) != digest and self.argument_change is None:
+        for index, (packed_argument, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
+            if compute_digest(packed_argument) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"
                 self.argument_change = self.add_input(audit_input, make_failure("input-changed", reason))
 

@@ -85,8 +85,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "multiple": {"type": int, "default": 1, "metavar": "N"},
         "causal": {"action": "store_true"},
     }
-    for name, words in SIGNATURE_WORDS.items():
-        parser.add_argument(f"--{name}", help=words, **how[name])
+    for name, help_words in SIGNATURE_WORDS.items():
+        parser.add_argument(f"--{name}", help=help_words, **how[name])
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; default the first GPU, else cpu")
     add_common(parser, "--seed", help="the seed of the random inputs; default 0")
     add_common(parser, "--threads", "--store")

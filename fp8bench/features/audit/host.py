@@ -110,9 +110,9 @@ def pack_tensor(tensor: Tensor) -> PackedTensor:
     return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), data
 
 
-def unpack_tensor(packed: PackedTensor, device: str = "cpu") -> Tensor:
+def unpack_tensor(packed_tensor: PackedTensor, device: str = "cpu") -> Tensor:
     """Returns the packed tensor in newly allocated memory."""
-    dtype, shape, strides, offset, data = packed
+    dtype, shape, strides, offset, data = packed_tensor
     storage_bytes = torch.empty(len(data), dtype=torch.uint8, device=device)
     if data:
         storage_bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -120,8 +120,8 @@ def unpack_tensor(packed: PackedTensor, device: str = "cpu") -> Tensor:
     return empty_tensor.set_(storage_bytes.untyped_storage(), offset, shape, strides)
 
 
-def compute_digest(packed: PackedTensor) -> int:
-    return zlib.crc32(packed[-1])
+def compute_digest(packed_tensor: PackedTensor) -> int:
+    return zlib.crc32(packed_tensor[-1])
 
 
 def _view_bytes(tensor: Tensor) -> Tensor:
@@ -139,9 +139,9 @@ def pack_results(results: dict[str, Tensor]) -> PackedResults:
     return tuple(packed_results)
 
 
-def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
+def unpack_results(packed_results: PackedResults) -> dict[str, Tensor]:
     results = {}
-    for name, dtype, shape, data in packed:
+    for name, dtype, shape, data in packed_results:
         empty_tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         results[name] = (
             torch.frombuffer(bytearray(data), dtype=empty_tensor.dtype).view(shape) if data else empty_tensor

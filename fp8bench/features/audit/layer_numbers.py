@@ -145,9 +145,9 @@ class LayerNumbers:
         product_result = result if bias is None else result - bias
         rounding_slack = _OUTPUT_ROUNDING * torch.maximum(result.abs(), product_result.abs())
 
-        def compare_with(expected: Tensor) -> RelativeDifferences:
+        def compare_with(expected_output: Tensor) -> RelativeDifferences:
             return measure_differences(
-                ((product_result - expected).abs() - rounding_slack).clamp(min=0), product.typical_size
+                ((product_result - expected_output).abs() - rounding_slack).clamp(min=0), product.typical_size
             )
 
         # 3. Compare with exact results, rounded to each wide format.
@@ -197,8 +197,8 @@ class LayerNumbers:
             dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
             shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D else 1])
             if kind == CONV2D:
-                channels = sides[1] * int(getattr(self.module, "groups", 1))
-                shape = (2, channels, *(4 * side + 8 for side in sides[2:]))
+                channel_count = sides[1] * int(getattr(self.module, "groups", 1))
+                shape = (2, channel_count, *(4 * side + 8 for side in sides[2:]))
             return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
         if kind == CONV2D:
             return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
@@ -352,8 +352,8 @@ def _describe_fault(
     """
     exact = product.exact_result
 
-    def is_near(expected: Tensor) -> bool:
-        return float((product_result - expected).norm()) < _GRADIENT_ERROR * float(expected.norm())
+    def is_near(expected_result: Tensor) -> bool:
+        return float((product_result - expected_result).norm()) < _GRADIENT_ERROR * float(expected_result.norm())
 
     # 1. Typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias

@@ -78,8 +78,8 @@ class LayerProduct:
         return x @ weight if self.kind == CONV1D else F.linear(x, weight)
 
     def flatten_rows(self, output: Tensor) -> Tensor:
-        channels = 1 if self.kind == CONV2D else -1
-        return output.movedim(channels, -1).reshape(-1, output.shape[channels])
+        channel_dimension = 1 if self.kind == CONV2D else -1
+        return output.movedim(channel_dimension, -1).reshape(-1, output.shape[channel_dimension])
 
     @cached_property
     def sampled_rows(self) -> Tensor:
@@ -109,12 +109,12 @@ class LayerProduct:
     def multiply_rounded(self, dtype: torch.dtype) -> Tensor:
         return self.multiply_rows(self.x.to(dtype).float(), self.weight.to(dtype).float())
 
-    def iterate_cast_results(self, promised: PromisedCasts, casts_inputs: bool = True) -> Iterator[Tensor]:
+    def iterate_cast_results(self, promised_casts: PromisedCasts, casts_inputs: bool = True) -> Iterator[Tensor]:
         """Yields the product of the layer's operands after the promised casts. Without `casts_inputs`, only the weight
         is cast. If rounding to bf16 changes an operand, also yields the products of which one or both operands were
         rounded to bf16 before the cast.
         """
-        first, second, _ = promised.treatments
+        first, second, _ = promised_casts.treatments
         for carriers in self._carriers:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
             if self.casts_weight and self.kind == CONV1D:
@@ -149,13 +149,13 @@ class LayerProduct:
             "bias": self.flatten_rows(gradient.reshape(output.shape)).sum(0),
         }
 
-    def compute_cast_gradients(self, gradient: Tensor, promised: PromisedCasts) -> dict[str, Tensor]:
+    def compute_cast_gradients(self, gradient: Tensor, promised_casts: PromisedCasts) -> dict[str, Tensor]:
         """Returns the gradients of the input and weight of a linear layer, computed with all operands cast. Returns
         {} for convolutions and for transformers' Conv1D, which is a linear layer too.
         """
         if self.kind in (CONV1D, CONV2D):
             return {}
-        first, second, third = promised.treatments
+        first, second, third = promised_casts.treatments
         rows = gradient.reshape(-1, len(self.weight))
         down, across = (round_operand(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
         weight, x = (

@@ -59,18 +59,18 @@ class FoundLayer:
 
 
 def find_layers(model: nn.Module) -> list[FoundLayer]:
-    holders = {holder.module: holder for holder in find_product_weights(model)}
+    holders = {weight_holder.module: weight_holder for weight_holder in find_product_weights(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
     for module, (name, *other_names) in paths.items():
         weight = get_weight(module)
-        holder = holders.get(module)
+        weight_holder = holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
         is_low_precision = is_matrix and has_low_precision_class(module)
-        weight = weight if is_low_precision or holder is None else holder.weight
-        if weight is not None and (is_low_precision or holder is not None):
+        weight = weight if is_low_precision or weight_holder is None else weight_holder.weight
+        if weight is not None and (is_low_precision or weight_holder is not None):
             package = type(module).__module__.partition(".")[0]
             kind = type(weight)
             description = (
@@ -191,12 +191,12 @@ class ModelCheck:
     def _uncalled_layers(self) -> list[FoundLayer]:
         return [layer for layer in self.layers if layer in self._chosen and layer.row.low and not layer.verdict]
 
-    def _call_model(self, batch: Any, handles: Sequence[RemovableHandle]) -> None:
+    def _call_model(self, batch: Any, hook_handles: Sequence[RemovableHandle]) -> None:
         try:
             with torch.no_grad():
                 make_call(self.model, batch, has_loss=True)()
         finally:
-            for handle in handles:
+            for handle in hook_handles:
                 handle.remove()
 
     def _inspect_call(

@@ -285,26 +285,26 @@ def iterate_mistakes(operand: RoundedOperand) -> Iterator[Mistake]:
     yield from _iterate_tail_mistakes(operand)
 
 
-def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised: Treatment) -> Iterator[Mistake]:
+def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised_treatment: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
     yield "not-cast", "unchanged (not cast)", x.float()
-    scaling = promised.scaling
+    scaling = promised_treatment.scaling
     if scaling is not None:
         for rounding in ROUNDINGS[scaling.scale]:
             if rounding is not scaling.rounding:
-                treatment = replace(promised, scaling=replace(scaling, rounding=rounding))
+                treatment = replace(promised_treatment, scaling=replace(scaling, rounding=rounding))
                 description = f"cast with scales that are rounded as {rounding.value}"
                 yield "scale-rounding", description, round_operand(x, treatment).values
     # Square blocks stay the same when they are transposed.
     if scaling is not None and not scaling.turns:
-        transposed_cast_values = round_operand(x.t().contiguous(), promised).values.t()
+        transposed_cast_values = round_operand(x.t().contiguous(), promised_treatment).values.t()
         yield "blocks-turned", "scaled in blocks along the wrong dimension", transposed_cast_values
-    for description, treatment in _iterate_other_treatments(promised):
+    for description, treatment in _iterate_other_treatments(promised_treatment):
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
-    if promised.fmt.bits <= _TRUNCATION_BITS:
-        truncated_values = _truncate(x / operand.element_scales, promised.fmt) * operand.element_scales
+    if promised_treatment.fmt.bits <= _TRUNCATION_BITS:
+        truncated_values = _truncate(x / operand.element_scales, promised_treatment.fmt) * operand.element_scales
         yield "cut", "rounded toward 0 instead of to nearest", truncated_values
 
 
@@ -313,18 +313,21 @@ def _truncate(x: Tensor, fmt: Format) -> Tensor:
     return round_values(x.float(), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 
 
-def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
+def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. The same format without scales, or the fnuz variant of the format.
-    candidates = [(f"cast as in {promised.fmt.name} without scales", replace(promised, scaling=None))]
-    scaling = promised.scaling
-    if promised.fmt in _FNUZ_FORMATS and (scaling is None or scaling.scale is None):
-        fnuz_format = _FNUZ_FORMATS[promised.fmt]
+    candidates = [
+        (f"cast as in {promised_treatment.fmt.name} without scales", replace(promised_treatment, scaling=None))
+    ]
+    scaling = promised_treatment.scaling
+    if promised_treatment.fmt in _FNUZ_FORMATS and (scaling is None or scaling.scale is None):
+        fnuz_format = _FNUZ_FORMATS[promised_treatment.fmt]
         description = f"cast as in {fnuz_format.name}"
-        if fnuz_format.largest != promised.fmt.largest:
+        if fnuz_format.largest != promised_treatment.fmt.largest:
             description = (
-                f"scaled to {fnuz_format.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz_format.name}"
+                f"scaled to {fnuz_format.largest:g} instead of {promised_treatment.fmt.largest:g}, "
+                f"as in {fnuz_format.name}"
             )
-        candidates.append((description, replace(promised, fmt=fnuz_format)))
+        candidates.append((description, replace(promised_treatment, fmt=fnuz_format)))
     # 2. The casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
@@ -334,13 +337,13 @@ def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatm
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
         for name, finer_scaling in {"row": ROW, **finer_scalings}.items():
-            description = f"cast as in {promised.fmt.name} with a scale per {name}"
-            candidates.append((description, replace(promised, scaling=finer_scaling)))
+            description = f"cast as in {promised_treatment.fmt.name} with a scale per {name}"
+            candidates.append((description, replace(promised_treatment, scaling=finer_scaling)))
     if scaling == NVFP4:
         square_blocks = Scaling(16, 16, NVFP4.scale, NVFP4.rounding)
-        candidates.append(("cast as in blocks of 16 x 16", replace(promised, scaling=square_blocks)))
+        candidates.append(("cast as in blocks of 16 x 16", replace(promised_treatment, scaling=square_blocks)))
     # 4. Yield each cast once, and never the promised one.
-    yielded_treatments = [promised]
+    yielded_treatments = [promised_treatment]
     for description, treatment in candidates:
         if treatment not in yielded_treatments:
             yielded_treatments.append(treatment)

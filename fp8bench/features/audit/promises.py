@@ -494,7 +494,7 @@ def judge_error(error: float | None, expected: float | None, reason: str = "", s
         explanation += f"; its error is {error:.3g}, expected {expected:.3g}"
         return make_failure("too-bad", explanation, error, expected)
     if error < expected * low / slack:
-        reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales or the precision are finer"
+        reason = f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or the precision"
         return make_failure("too-good", f"{reason} is wider", error, expected)
     same_error = "values differ from the promised ones but have their error"
     return make_remark("other-rounding", reason or same_error, error, expected)

@@ -50,12 +50,12 @@ _SCALE_DESCRIPTIONS = {
 }
 
 
-def describe_found_precision(promised: str, data: Sequence[str], matches: Callable[[str, str], bool]) -> str:
+def describe_found_precision(promised_precision: str, data: Sequence[str], matches: Callable[[str, str], bool]) -> str:
     """Returns a sentence on the promised precision and on the one that the results match, if any. `matches` calls the
     kernel on one kind of data, and returns whether the results match a precision.
     """
-    prefix = f"Promised: {_describe_scales(promised)}. Found: "
-    candidates = list(dict.fromkeys((promised, *USUAL_PRECISIONS, *RARE_PRECISIONS)))
+    prefix = f"Promised: {_describe_scales(promised_precision)}. Found: "
+    candidates = list(dict.fromkeys((promised_precision, *USUAL_PRECISIONS, *RARE_PRECISIONS)))
     try:
         for kind in data:
             candidates = [precision for precision in candidates if matches(precision, kind)]
@@ -63,7 +63,7 @@ def describe_found_precision(promised: str, data: Sequence[str], matches: Callab
         candidates = []
     if not candidates:
         return f"{prefix}the results match no supported precision."
-    if candidates[0] == promised:
+    if candidates[0] == promised_precision:
         return f"{prefix}this precision on other inputs."
     return f"{prefix}{_describe_scales(candidates[0])}; give --precision {candidates[0]} to promise that."
 

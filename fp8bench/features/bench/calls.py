@@ -61,19 +61,19 @@ def make_inputs(setup: Setup) -> CallInputs:
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
-    loaded = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
-    match loaded:
+    loaded_inputs = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
+    match loaded_inputs:
         case Tensor():
-            inputs = CallInputs((loaded,), {})
+            inputs = CallInputs((loaded_inputs,), {})
         case Mapping():
-            inputs = CallInputs((), loaded)
+            inputs = CallInputs((), loaded_inputs)
         case tuple() | list():
-            inputs = CallInputs(loaded, {})
+            inputs = CallInputs(loaded_inputs, {})
         case _:
             inputs = CallInputs((), {})
     if not inputs.tensors:
         raise UsageError(
-            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or list of "
+            f"{source} returns {type(loaded_inputs).__name__} without tensors; expected a tensor, a tuple or list of "
             "arguments, or a dict of arguments by name."
         )
     return inputs.transform(lambda tensor: tensor.to(device))
@@ -177,46 +177,46 @@ def _needs_float64(result: Tensor) -> bool:
     return bool((finite_values.float().double() != finite_values).any())
 
 
-def measure_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def measure_difference(results: Sequence[Tensor], expected_results: Sequence[Tensor]) -> float:
     """Returns the largest relative difference between a result and its expected one, by Frobenius norms. For
     integers, this is the share of elements that differ. The difference is infinite if only one of the two results is
     finite, or if their infinities are at different places.
     """
-    return max(_measure_one_difference(*pair) for pair in zip(results, expected, strict=True))
+    return max(_measure_one_difference(*pair) for pair in zip(results, expected_results, strict=True))
 
 
-def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
+def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
     """Returns whether a floating-point result differs from the expected one by more than rounding can. All of it,
     or one of its columns, then differs by more than half of its size.
     """
     if not (result.is_floating_point() or result.is_complex()):
         return False
     has_rows = result.dim() > 0 and result.numel() >= _MIN_ROWS * result.shape[-1]
-    exceeds_limit = _measure_one_difference(result, expected) > _LARGEST_ROUNDING
-    return exceeds_limit or (has_rows and find_wrong_column(result, expected) is not None)
+    exceeds_limit = _measure_one_difference(result, expected_result) > _LARGEST_ROUNDING
+    return exceeds_limit or (has_rows and find_wrong_column(result, expected_result) is not None)
 
 
-def find_magnified_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> list[bool]:
+def find_magnified_rounding(target: str, inputs: CallInputs, expected_results: Sequence[Tensor]) -> list[bool]:
     """Repeats a callable in bfloat16. Returns for each result whether it then differs from the expected one by more
     than rounding can. Such a callable magnifies rounding, for example because it subtracts nearly equal numbers. So
     rounding may explain any difference of this result. Returns False for every result if the callable refuses bfloat16.
     """
     low_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
     try:
-        return list(map(exceeds_rounding, run_callable(target, low_inputs), expected))
+        return list(map(exceeds_rounding, run_callable(target, low_inputs), expected_results))
     except UsageError:
-        return [False] * len(expected)
+        return [False] * len(expected_results)
 
 
-def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | None:
+def find_wrong_column(result: Tensor, expected_result: Tensor) -> tuple[int, float] | None:
     """Returns the column with the largest difference, and its share of the sum of squares. Returns None if its
     difference is less than half of the column's size, or of the size of a usual column.
     """
     result = _widen_bytes(result)
-    expected = _widen_bytes(expected)
+    expected_result = _widen_bytes(expected_result)
     squares, sizes = (
-        tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected.shape[-1]).sum(0)
-        for tensor in (result - expected, expected)
+        tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected_result.shape[-1]).sum(0)
+        for tensor in (result - expected_result, expected_result)
     )
     column = int(squares.argmax())
     size = max(float(sizes[column]), float(sizes.mean()))
@@ -224,21 +224,23 @@ def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | N
     return (column, float(squares[column] / squares.sum())) if is_wrong else None
 
 
-def _measure_one_difference(result: Tensor, expected: Tensor) -> float:
-    if result.is_complex() or expected.is_complex():
-        result, expected = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (result, expected))
-    if not result.is_floating_point() and not expected.is_floating_point():
-        return float((result != expected).double().mean()) if result.numel() else 0.0
+def _measure_one_difference(result: Tensor, expected_result: Tensor) -> float:
+    if result.is_complex() or expected_result.is_complex():
+        result, expected_result = (
+            torch.view_as_real(tensor.to(torch.complex128)) for tensor in (result, expected_result)
+        )
+    if not result.is_floating_point() and not expected_result.is_floating_point():
+        return float((result != expected_result).double().mean()) if result.numel() else 0.0
     result = _widen_bytes(result)
-    expected = _widen_bytes(expected)
-    is_nonfinite = ~(result.isfinite() & expected.isfinite())
+    expected_result = _widen_bytes(expected_result)
+    is_nonfinite = ~(result.isfinite() & expected_result.isfinite())
     if is_nonfinite.any():
-        is_equal = (result.double() == expected.double()) | (result.isnan() & expected.isnan())
+        is_equal = (result.double() == expected_result.double()) | (result.isnan() & expected_result.isnan())
         if not is_equal[is_nonfinite].all():
             return math.inf
         result = result.masked_fill(is_nonfinite, 0)
-        expected = expected.masked_fill(is_nonfinite, 0)
-    return relative_frobenius(result, expected)
+        expected_result = expected_result.masked_fill(is_nonfinite, 0)
+    return relative_frobenius(result, expected_result)
 
 
 def _widen_bytes(tensor: Tensor) -> Tensor:

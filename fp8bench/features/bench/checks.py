@@ -63,14 +63,14 @@ def _list_shapes_and_dtypes(tensors: Sequence[Tensor]) -> list[tuple[object, ...
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def _check_same_work(target: str, results: Sequence[Tensor], against: str, expected: Sequence[Tensor]) -> None:
-    if _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
+def _check_same_work(target: str, results: Sequence[Tensor], against: str, expected_results: Sequence[Tensor]) -> None:
+    if _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected_results):
         raise UsageError(
             f"{target} returns {describe_tensors(results)}, and {against} "
-            f"{describe_tensors(expected)}: they do different work. "
+            f"{describe_tensors(expected_results)}: they do different work. "
             "Wrap one of them in a function that returns the shapes and dtypes of the other."
         )
-    if math.isinf(measure_difference(results, expected)):
+    if math.isinf(measure_difference(results, expected_results)):
         raise UsageError(
             f"{target} returns NaN, infinities or an error too large for a number where {against} does not, or the "
             "other way round. Correct it, or give inputs that both can process."
@@ -78,7 +78,7 @@ def _check_same_work(target: str, results: Sequence[Tensor], against: str, expec
 
 
 def _refuse_caching(
-    target: str, inputs: CallInputs, results: Sequence[Tensor], against: str, expected: Sequence[Tensor]
+    target: str, inputs: CallInputs, results: Sequence[Tensor], against: str, expected_results: Sequence[Tensor]
 ) -> None:
     """Raises UsageError if a callable returns results that it has stored from earlier inputs. The check writes other
     numbers into the same memory without changing torch's version counters. Results that were stored by address or
@@ -105,7 +105,7 @@ def _refuse_caching(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
         )
-    if _are_equal(copy_results, results) and not _are_equal(expected_copy_results, expected):
+    if _are_equal(copy_results, results) and not _are_equal(expected_copy_results, expected_results):
         raise UsageError(
             f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
@@ -128,9 +128,11 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
         yield f"{target} differs from itself {difference_text} when it is called again with equal inputs"
 
 
-def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+def _remark_on_wrong_column(
+    target: str, results: Sequence[Tensor], expected_results: Sequence[Tensor]
+) -> Iterator[str]:
     """Yields a remark for each result in which one column has nearly all of an error beyond rounding."""
-    for result, correct in zip(results, expected, strict=True):
+    for result, correct in zip(results, expected_results, strict=True):
         if not (result.dim() and exceeds_rounding(result, correct)):
             continue
         column, difference_share = find_wrong_column(result, correct) or (0, 0.0)

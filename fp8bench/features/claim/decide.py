@@ -94,16 +94,16 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     return replace(confirmed_answer, answer=Answer.REFUTED) if bound_sides.pop() else confirmed_answer
 
 
-def _compare_published(measured: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
+def _compare_published(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAnswer:
     """Compares a published figure with a measured one. A measured figure outside the published range contradicts it
     only if the card and its power limit are the same."""
-    claim = measured.claim
-    assert measured.value is not None
-    answer = _PUBLISHED_ANSWERS[claim.find_side(measured.value)]
+    claim = measured_answer.claim
+    assert measured_answer.value is not None
+    answer = _PUBLISHED_ANSWERS[claim.find_side(measured_answer.value)]
     differences = list(_describe_differences(claim, run))
     if differences and answer is not Answer.WITHIN_RANGE:
         answer = Answer.OTHER_CONDITIONS
-    return replace(measured, answer=answer, why="; ".join((*differences, *_describe_conditions(claim, run))))
+    return replace(measured_answer, answer=answer, why="; ".join((*differences, *_describe_conditions(claim, run))))
 
 
 def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:

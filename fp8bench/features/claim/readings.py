@@ -53,9 +53,9 @@ def _sum_cases(claim: Claim, run: Run, records: Sequence[Record]) -> FigureReadi
         return total / sum(weights) if claim.is_ratio else total
 
     return FigureReading(
-        sum_figures(reading.value for reading in readings),
-        sum_figures(reading.low for reading in readings),
-        sum_figures(reading.high for reading in readings),
+        sum_figures(case_reading.value for case_reading in readings),
+        sum_figures(case_reading.low for case_reading in readings),
+        sum_figures(case_reading.high for case_reading in readings),
     )
 
 

@@ -193,25 +193,25 @@ def _check_bound(claim: Claim) -> None:
 
 
 def _check_arithmetic(claim: Claim) -> None:
-    if words := _find_word(_TIME_WORDS, claim.sentence):
+    if time_word := _find_word(_TIME_WORDS, claim.sentence):
         raise UsageError(
-            f"{words!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword the "
-            "sentence to be about peaks, as in 'peak speed'."
+            f"{time_word!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword "
+            "the sentence to be about peaks, as in 'peak speed'."
         )
     evaluate(claim.figure)
 
 
-def _find_word(words: str, sentence: str) -> str:
-    """Returns the first match in a sentence of `words`, a regular expression of whole words. Returns '' without a
+def _find_word(word_pattern: str, sentence: str) -> str:
+    """Returns the first match of `word_pattern`, a regular expression of whole words, in a sentence; '' without a
     match."""
-    match = re.search(rf"\b(?:{words})\b", sentence, re.IGNORECASE)
+    match = re.search(rf"\b(?:{word_pattern})\b", sentence, re.IGNORECASE)
     return match[0] if match else ""
 
 
 def _check_sentence_promises(claim: Claim) -> None:
     """Raises UsageError if a sentence promises more than its figure measures."""
-    for words, figures, remedy in _CLAIM_WORDING_RULES:
-        promised_word = _find_word(words, claim.sentence)
+    for word_pattern, figures, remedy in _CLAIM_WORDING_RULES:
+        promised_word = _find_word(word_pattern, claim.sentence)
         if promised_word and not re.search(figures, claim.figure):
             raise UsageError(
                 f"{promised_word!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or "

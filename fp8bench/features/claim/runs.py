@@ -160,8 +160,8 @@ def fits_device(claim: Claim, name: str) -> bool:
     name contains that word.
     """
     sheet = find_datasheet(name)
-    words = set(f"{name} {sheet.name if sheet else ''}".lower().replace(",", " ").split())
-    return "cuda" in claim.device or any({*card_name.lower().split()} <= words for card_name in claim.device)
+    device_words = set(f"{name} {sheet.name if sheet else ''}".lower().replace(",", " ").split())
+    return "cuda" in claim.device or any({*card_name.lower().split()} <= device_words for card_name in claim.device)
 
 
 def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None, Path | None]:
@@ -183,11 +183,11 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
     return None, unfinished_path
 
 
-def is_reusable(environment: Environment, started: str) -> bool:
+def is_reusable(environment: Environment, start_time: str) -> bool:
     """Returns whether a run was measured on this machine, with these versions, within the last week."""
     current_facts = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
     is_same = all(environment.get(name) == value for name, value in current_facts.items())
-    return is_same and datetime.now(UTC) - datetime.fromisoformat(started) < _MAX_RUN_AGE
+    return is_same and datetime.now(UTC) - datetime.fromisoformat(start_time) < _MAX_RUN_AGE
 
 
 def iterate_measured_claims(claims: Iterable[Claim], all_claims: Mapping[str, Claim]) -> Iterator[Claim]:

@@ -169,11 +169,11 @@ def start_case(case: str, pair: SidePair) -> CaseProgress:
     return CaseProgress(side_a, side_b, skip_reason)
 
 
-def _explain_unfit(pair: SidePair, planned: tuple[PlannedCase, PlannedCase]) -> str:
-    refusals = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned, strict=True) if case.skip]
+def _explain_unfit(pair: SidePair, planned_sides: tuple[PlannedCase, PlannedCase]) -> str:
+    refusals = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned_sides, strict=True) if case.skip]
     if refusals:
         return "; ".join(refusals)
-    suite = planned[0].case.workload
+    suite = planned_sides[0].case.workload
     suite_versions = [side.versions.get(suite) for side in pair]
     sides_without_suite = [side.name for side, version in zip(pair, suite_versions, strict=True) if version is None]
     if sides_without_suite:
@@ -255,13 +255,13 @@ class CaseRunner:
             if not outcome.failure:
                 passes.measure_memory([outcome])
 
-    def _make_entry(self, side: SideWorkers, planned: PlannedCase, process: int) -> DuelEntry:
-        case = planned.case
+    def _make_entry(self, side: SideWorkers, planned_case: PlannedCase, process: int) -> DuelEntry:
+        case = planned_case.case
         may_compile = workloads.get(case.workload).fused
         side_quantisers = (
             side.quantisers if may_compile else Quantisers("this suite measures numbers, not compiled code")
         )
-        arm = MeasuredArm(case.id, planned, side.facts[case.device], self.limits)
+        arm = MeasuredArm(case.id, planned_case, side.facts[case.device], self.limits)
         return DuelEntry(side.name, side.workers[process], arm, side_quantisers)
 
 
@@ -370,10 +370,10 @@ class SessionProgress(SilentObserver):
         self._total = total
         self.done = 0
 
-    def doing(self, words: str) -> None:
-        self._tell(self.done, self._total, "sessions of cases", words)
+    def doing(self, activity: str) -> None:
+        self._tell(self.done, self._total, "sessions of cases", activity)
 
-    def working(self, case: Case, doing: str, share: float) -> None:
+    def working(self, case: Case, doing: str, finished_share: float) -> None:
         self.doing(f"{doing} {case.id}")
 
 

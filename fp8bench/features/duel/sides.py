@@ -322,12 +322,14 @@ def _find_paths_below(top: Path) -> list[str]:
     return list(dict.fromkeys(map(str, folders)))
 
 
-def _move_imports(imports: tuple[str, ...], top: Path, tree: Path, revision: str) -> tuple[tuple[str, ...], list[str]]:
+def _move_imports(
+    imports: tuple[str, ...], top: Path, working_tree: Path, revision: str
+) -> tuple[tuple[str, ...], list[str]]:
     moved_imports = []
     notes = []
     for name in imports:
         path = Path(name).resolve()
-        moved_path = tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
+        moved_path = working_tree / path.relative_to(top) if name.endswith(".py") and path.is_relative_to(top) else None
         if moved_path is not None and not moved_path.is_file():
             notes.append(
                 f"{name} is not in {revision}: both sides run this tree's file, each with its revision of other modules"

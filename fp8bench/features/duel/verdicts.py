@@ -101,7 +101,7 @@ class DuelVerdict:
 
 
 def judge_sessions(
-    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
+    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME
 ) -> DuelVerdict | None:
     """Judges all sessions of a case. Returns None if no round of any session has all processes."""
     shared_sessions = [session for session in sessions if _list_rounds(session)]
@@ -124,7 +124,9 @@ def judge_sessions(
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
     is_resolved = assignments.smallest_p_value <= 1 - level
     verdict = (
-        verdicts.decide_verdict(ratio, verdicts.BAND, same) if is_resolved else _judge_without_interval(logs_a, logs_b)
+        verdicts.decide_verdict(ratio, verdicts.BAND, same_band)
+        if is_resolved
+        else _judge_without_interval(logs_a, logs_b)
     )
     # 4. Require that the mean over all calls does not contradict the fastest calls.
     if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, mean_ratio):
@@ -192,8 +194,8 @@ def _do_parts_compensate(session: Session) -> bool:
 
     # Take the smaller of two spreads: of the sums of parts, and of complete steps. Parts that compensate for each other
     # widen the spread of the sums.
-    floor = max(BAND, min(measure_spread(False), measure_spread(True)))
-    return verdicts.do_cells_compensate([*session.before, *session.after], rounds, floor)
+    smallest_spread = max(BAND, min(measure_spread(False), measure_spread(True)))
+    return verdicts.do_cells_compensate([*session.before, *session.after], rounds, smallest_spread)
 
 
 def _measure_spread(seconds: Sequence[float]) -> float:

@@ -91,11 +91,11 @@ def _choose_tone(figure: _CaseComparison) -> Tone:
 
 def _format_verdict(figure: _CaseComparison) -> Field:
     result, comparison = figure
-    statuses = (result.before.status, result.after.status)
+    side_statuses = (result.before.status, result.after.status)
     # Without a number on one side, there is nothing to compare.
-    if Status.FAILED in statuses:
+    if Status.FAILED in side_statuses:
         return Field("FAILED", tone=Tone.BAD)
-    verdict_text = "skipped" if Status.SKIPPED in statuses else describe_direction(comparison)
+    verdict_text = "skipped" if Status.SKIPPED in side_statuses else describe_direction(comparison)
     return Field(verdict_text, tone=_choose_tone(figure))
 
 

@@ -53,7 +53,7 @@ class _StoreReading:
         return [f"{count} run{'s' * (count != 1)}: {reason}" for reason, count in (+self.skipped).items()]
 
 
-def make_fleet_report(source: Path, store: Path, expected: Collection[str] = ()) -> FleetReport:
+def make_fleet_report(source: Path, store: Path, expected_machines: Collection[str] = ()) -> FleetReport:
     """Reports on the runs of a plan, or of a store. `source` is the file of the plan, or the store. For a store, the
     report covers its plans. If it has no plan, the report covers all its runs. Raises UsageError if no run counts and
     no machines are expected.
@@ -66,17 +66,17 @@ def make_fleet_report(source: Path, store: Path, expected: Collection[str] = ())
     def is_planned(run: Run) -> bool:
         return not plans or any(find_cell_number(plan, run.cell) is not None for plan in plans)
 
-    reading = _read_runs(store, is_planned)
-    if not reading.runs and not expected:
-        reasons = reading.skipped_reasons or reading.doubts[:1]
+    store_reading = _read_runs(store, is_planned)
+    if not store_reading.runs and not expected_machines:
+        reasons = store_reading.skipped_reasons or store_reading.doubts[:1]
         missing_text = f"run of the plan {plans[0].id}" if plans else "run"
         problem = f"{store} has no {missing_text}"
         if reasons:
             problem = f"{store}: no run counts ({'; '.join(reasons).rstrip('.')})"
         raise UsageError(f"{problem}. Give --store DIR, or a store that `fleet collect` made.")
-    del reading.skipped[REFUSED_REASON]  # `doubts` already has a sentence about each of these runs
-    exclusion_reasons = (*reading.skipped_reasons, *reading.doubts, *_describe_failed_cells(store, plans))
-    return build_report(reading.runs, plans, expected, exclusion_reasons)
+    del store_reading.skipped[REFUSED_REASON]  # `doubts` already has a sentence about each of these runs
+    exclusion_reasons = (*store_reading.skipped_reasons, *store_reading.doubts, *_describe_failed_cells(store, plans))
+    return build_report(store_reading.runs, plans, expected_machines, exclusion_reasons)
 
 
 def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _StoreReading:
@@ -84,29 +84,29 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _StoreReading:
     of them.
     """
     files = listing(store)
-    reading = _StoreReading(skipped=files.left, doubts=files.notes(files.refused))
+    store_reading = _StoreReading(skipped=files.left, doubts=files.notes(files.refused))
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
             # Read the header first, because a store may have thousands of unrelated runs.
             if not is_planned(load_header(path)):
-                reading.skipped[_UNPLANNED_REASON] += 1
+                store_reading.skipped[_UNPLANNED_REASON] += 1
                 continue
             is_running, run = is_locked(path), load_run(path)
         except (StoreError, RunNotFound) as error:
-            reading.doubts.append(str(error))
+            store_reading.doubts.append(str(error))
             continue
         except OSError as error:
-            reading.doubts.append(f"{path} could not be read ({error.strerror})")
+            store_reading.doubts.append(f"{path} could not be read ({error.strerror})")
             continue
-        reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
+        store_reading.doubts += [f"{path}: {trouble}" for trouble in run.troubles]
         # A run that is still being written would look incomplete.
         if is_running:
-            reading.skipped[_STILL_RUNNING] += 1
+            store_reading.skipped[_STILL_RUNNING] += 1
         else:
             finished.append((summarize_run(run), path, _digest_times(run)))
-    _drop_copies(finished, reading)
-    return reading
+    _drop_copies(finished, store_reading)
+    return store_reading
 
 
 def _digest_times(run: Run) -> int | None:
@@ -115,23 +115,25 @@ def _digest_times(run: Run) -> int | None:
     return hash(times) if times else None
 
 
-def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _StoreReading) -> None:
+def _drop_copies(finished_runs: Sequence[tuple[MachineRun, Path, int | None]], store_reading: _StoreReading) -> None:
     """Adds the finished runs to the reading, except copies. Runs of different machines are copies if their times are
     equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
     counts.
     """
-    runs_by_digest = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
+    runs_by_digest = together(
+        (digest, (run.machine, path)) for run, path, digest in finished_runs if digest is not None
+    )
     copied_digests: set[int | None] = set()
-    for digest, owners in runs_by_digest.items():
-        machines = sorted({machine for machine, _ in owners})
+    for digest, machines_and_paths in runs_by_digest.items():
+        machines = sorted({machine for machine, _ in machines_and_paths})
         if len(machines) > 1:
             copied_digests.add(digest)
-            paths = " and ".join(str(path) for _, path in owners)
-            reading.doubts.append(
+            paths = " and ".join(str(path) for _, path in machines_and_paths)
+            store_reading.doubts.append(
                 f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
                 f"of them counts. {REMEDY}"
             )
-    reading.runs += [run for run, _, digest in finished if digest not in copied_digests]
+    store_reading.runs += [run for run, _, digest in finished_runs if digest not in copied_digests]
 
 
 def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[str]:
@@ -151,10 +153,10 @@ def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[
 def build_report(
     runs: Sequence[MachineRun],
     plans: Sequence[FleetPlan] = (),
-    expected: Collection[str] = (),
-    excluded: Sequence[str] = (),
+    expected_machines: Collection[str] = (),
+    exclusion_reasons: Sequence[str] = (),
 ) -> FleetReport:
-    """Builds the report from runs. `expected` are names of machines that should have sent runs."""
+    """Builds the report from runs. `expected_machines` are names of machines that should have sent runs."""
     # 1. Compare the machines of each kind. For each further kind, list its differences from the first kind.
     kinds: list[MachineKind] = []
     figures: list[FleetFigure] = []
@@ -183,7 +185,7 @@ def build_report(
     alarms = [
         *_find_software_deviations(kinds),
         *_find_outliers(kinds),
-        *find_missing_measurements(runs, expected),
+        *find_missing_measurements(runs, expected_machines),
         *_find_failed_cases(runs),
     ]
     oddity_order = list(Oddity)
@@ -199,7 +201,7 @@ def build_report(
         alarms=tuple(alarms),
         settings=len(settings),
         lacking=tuple(setting for setting in settings if setting not in complete_settings),
-        excluded=tuple(excluded),
+        excluded=tuple(exclusion_reasons),
         why_not=why_not,
     )
 
@@ -277,7 +279,7 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
                 yield MachineAlarm(machine, oddity, f"{times} ({distance})")
 
 
-def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[str]) -> Iterator[MachineAlarm]:
+def find_missing_measurements(runs: Sequence[MachineRun], expected_machines: Collection[str]) -> Iterator[MachineAlarm]:
     """Yields an alarm for each machine that has interrupted runs, for each expected machine that sent nothing, and for
     each machine that lacks settings that at least half of the other machines measured.
     """
@@ -308,7 +310,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
                 f"{join_words(missing_settings)}"
             )
             yield MachineAlarm(machine, Oddity.CELLS_MISSING, explanation)
-    for machine in sorted(set(expected) - runs_by_machine.keys()):
+    for machine in sorted(set(expected_machines) - runs_by_machine.keys()):
         yield MachineAlarm(machine, Oddity.CELLS_MISSING, "it sent nothing")
 
 

@@ -295,8 +295,8 @@ def _parse_smallest(location: str, value: Any) -> tuple[float, str]:
     return number * factor, base
 
 
-def _parse_number(location: str, value: Any, expected: str) -> tuple[float, str]:
+def _parse_number(location: str, value: Any, expected_text: str) -> tuple[float, str]:
     match = _NUMBER_WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None or not math.isfinite(float(match[1])):
-        raise UsageError(f"{location}: expected {expected}, got {value!r:.80}.")
+        raise UsageError(f"{location}: expected {expected_text}, got {value!r:.80}.")
     return float(match[1]), match[2] or ""

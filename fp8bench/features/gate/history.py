@@ -126,11 +126,11 @@ def _load_newest_runs(store: Path) -> Iterator[Run]:
             yield run
 
 
-def _load_two_newest_commits(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+def _load_two_newest_commits(newest_run: Run, store: Path) -> tuple[list[Run], list[Run]]:
     """Returns all runs of two commits, newest first: the commit of the newest run, and the commit before it. Each
     suite of a commit may have a separate run.
     """
-    newest_identity = parse_identity(newest.environment.facts)
+    newest_identity = parse_identity(newest_run.environment.facts)
 
     def is_same_machine(run: Run) -> bool:
         run_identity = parse_identity(run.environment.facts)
@@ -140,8 +140,8 @@ def _load_two_newest_commits(newest: Run, store: Path) -> tuple[list[Run], list[
         filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit")
     )
     (_, *same_commit), *earlier = (list(runs) for _, runs in islice(runs_by_commit, 2))
-    are_clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
-    return [newest, *(same_commit if are_clean else ())], earlier[0] if earlier else []
+    are_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
+    return [newest_run, *(same_commit if are_clean else ())], earlier[0] if earlier else []
 
 
 def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]) -> Iterator[Comparison]:
@@ -161,14 +161,14 @@ def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
     return records
 
 
-def _select_judged_changes(found_steps: Found, newest: Run, history: History) -> dict[FigureKey, Change]:
+def _select_judged_changes(found_steps: Found, newest_run: Run, history: History) -> dict[FigureKey, Change]:
     """Returns the open changes on the newest run's machine, one for each series. If a series has two changes, the
     worsening is chosen, or else the larger change.
 
     A time is left out if the series of its ratio to the reference exists, because a time also depends on how fast the
     machine was. A time per FLOP is left out because the time itself is judged.
     """
-    identity = parse_identity(newest.environment.facts)
+    identity = parse_identity(newest_run.environment.facts)
     open_changes = [
         change
         for change in found_steps.changes
@@ -181,8 +181,8 @@ def _select_judged_changes(found_steps: Found, newest: Run, history: History) ->
     return {case_and_metric(change.comparison): change for change in sorted(judged, key=attrgetter("is_worse", "size"))}
 
 
-def _current_series_states(history: History, newest: Run) -> Iterator[SeriesState]:
-    comparable_parts = ((line.trend, line.comparable) for line in _select_newest_series(history, newest))
+def _current_series_states(history: History, newest_run: Run) -> Iterator[SeriesState]:
+    comparable_parts = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
     latest_parts = [
         (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in comparable_parts if parts
     ]
@@ -203,12 +203,12 @@ def _make_blank_comparison(trend: Trend) -> Comparison:
     return Comparison(format_case(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
 
 
-def _select_newest_series(history: History, newest: Run) -> list[Line]:
+def _select_newest_series(history: History, newest_run: Run) -> list[Line]:
     """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
     returns all series of the machine. Counts are left out, because any change of a count is detected.
     """
-    identity = parse_identity(newest.environment.facts)
-    commit = newest.environment.get("commit")
+    identity = parse_identity(newest_run.environment.facts)
+    commit = newest_run.environment.get("commit")
     is_same_machine = {}
     lines = []
     for line in history.lines:

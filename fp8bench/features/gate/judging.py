@@ -73,14 +73,14 @@ def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
     return CaseSpread(common_shift, nearer_quartile / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios))))
 
 
-def select_discoveries(p_values: Sequence[float], share: float) -> list[bool]:
-    """Applies the Benjamini-Hochberg procedure, and returns which p-values it selects. At most `share` of the
+def select_discoveries(p_values: Sequence[float], false_share: float) -> list[bool]:
+    """Applies the Benjamini-Hochberg procedure, and returns which p-values it selects. At most `false_share` of the
     selected p-values are expected to be due to chance. If all differences are due to chance, it selects any p-value
-    with a probability of `share`.
+    with a probability of `false_share`.
     """
     indices_by_p = sorted(range(len(p_values)), key=lambda index: p_values[index])
     passing_ranks = [
-        rank for rank, index in enumerate(indices_by_p, 1) if p_values[index] <= share * rank / len(p_values)
+        rank for rank, index in enumerate(indices_by_p, 1) if p_values[index] <= false_share * rank / len(p_values)
     ]
     chosen = set(indices_by_p[: max(passing_ranks, default=0)])
     return [index in chosen for index in range(len(p_values))]

@@ -356,29 +356,29 @@ def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Se
 
 
 def _remeasure_for_run(
-    newest: Run, compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]
+    newest_run: Run, compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]
 ) -> SecondLook:
-    commit = _commit_to_duel(compared, newest)
-    look = None if commit is None else remeasurer.duel_with_commit(commit, newest.request, suspects)
+    commit = _commit_to_duel(compared, newest_run)
+    look = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
     if look is not None and not look.refused:
         return look
-    rerun, refusal = remeasurer.measure_cases(newest, {suspect.case for suspect in suspects})
+    rerun, refusal = remeasurer.measure_cases(newest_run, {suspect.case for suspect in suspects})
     if rerun is None:
         return SecondLook({}, refused=refusal)
     figures = compare(compared.before, make_side("again", [(rerun, findings(rerun))]), extra=compared.after).comparisons
     return SecondLook({case_and_metric(figure): figure for figure in figures}, f"measured again in run {rerun.id}")
 
 
-def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
+def _commit_to_duel(compared: Compared, newest_run: Run) -> str | None:
     """Returns the first side's commit if a duel with this commit would answer the same question as the comparison.
     Returns None if the sides differ in more than their code: a duel measures both sides with one interpreter and one
     torch, so it would not show the cost of a different torch.
     """
     head_commit = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.
-    if any(fact.name != CODE_FACT or newest.request.suite != BENCH for fact in compared.differing):
+    if any(fact.name != CODE_FACT or newest_run.request.suite != BENCH for fact in compared.differing):
         return None
-    if head_commit is None or newest.environment.get("commit") != head_commit:
+    if head_commit is None or newest_run.environment.get("commit") != head_commit:
         return None
     commit, *other_commits = {run.environment.get("commit") for run in compared.before.runs}
     are_commits_clean = all(run.environment.get("dirty") is False for run in compared.before.runs)

@@ -280,15 +280,15 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
             reason = result.after.reason or result.before.reason or levels
             reasons_by_status[status].append(f"{result.after.case.id}: {reason}")
     # 2. A worse numerical result is a problem of quality, and has a different status than a worse time.
-    causes: list[str] = []
+    quality_causes: list[str] = []
     for figure in verdict.of(GateOutcome.REGRESSION):
         is_numeric = spec_of(figure.comparison.metric).of_workload
         status = ReviewStatus.QUALITY_BLOCKED if is_numeric else ReviewStatus.REGRESSION
         reasons_by_status[status].append(_summarize_change(figure))
-        if is_numeric and not causes:
-            causes.append("numbers became worse")
+        if is_numeric and not quality_causes:
+            quality_causes.append("numbers became worse")
     if ReviewStatus.QUALITY_BLOCKED in unequal_status.values():
-        causes.append("a case fails on head alone")
+        quality_causes.append("a case fails on head alone")
     # 3. Cases that failed, and duels that were impossible.
     for figure in verdict.of(GateOutcome.FAILED):
         if unequal_status.get(figure.comparison.case) is None:
@@ -306,7 +306,7 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
     # The statuses are ordered by their importance. The first one that has a reason is chosen.
     status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
     reasons = tuple(reasons_by_status[status])
-    return DuelReview(status, reasons, _show_largest_threshold(verdict), " and ".join(causes))
+    return DuelReview(status, reasons, _show_largest_threshold(verdict), " and ".join(quality_causes))
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
@@ -335,13 +335,13 @@ def _summarize_change(figure: JudgedFigure) -> str:
     return f"{_figure_title(figure)}: {_show_first_change(figure)}"
 
 
-def render_comment(reviewed: DuelReview, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
+def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
     """Returns a comment on a pull request in Markdown: the outcome, its main reason, the table of figures, then
     further reasons.
     """
-    reasons = [shorten_line(reason, 300) for reason in reviewed.whys[:_MAX_COMMENT_REASONS]]
-    if len(reviewed.whys) > len(reasons):
-        reasons.append(f"and {len(reviewed.whys) - len(reasons)} more")
+    reasons = [shorten_line(reason, 300) for reason in review.whys[:_MAX_COMMENT_REASONS]]
+    if len(review.whys) > len(reasons):
+        reasons.append(f"and {len(review.whys) - len(reasons)} more")
     elements: list[Element] = [Text(reason) for reason in reasons[:1]]
     if verdict is not None and verdict.sights and not reasons:
         elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
@@ -352,7 +352,7 @@ def render_comment(reviewed: DuelReview, verdict: GateVerdict | None, duel: Duel
     else:
         elements.append(further_reasons)
     elements.append(Code(command))
-    return markdown.render(Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", tuple(elements)),)))
+    return markdown.render(Page(f"fp8bench: {review.headline}", "", (Part("review", "", tuple(elements)),)))
 
 
 def _describe_sides(duel: Duel) -> str:

@@ -151,7 +151,7 @@ def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
     return np.where(high + margin < 0, 1, np.where(low - margin > 0, -1, 0))
 
 
-def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, grid: Floats) -> Floats:
+def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured_contexts: Any, grid: Floats) -> Floats:
     """Returns, for each context of `grid`, by how many seconds either arm may differ from its line, because times rise
     in steps.
 
@@ -160,10 +160,10 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, 
     all measured contexts are multiples of a number, steps shorter than this number could not be measured. Their height
     is added.
     """
-    expected_seconds = reference.point[0] + reference.point[1] * measured
+    expected_seconds = reference.point[0] + reference.point[1] * measured_contexts
     relative_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
     seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
     reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
     measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
-    hidden_steps = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
+    hidden_steps = (math.gcd(*map(int, measured_contexts)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return measured_steps + hidden_steps

@@ -273,8 +273,10 @@ def collect_arm_times(
         elif fitted_line is not None and reference is not None:
             crossing = find_crossing(fitted_line, reference, question.contexts)
         # 3. Add the time of the prompt. Without a run of `prefill`, the records are those of `decode`.
-        prompts = [record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)]
-        prompt = prompts[0] if prompts else None
+        prefill_records = [
+            record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)
+        ]
+        prompt = prefill_records[0] if prefill_records else None
         yield ArmTimes(
             arm,
             tuple((context, fastest(samples)) for context, samples in rounds.items()),

@@ -97,7 +97,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
 
     reference = predict(reference_arm)
     repeated_quality = _compare_predictions(predict(reference_arm), reference)
-    floor = _compare_predictions(predict(reference_arm, "math"), reference)
+    noise_floor = _compare_predictions(predict(reference_arm, "math"), reference)
     arms = tuple(_compare_predictions(predict(arm), reference) for arm in compared_arms)
     perplexity = math.exp(-float(reference.true.mean()))
     with torch.no_grad():
@@ -105,7 +105,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
             measure_rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
         )
     return ServingQuality(
-        task.model.name, reference.true.numel(), perplexity, repeated_quality, floor, arms, caution, rollouts
+        task.model.name, reference.true.numel(), perplexity, repeated_quality, noise_floor, arms, caution, rollouts
     )
 
 

@@ -167,8 +167,8 @@ def _costs_table(answer: ServingAnswer) -> Table:
         seconds = answer.tpot(answer.arm_times(arm))
         if seconds is None or not answer.bandwidth:
             return None
-        share = step_bytes[arm].total / seconds / answer.bandwidth
-        return "cached" if share > 1 else units.percent(share, 0)
+        read_share = step_bytes[arm].total / seconds / answer.bandwidth
+        return "cached" if read_share > 1 else units.percent(read_share, 0)
 
     def quality_column(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
         def show_quality(arm: ServedArm) -> str | None:

@@ -49,15 +49,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    templates = {_CONFIG_FILE: "config", _SUITE_FILE: "workload", _WORKFLOW_FILE: "workflow"}
-    for file in (arguments.folder / name for name in templates):
+    template_by_file = {_CONFIG_FILE: "config", _SUITE_FILE: "workload", _WORKFLOW_FILE: "workflow"}
+    for file in (arguments.folder / name for name in template_by_file):
         if file.exists() or file.is_symlink():
             raise UsageError(
                 f"{file} exists already, and init never overwrites files. Move it, or give another folder."
             )
     source = arguments.install or find_source() or _ask_for_source()
     requirement = source or f"fp8bench=={__version__}"
-    for name, template in templates.items():
+    for name, template in template_by_file.items():
         text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
         _write_file(arguments.folder / name, text.replace("{install}", json.dumps(requirement)), "x")
     ignore_file = arguments.folder / ".gitignore"

@@ -92,9 +92,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    classes = list(dict.fromkeys(map(find_device_class, arguments.devices))) or list(CLASSES)
+    device_classes = list(dict.fromkeys(map(find_device_class, arguments.devices))) or list(CLASSES)
     modes = [_get_recipe_precision(word) for word in arguments.dtypes or USUAL_MODES]
-    findings = judge_all(find_layer_shapes(arguments.name, arguments.tokens), modes, classes)
+    findings = judge_all(find_layer_shapes(arguments.name, arguments.tokens), modes, device_classes)
     tell(arguments, partial(render_page, arguments.name, findings), partial(encode, findings))
     return EXIT_FAILED if find_unfit_products(findings) else EXIT_OK
 
@@ -121,10 +121,10 @@ def find_layer_shapes(model: str, tokens: int | None) -> list[LinearShape]:
         from fp8bench.jobs.profile import find_model_coverage  # this import is slow
 
         shapes: dict[LinearShape, None] = {}
-        for holder in find_model_coverage(model).holders:
-            forward_products = [product for product in holder.products if not product.backward]
-            for product in forward_products if holder.kind in _LINEAR_KINDS else ():
-                shapes[LinearShape(holder.name, product.m, product.n, product.k)] = None
+        for weight_holder in find_model_coverage(model).holders:
+            forward_products = [product for product in weight_holder.products if not product.backward]
+            for product in forward_products if weight_holder.kind in _LINEAR_KINDS else ():
+                shapes[LinearShape(weight_holder.name, product.m, product.n, product.k)] = None
         if not shapes:
             raise UsageError(f"{model} calls no linear layer. `fp8bench profile {model}` lists its products.")
         return list(shapes)
@@ -178,9 +178,9 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     fits_by_device = together(((finding.device, finding.mode), finding.fits) for finding in findings if finding.exists)
 
     def count_fits(mode: str, device: str) -> Field:
-        fits = fits_by_device.get((device, mode), [])
-        unfit_text = "all" if all(fits) else f"{sum(fits)} of {len(fits)}"
-        return Field(unfit_text if fits else units.NONE, tone=Tone.PLAIN if all(fits) else Tone.DOUBT)
+        product_fits = fits_by_device.get((device, mode), [])
+        unfit_text = "all" if all(product_fits) else f"{sum(product_fits)} of {len(product_fits)}"
+        return Field(unfit_text if product_fits else units.NONE, tone=Tone.PLAIN if all(product_fits) else Tone.DOUBT)
 
     modes = dict.fromkeys(finding.mode for finding in findings)
     columns = [Col("device", str), *(Col(mode, partial(count_fits, mode), number=True) for mode in modes)]

@@ -211,7 +211,7 @@ _TRAINING_SYNTAX = (
 )
 
 
-def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
+def _parse_training(text: str, planned_load: StepLoad) -> MeasuredTraining:
     # 1. The sizes of a model are separated by commas too: all leading fields with a key of `MODEL_KEYS` belong to it.
     model_text, *parts = (part.strip() for part in text.split(","))
     while parts and parts[0].partition("=")[0] in MODEL_KEYS:
@@ -228,13 +228,13 @@ def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
         layout_fields[_LAYOUT_FIELDS[match[1]]] = int(match[2])
     layout, options = ParallelLayout(**layout_fields), dict(part.partition("=")[::2] for part in parts[3:])
     # 3. Parse pace and sizes. They must divide evenly, because rounded sizes would describe another training.
-    sizes = {"sequence": planned.sequence, "batch": 8 * layout.gpus, "micro-batches": 0}
+    sizes = {"sequence": planned_load.sequence, "batch": 8 * layout.gpus, "micro-batches": 0}
     try:
         pace = float(parts[2])
         for name in sizes.keys() & options.keys():
             sizes[name] = types.whole(whole_number(1, 1 << 30))(options.pop(name))
-        precision = options.pop("dtype", planned.precision)
-        checkpointing = Checkpointing(options.pop("checkpointing", planned.checkpointing))
+        precision = options.pop("dtype", planned_load.precision)
+        checkpointing = Checkpointing(options.pop("checkpointing", planned_load.checkpointing))
         local_sequences = sizes["batch"] * layout.gpus_per_sequence / layout.gpus
         micro_batches = sizes["micro-batches"] or (int(local_sequences) if layout.pipeline > 1 else 1)
         divides_evenly = local_sequences == int(local_sequences) > 0 and not local_sequences % micro_batches
@@ -245,7 +245,7 @@ def _parse_training(text: str, planned: StepLoad) -> MeasuredTraining:
             f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING_SYNTAX}."
         ) from None
     load = replace(
-        planned,
+        planned_load,
         sequence=sizes["sequence"],
         local=int(local_sequences),
         micro_batches=micro_batches,

@@ -118,17 +118,17 @@ def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {**fields, **sizes, "key-heads": max(1, keys * fields["heads"] // width)}
 
 
-def read_decoder_sizes(holders: Sequence[Holder]) -> dict[str, Any] | None:
-    """Derives the sizes of a decoder from its layers (`holders`). One of them is `keys`, the width of all keys
+def read_decoder_sizes(weight_holders: Sequence[Holder]) -> dict[str, Any] | None:
+    """Derives the sizes of a decoder from its layers (`weight_holders`). One of them is `keys`, the width of all keys
     together. Returns None if the blocks of the decoder are not all equal.
     """
     shapes_by_part: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}
-    for holder in holders:
-        part = "head" if holder.kind == "head" else holder.group
-        shapes = {(product.n, product.k) for product in holder.products if not product.backward}
-        if part not in shapes_by_part or len(shapes) != 1:
+    for weight_holder in weight_holders:
+        block_name = "head" if weight_holder.kind == "head" else weight_holder.group
+        shapes = {(product.n, product.k) for product in weight_holder.products if not product.backward}
+        if block_name not in shapes_by_part or len(shapes) != 1:
             return None
-        shapes_by_part[part] += shapes
+        shapes_by_part[block_name] += shapes
     if len(shapes_by_part["head"]) != 1:
         return None
     ((vocabulary, width),) = shapes_by_part["head"]

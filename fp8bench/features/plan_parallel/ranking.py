@@ -226,7 +226,9 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
             continue
         for pipeline in _list_divisors(gpus // tensor):
             stages_per_gpu_options = [
-                virtual for virtual in (1, 2) if _makes_equal_stages(model.layers, pipeline, virtual)
+                stages_per_gpu
+                for stages_per_gpu in (1, 2)
+                if _makes_equal_stages(model.layers, pipeline, stages_per_gpu)
             ]
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
@@ -239,15 +241,15 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
                 for shards in sorted(
                     {1, ranks, ranks_in_node if ranks_in_node > 1 and ranks % ranks_in_node == 0 else ranks}
                 ):
-                    for virtual in stages_per_gpu_options:
-                        yield replace(inner_layout, shards=shards, copies=ranks // shards, virtual=virtual)
+                    for stages_per_gpu in stages_per_gpu_options:
+                        yield replace(inner_layout, shards=shards, copies=ranks // shards, virtual=stages_per_gpu)
 
 
-def _makes_equal_stages(layers: int, pipeline: int, virtual: int) -> bool:
+def _makes_equal_stages(layers: int, pipeline: int, stages_per_gpu: int) -> bool:
     """Returns whether all stages of a pipeline are equally long. The embedding and the head may each take the place
     of a layer.
     """
-    stage_count = pipeline * virtual
+    stage_count = pipeline * stages_per_gpu
     return stage_count == 1 or (pipeline > 1 and stage_count <= layers and -layers % stage_count <= 2)
 
 
@@ -265,8 +267,10 @@ def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) ->
     return max(fitting_plans, key=lambda plan: plan.tokens) if fitting_plans else options[-1]
 
 
-def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> PlannedLayout:
-    load = replace(question.load, local=local, micro_batches=count)
+def _predict_plan(
+    question: ParallelQuestion, layout: ParallelLayout, local_sequences: int, count: int
+) -> PlannedLayout:
+    load = replace(question.load, local=local_sequences, micro_batches=count)
     memory = predict_memory(question.model, layout, load)
     pace = predict_pace(question.model, layout, load, question.topology)
     usable = USABLE_MEMORY_SHARE * question.topology.memory

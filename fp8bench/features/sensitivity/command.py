@@ -293,8 +293,8 @@ def measuring_command(study: Study, trial: LayerTrial) -> str:
     return " ".join(command_parts)
 
 
-def _signed_percent(share: float) -> str:
-    percent_text = units.percent(share, 2)
+def _signed_percent(signed_share: float) -> str:
+    percent_text = units.percent(signed_share, 2)
     return percent_text if percent_text.startswith("-") else f"+{percent_text}"
 
 

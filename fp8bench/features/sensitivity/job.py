@@ -174,14 +174,18 @@ def open_study(
     return StudyRunner(study, low.case, reference.case, layers, high_precision, device, low.work, limits, worker)
 
 
-def _find_layers(planned: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
+def _find_layers(planned_case: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
     """Returns the layers of a suite by its parameters. For a user's model they are the layers that can be converted."""
-    workload = workloads.get(planned.case.workload)
+    workload = workloads.get(planned_case.case.workload)
     if not workload.examined:
-        return checked_products(workload, dict(planned.case.params))
-    coverage = bench.coverage(planned.case, device)
+        return checked_products(workload, dict(planned_case.case.params))
+    coverage = bench.coverage(planned_case.case, device)
     holders = coverage.holders if coverage else ()
-    return tuple(Layer(holder.name, holder.kind, group=holder.group) for holder in holders if holder.converted)
+    return tuple(
+        Layer(weight_holder.name, weight_holder.kind, group=weight_holder.group)
+        for weight_holder in holders
+        if weight_holder.converted
+    )
 
 
 # The number of further trainings of the reference, each from other random initial weights. Their losses show which

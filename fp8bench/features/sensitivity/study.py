@@ -210,39 +210,43 @@ def averaged_steps(steps: int) -> int:
 PrecisionMap = tuple[tuple[str, str], ...]
 
 
-def make_map(layers: Sequence[Layer], low: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
-    """Returns the precision map in which the layers `low` have the first mode, and all other layers the second.
+def make_map(layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
+    """Returns the precision map in which the layers `low_layers` have the first mode, and all other layers the second.
     `high` is the default precision of layers that suites keep high.
     """
-    requested_modes = {layer.name: modes[0] if layer.name in low else modes[1] for layer in layers}
+    requested_modes = {layer.name: modes[0] if layer.name in low_layers else modes[1] for layer in layers}
     defaults = {layer.name: high if layer.high else modes[0] for layer in layers}
     return shorten_map(layers, requested_modes, defaults)
 
 
-def shorten_map(layers: Sequence[Layer], requested: Mapping[str, str], defaults: Mapping[str, str]) -> PrecisionMap:
+def shorten_map(
+    layers: Sequence[Layer], requested_modes: Mapping[str, str], defaults: Mapping[str, str]
+) -> PrecisionMap:
     """Returns the map without entries that equal the defaults. The name of a kind replaces the names of all its
     layers where that is possible.
     """
     keys: dict[str, str] = {}
     for kind in dict.fromkeys(layer.kind for layer in layers):
         names = [layer.name for layer in layers if layer.kind == kind]
-        modes = {requested[name] for name in names}
+        modes = {requested_modes[name] for name in names}
         # Use one key for a kind if all its layers have the same mode, unless that is their default.
-        if len(modes) == 1 and any(requested[name] != defaults[name] for name in names):
+        if len(modes) == 1 and any(requested_modes[name] != defaults[name] for name in names):
             keys[kind] = modes.pop()
-    return _add_exceptions(layers, keys, requested, defaults)
+    return _add_exceptions(layers, keys, requested_modes, defaults)
 
 
-def make_map_of_one(layers: Sequence[Layer], key: str, low: Collection[str], modes: tuple[str, str]) -> PrecisionMap:
+def make_map_of_one(
+    layers: Sequence[Layer], key: str, low_layers: Collection[str], modes: tuple[str, str]
+) -> PrecisionMap:
     """Returns the precision map with which the layer or kind `key` has the first mode, and all other layers have the
-    second. `low` are the names of the layers of `key`.
+    second. `low_layers` are the names of the layers of `key`.
     """
     defaults = {layer.name: modes[1] for layer in layers}
-    return _add_exceptions(layers, {key: modes[0]}, {**defaults, **dict.fromkeys(low, modes[0])}, defaults)
+    return _add_exceptions(layers, {key: modes[0]}, {**defaults, **dict.fromkeys(low_layers, modes[0])}, defaults)
 
 
 def _add_exceptions(
-    layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], defaults: Mapping[str, str]
+    layers: Sequence[Layer], keys: dict[str, str], requested_modes: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
     """Adds an entry for each layer to which the entries `keys` do not give the requested mode. This happens if a layer
     has the same name as the kind of a different layer.
@@ -250,7 +254,7 @@ def _add_exceptions(
     # Each iteration adds entries for more layers, so the loop ends.
     while True:
         modes = {layer.name: keys.get(key_of(layer, keys) or "", defaults[layer.name]) for layer in layers}
-        exceptions = {name: requested[name] for name, mode in modes.items() if mode != requested[name]}
+        exceptions = {name: requested_modes[name] for name, mode in modes.items() if mode != requested_modes[name]}
         if not exceptions:
             return tuple(keys.items())
         keys |= exceptions
