@@ -73,7 +73,7 @@ class ComparedCase:
         )
 
     @property
-    def trains(self) -> bool:
+    def is_training(self) -> bool:
         # A user's model marks no optimizer phase. A case that reports a coverage counts as a training step as well.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
@@ -109,7 +109,7 @@ class ComparedCase:
         marked_phases = set(self.reference.timing.segments.phases) if self.reference.timing is not None else set()
         return _PRODUCT_PHASES | {UNATTRIBUTED} if Phase.GEMM in marked_phases else frozenset(CELL_PHASES)
 
-    def share(self, phases: Collection[str]) -> Interval | None:
+    def measure_share(self, phases: Collection[str]) -> Interval | None:
         if self.reference is None or self.reference.timing is None:
             return None
         timed_ratio = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
@@ -126,7 +126,7 @@ class ComparedCase:
         profile if the precision changes only products, and the reference's step does not mark its products.
         """
         changes_products_only = self.is_estimated and _changes_products_alone(self)
-        return self.share(_PRODUCT_PHASES if changes_products_only else self.affected_phases)
+        return self.measure_share(_PRODUCT_PHASES if changes_products_only else self.affected_phases)
 
     @property
     def is_estimated(self) -> bool:

@@ -90,7 +90,9 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     as measured here, or as the device's ceiling allows, and that casts are free.
     """
     # 1. Find the share of the step that a precision can make faster.
-    product_share = None if pair.reference is None or pair.reference.support.is_emulated else pair.share(_PRODUCT_PHASE)
+    product_share = (
+        None if pair.reference is None or pair.reference.support.is_emulated else pair.measure_share(_PRODUCT_PHASE)
+    )
     if product_share is None or pair.reference is None:
         return _NO_PRODUCTS
     min_speed_up = 1 + basis.min_gain
@@ -277,7 +279,7 @@ def find_trial(pair: ComparedCase, study: Study) -> LayerTrial:
 
 def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
     study = find_study(pair, basis)
-    if (study is None and not pair.trains) or precisions.unit_scaled(pair.record.case.precision):
+    if (study is None and not pair.is_training) or precisions.unit_scaled(pair.record.case.precision):
         return None  # single layers of a unit-scaled model do not work in other models
     if study is None or not study.candidates:
         return "no study has lowered its layers one at a time"
@@ -312,7 +314,7 @@ _ANSWERS_BY_VERDICT = {
 
 
 def _judge_training(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | None:
-    if not pair.trains:
+    if not pair.is_training:
         return None
     arm = find_arm(pair, basis)
     if arm is None or basis.training is None:

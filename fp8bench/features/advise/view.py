@@ -97,7 +97,7 @@ def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
         params = {*bracket.rpartition("]")[0].split(",")}
         shared[suite] = shared.get(suite, params) & params
 
-    def shorten(row: str) -> str:
+    def shorten_name(row: str) -> str:
         suite, _, bracket = row.partition("[")
         params, _, end = bracket.rpartition("]")
         if suite not in shared or not params:
@@ -105,7 +105,7 @@ def make_name_shortener(advised: AdviceResult) -> Callable[[str], str]:
         distinct_params = ",".join(pair for pair in params.split(",") if pair not in shared[suite])
         return (f"{suite}[{distinct_params}]" if distinct_params else suite) + end
 
-    return shorten
+    return shorten_name
 
 
 def question_tables(advised: AdviceResult, everything: bool) -> Iterator[Table]:

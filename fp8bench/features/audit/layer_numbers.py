@@ -105,7 +105,7 @@ class LayerNumbers:
         return verdict_in_model
 
     @property
-    def _bias(self) -> Tensor | None:
+    def _layer_bias(self) -> Tensor | None:
         bias = getattr(self.module, "bias", None)
         return bias if isinstance(bias, Tensor) and bias.numel() else None
 
@@ -141,7 +141,7 @@ class LayerNumbers:
         if not result.isfinite().all():
             return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
         # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
-        bias = None if self._bias is None else self._bias.detach().cpu().float()
+        bias = None if self._layer_bias is None else self._layer_bias.detach().cpu().float()
         product_result = result if bias is None else result - bias
         rounding_slack = _OUTPUT_ROUNDING * torch.maximum(result.abs(), product_result.abs())
 
@@ -229,7 +229,7 @@ class LayerNumbers:
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
     def _find_trainable(self) -> dict[str, Tensor]:
-        parameters = {"weight": self.weight, "bias": self._bias}
+        parameters = {"weight": self.weight, "bias": self._layer_bias}
         return {
             name: tensor
             for name, tensor in parameters.items()

@@ -115,7 +115,7 @@ class LayerProduct:
         rounded to bf16 before the cast.
         """
         first, second, _ = promised_casts.treatments
-        for carriers in self._carriers:
+        for carriers in self._carrier_pairs:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
             if self.casts_weight and self.kind == CONV1D:
                 weight = round_operand(weight.t().contiguous(), second).values.t()
@@ -124,7 +124,7 @@ class LayerProduct:
             yield self.multiply_rows(self._cast_input(x, first) if casts_inputs else x, weight)
 
     @cached_property
-    def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
+    def _carrier_pairs(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
         fp32 = torch.float32
         bf16 = torch.bfloat16
         is_exact_in_bf16 = all(torch.equal(side, side.to(bf16).float()) for side in (self.x, self.weight))

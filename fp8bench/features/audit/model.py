@@ -237,7 +237,7 @@ class ModelCheck:
         if verdict.runs:
             self._precision_by_class.setdefault(_class_and_shape(layer), verdict.runs)
 
-    def finish(self) -> None:
+    def write_verdicts(self) -> None:
         """Checks the layers that the model never called, and writes all verdicts into the rows."""
         self.check_uncalled()
         low_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
@@ -297,7 +297,7 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
                 check.run(batch)
         except UsageError as error:
             failed_rows.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
-        check.finish()
+        check.write_verdicts()
     explain_exclusion = make_exclusion_explainer(model, layers)
     rows = []
     for layer in layers:

@@ -304,11 +304,13 @@ def _iterate_cast_mistakes(x: Tensor, operand: RoundedOperand, promised_treatmen
         yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
     if promised_treatment.fmt.bits <= _TRUNCATION_BITS:
-        truncated_values = _truncate(x / operand.element_scales, promised_treatment.fmt) * operand.element_scales
+        truncated_values = (
+            _truncate_to_format(x / operand.element_scales, promised_treatment.fmt) * operand.element_scales
+        )
         yield "cut", "rounded toward 0 instead of to nearest", truncated_values
 
 
-def _truncate(x: Tensor, fmt: Format) -> Tensor:
+def _truncate_to_format(x: Tensor, fmt: Format) -> Tensor:
     """Rounds toward zero."""
     return round_values(x.float(), fmt, torch.full(x.shape, (1 << RANDOM_BITS) - 1, dtype=torch.int32))
 

@@ -379,9 +379,9 @@ class RemoteKernel:
         self._lost: WorkerError | None = None
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return partial(self._ask, name)
+        return partial(self._ask_worker, name)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
+    def _ask_worker(self, name: str, *arguments: Any) -> Any:
         if self._lost is not None:
             raise self._lost
         try:

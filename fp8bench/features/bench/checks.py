@@ -37,7 +37,7 @@ _MAIN_SHARE = 0.9
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 
 
-def examine(setup: Setup, target: str, against: str) -> list[str]:
+def examine_callable(setup: Setup, target: str, against: str) -> list[str]:
     """Returns remarks on a callable for the report. Raises UsageError if it cannot be compared with the reference."""
     inputs = make_inputs(setup)
     if target == against:

@@ -102,9 +102,9 @@ class Callables(Workload):
         return native("the callable runs unchanged")
 
     def examine(self, setup: Setup) -> Sequence[str]:
-        from fp8bench.features.bench.checks import examine
+        from fp8bench.features.bench.checks import examine_callable
 
-        return examine(setup, setup.case.precision, str(setup.params[AGAINST]))
+        return examine_callable(setup, setup.case.precision, str(setup.params[AGAINST]))
 
     def prepare(self, setup: Setup) -> tuple[Callable[..., Any], CallInputs]:
         from fp8bench.features.bench.calls import make_inputs

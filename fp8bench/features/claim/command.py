@@ -129,7 +129,7 @@ def _answer_claims(
         refuse_existing_answers(arguments.keep)
     questions = parse_run_texts(file)
     source = RunSource(arguments.store, questions, arguments.device, observer, partial(_watch_training, observer))
-    source.announce(iterate_measured_claims(claims, file.claims))
+    source.announce_measurements(iterate_measured_claims(claims, file.claims))
     answers = [answer_claim(claim, file.claims, source) for claim in claims]
     if arguments.keep is not None:
         write_folder(arguments.keep, file, answers, source.runs_by_claim)
@@ -175,11 +175,11 @@ def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Clai
     # 2. The catalogue: claims named by id or by sentence.
     sentences: dict[str, Claim] = {}
     for row in catalogue.claims.values():
-        sentences |= dict.fromkeys(map(_normalize, (row.id, row.sentence, *row.also)), row)
-    return catalogue, [sentences.get(_normalize(name)) or _refuse_unknown(name, catalogue) for name in names]
+        sentences |= dict.fromkeys(map(_normalize_words, (row.id, row.sentence, *row.also)), row)
+    return catalogue, [sentences.get(_normalize_words(name)) or _refuse_unknown(name, catalogue) for name in names]
 
 
-def _normalize(sentence: str) -> str:
+def _normalize_words(sentence: str) -> str:
     return " ".join(re.findall(r"[\w.%]+", sentence.lower())).rstrip(".")
 
 
@@ -187,10 +187,10 @@ def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
     """Raises an error for a sentence that the catalogue does not have. The message lists the nearest sentences, but
     none of them is answered instead.
     """
-    requested_words = set(_normalize(name).split())
+    requested_words = set(_normalize_words(name).split())
 
     def count_shared_words(row: Claim) -> float:
-        return max(len(requested_words & set(_normalize(text).split())) for text in (row.sentence, *row.also))
+        return max(len(requested_words & set(_normalize_words(text).split())) for text in (row.sentence, *row.also))
 
     if " " not in name.strip():
         raise UnknownName(

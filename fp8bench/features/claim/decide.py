@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.analysis.roofline import find_datasheet
 from fp8bench.errors import StoreError
-from fp8bench.features.claim.expressions import evaluate
+from fp8bench.features.claim.expressions import evaluate_expression
 from fp8bench.features.claim.readings import read_figure, suggest_more_rounds
 from fp8bench.features.claim.runs import StoredRun, get_run_id
 from fp8bench.features.claim.values import Answer, CannotDecide, Claim, ClaimAnswer, ClaimKind
@@ -42,7 +42,7 @@ def answer_claim(claim: Claim, claims: Mapping[str, Claim], get_run: GetRun) -> 
 
 
 def _answer_arithmetic(claim: Claim) -> ClaimAnswer:
-    computed_figure = evaluate(claim.figure)
+    computed_figure = evaluate_expression(claim.figure)
     value = computed_figure.value
     answer = Answer.REFUTED if claim.find_side(value) else Answer.CONFIRMED
     return ClaimAnswer(
@@ -61,7 +61,7 @@ def _answer_all_of(claim: Claim, parts: list[ClaimAnswer]) -> ClaimAnswer:
 
 
 def _refute_by_limit(claim: Claim) -> ClaimAnswer | None:
-    limit = evaluate(claim.limit)
+    limit = evaluate_expression(claim.limit)
     low, high = claim.range
     is_rate = spec_of(claim.figure).better is Better.HIGHER
     if low <= limit.value if is_rate else high >= limit.value:

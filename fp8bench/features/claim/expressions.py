@@ -34,7 +34,7 @@ class ComputedFigure:
     citations: Mapping[str, str]
 
 
-def evaluate(text: str) -> ComputedFigure:
+def evaluate_expression(text: str) -> ComputedFigure:
     """Returns the value of an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for text that is not
     arithmetic."""
     if len(text) > _LONGEST_EXPRESSION:

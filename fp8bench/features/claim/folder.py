@@ -178,7 +178,7 @@ class _StoredRuns:
     runs_by_claim: Mapping[str, str]
     digests: Mapping[str, str]
     questions: Mapping[str, RunRequest]
-    _loaded: dict[str, StoredRun] = field(default_factory=dict)
+    _loaded_runs: dict[str, StoredRun] = field(default_factory=dict)
 
     def find_path(self, run: str) -> Path:
         return self.folder / _RUNS_FOLDER / f"{Path(run).name}.jsonl"
@@ -189,9 +189,9 @@ class _StoredRuns:
         if claim.id not in self.runs_by_claim:
             raise CannotDecide("the folder has no run of this claim")
         run_id = self.runs_by_claim[claim.id]
-        if run_id not in self._loaded:
-            self._loaded[run_id] = load_stored_run(self.find_path(run_id))
-        run = self._loaded[run_id]
+        if run_id not in self._loaded_runs:
+            self._loaded_runs[run_id] = load_stored_run(self.find_path(run_id))
+        run = self._loaded_runs[run_id]
         if without_device(run.request) != self.questions[claim.run]:
             raise StoreError(f"the run {run_id} was not measured by `{claim.run}`.")
         return run

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.claim.expressions import evaluate
+from fp8bench.features.claim.expressions import evaluate_expression
 from fp8bench.features.claim.values import SPEEDUPS, Claim, ClaimKind, Source
 from fp8bench.files import read_file
 from fp8bench.model.codec import Malformed, decode
@@ -198,7 +198,7 @@ def _check_arithmetic(claim: Claim) -> None:
             f"{time_word!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword "
             "the sentence to be about peaks, as in 'peak speed'."
         )
-    evaluate(claim.figure)
+    evaluate_expression(claim.figure)
 
 
 def _find_word(word_pattern: str, sentence: str) -> str:
@@ -250,7 +250,7 @@ def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
         )
     if spec is None or spec.unit not in ("s", "FLOP/s", "B/s", "tok/s"):
         raise UsageError(f"only a time or a rate has a limit, and {claim.figure} is neither. Remove `limit`.")
-    devices = {device.lower() for device in evaluate(claim.limit).citations.values()}
+    devices = {device.lower() for device in evaluate_expression(claim.limit).citations.values()}
     if devices != {device.lower() for device in claim.device} or len(devices) != 1:
         raise UsageError(
             "`limit` comes from one datasheet and refutes nothing on another card, so `device` must name that card in "

@@ -52,20 +52,20 @@ class RunSource:
     observer: JobObserver
     training_observer: Callable[[], AbstractContextManager[TrainingObserver]]
     runs_by_claim: dict[str, StoredRun] = field(default_factory=dict)
-    _runs: dict[RunRequest, StoredRun] = field(default_factory=dict)
+    _run_by_request: dict[RunRequest, StoredRun] = field(default_factory=dict)
 
     def __call__(self, claim: Claim) -> StoredRun:
         """Returns a run that decides a measured claim: a valid one from the store, or a new one. Raises
         CannotDecide.
         """
         request = self._make_request(claim)
-        if request not in self._runs:
+        if request not in self._run_by_request:
             finished_run, unfinished_path = find_stored_run(request, self.store)
-            self._runs[request] = finished_run or self._measure(request, unfinished_path)
-        self.runs_by_claim[claim.id] = self._runs[request]
-        return self._runs[request]
+            self._run_by_request[request] = finished_run or self._measure(request, unfinished_path)
+        self.runs_by_claim[claim.id] = self._run_by_request[request]
+        return self._run_by_request[request]
 
-    def announce(self, claims: Iterable[Claim]) -> None:
+    def announce_measurements(self, claims: Iterable[Claim]) -> None:
         """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
         seconds_by_request: dict[RunRequest, float] = {}
         reused_runs = set()
@@ -114,14 +114,14 @@ class RunSource:
         remedy = f"`fp8bench claim {claim.id} --device cuda` on {device_text}"
         if self.device == "cpu":
             raise CannotDecide(f"it must be measured on {device_text}, but only the CPU may be used", remedy)
-        for facts in self._devices:
+        for facts in self._device_facts:
             if facts.accelerated and self.device in ("", facts.kind, facts.key) and fits_device(claim, facts.name):
                 return facts.key
-        names = ", ".join(facts.name for facts in self._devices)
+        names = ", ".join(facts.name for facts in self._device_facts)
         raise CannotDecide(f"it must be measured on {device_text}, but this machine has {names}", remedy)
 
     @cached_property
-    def _devices(self) -> tuple[DeviceFacts, ...]:
+    def _device_facts(self) -> tuple[DeviceFacts, ...]:
         with claim_process(True), ProcessWorker(Settings(1)) as worker:
             return worker.probe()
 

@@ -83,15 +83,15 @@ class SessionArms:
     def measure(self, rule: StoppingRule, tell: Callable[[str], None]) -> Session:
         order = random.Random(self.seed)
         start_seconds = time.monotonic()
-        self._prepare(order, tell)
+        self._prepare_states(order, tell)
         tell("measuring")
         stop_reason = self._run(Orders(order), rule, start_seconds if rule.whole else time.monotonic())
         for entry in self.entries:
             with raise_as_arm_failure(entry.arm):
                 entry.arm.check(entry.worker)
-        return Session(self._timings(BEFORE), self._timings(AFTER), stop_reason)
+        return Session(self._timings_of_side(BEFORE), self._timings_of_side(AFTER), stop_reason)
 
-    def _timings(self, side: str) -> tuple[Timing, ...]:
+    def _timings_of_side(self, side: str) -> tuple[Timing, ...]:
         return tuple(entry.arm.timing() for entry in self.entries if entry.side == side)
 
     def find_entry(self, arm: MeasuredArm) -> DuelEntry:
@@ -109,7 +109,7 @@ class SessionArms:
             failure = failure or entry_failure
         return failure
 
-    def _prepare(self, order: random.Random, tell: Callable[[str], None]) -> None:
+    def _prepare_states(self, order: random.Random, tell: Callable[[str], None]) -> None:
         shuffled_entries = [*self.entries]
         order.shuffle(shuffled_entries)
         for entry in shuffled_entries:

@@ -94,7 +94,7 @@ _GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "G
 
 
 def find_repository(folder: Path, option: str) -> Path:
-    result = _git(folder, "rev-parse", "--show-toplevel")
+    result = _run_git(folder, "rev-parse", "--show-toplevel")
     if result.returncode:
         raise UsageError(
             f"{option} needs a git repository, but {folder} is not in one: {_read_git_error(result)}. "
@@ -104,7 +104,7 @@ def find_repository(folder: Path, option: str) -> Path:
 
 
 def is_dirty(repository: Path) -> bool:
-    return bool(_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
+    return bool(_run_git(repository, "status", "--porcelain", "--untracked-files=no").stdout.strip())
 
 
 def find_revision(repository: Path, revision: str, option: str) -> str:
@@ -112,7 +112,7 @@ def find_revision(repository: Path, revision: str, option: str) -> str:
     if commit is not None:
         return commit
     hint = "Give a commit, a branch or a tag; `git fetch` gets those of the remote."
-    if _git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+    if _run_git(repository, "rev-parse", "--is-shallow-repository").stdout.strip() == "true":
         hint = "The clone is shallow and lacks older commits: `git fetch --unshallow` gets them."
     raise UsageError(f"{option} {revision!r:.200} is not a commit of the repository {repository}. {hint}")
 
@@ -122,13 +122,13 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
     """Checks out the commit in a scratch folder, and removes it after the `with` block. Git hooks do not run, because
     a hook that installs something would also change this tree."""
     # Make git forget the working trees of killed duels, whose folders were removed.
-    for line in _git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
+    for line in _run_git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))
         if line.startswith("worktree ") and path.parent.name.startswith(FOLDER_PREFIX) and not path.exists():
-            _git(repository, "worktree", "remove", "--force", str(path))
+            _run_git(repository, "worktree", "remove", "--force", str(path))
     tree_folder = folder / "tree"
     try:
-        result = _git(
+        result = _run_git(
             repository, "-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--detach", str(tree_folder), commit
         )
         if result.returncode:
@@ -140,14 +140,14 @@ def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterat
         yield tree_folder
     finally:
         with ignore_interrupts():
-            _git(repository, "worktree", "remove", "--force", str(tree_folder))
+            _run_git(repository, "worktree", "remove", "--force", str(tree_folder))
 
 
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES} | {"LC_ALL": "C"}
 
 
-def _git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["git", *words]
     try:
         return subprocess.run(

@@ -30,17 +30,18 @@ _COPIES_OF_RUNS = "copies of runs that were already taken"
 class CollectionCounts:
     """The numbers of files in a collection.
 
-    `taken` counts new and extended files by machine. `same` counts files that were already copied. `left` counts
-    files that were left out intentionally, by reason. `failed` has a sentence for each faulty file.
+    `taken_by_machine` counts new and extended files by machine. `same_count` counts files that were already copied.
+    `left_by_reason` counts files that were left out intentionally, by reason. `failures` has a sentence for each faulty
+    file.
     """
 
-    taken: Counter[str] = field(default_factory=Counter)
-    same: int = 0
-    left: Counter[str] = field(default_factory=Counter)
-    failed: list[str] = field(default_factory=list)
+    taken_by_machine: Counter[str] = field(default_factory=Counter)
+    same_count: int = 0
+    left_by_reason: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
 
 
-def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> CollectionCounts:
+def collect_runs(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> CollectionCounts:
     """Copies runs from the stores in `folders` into `out`: the runs of the plan's cells, or all runs if the plan is
     None.
     """
@@ -49,7 +50,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
         try:
             stores[find_store(folder, out).resolve()] = None
         except StoreError as error:  # continue with the other stores
-            collected.failed.append(str(error))
+            collected.failures.append(str(error))
     with keeping(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
         with lock_folder(out):
@@ -59,7 +60,7 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
             for store in stores:
                 _collect_store(store, plan, out, targets, collected)
             files = listing(out)
-            collected.failed += [f"{note}." for note in files.notes(files.refused)]
+            collected.failures += [f"{note}." for note in files.notes(files.refused)]
     return collected
 
 
@@ -67,12 +68,12 @@ def _collect_store(
     store: Path, plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: CollectionCounts
 ) -> None:
     files = listing(store)
-    collected.failed += [f"{note}." for note in files.notes(files.refused)]
-    collected.left[_COPIES_OF_RUNS] += len(files.copies)
-    collected.failed += list(_describe_foreign_files(store, set(files.all_files)))
+    collected.failures += [f"{note}." for note in files.notes(files.refused)]
+    collected.left_by_reason[_COPIES_OF_RUNS] += len(files.copies)
+    collected.failures += list(_describe_foreign_files(store, set(files.all_files)))
     if not files.all_files:
-        collected.failed.append(f"{store} has no runs: nothing was copied from its machine.")
-    collected.failed += copy_each_run(files, partial(_copy_run, plan, out, targets, collected))
+        collected.failures.append(f"{store} has no runs: nothing was copied from its machine.")
+    collected.failures += copy_each_run(files, partial(_copy_run, plan, out, targets, collected))
 
 
 def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
@@ -91,15 +92,15 @@ def _copy_run(
     if not run.started:
         raise StoreError(f"{path} was not copied: {run.troubles[0]}, so its machine is unknown.")
     if plan is not None and find_cell_number(plan, run.cell) is None:
-        collected.left[_UNPLANNED_RUN] += 1
+        collected.left_by_reason[_UNPLANNED_RUN] += 1
         return
     if is_running:
-        collected.left[_STILL_RUNNING] += 1
+        collected.left_by_reason[_STILL_RUNNING] += 1
         return
     target = targets.get(run.id) or out / "runs" / collected_folder(run) / path.name
     outcome = copy_run(path, content, target)
     targets[run.id] = target
     if outcome is CopyOutcome.SAME:
-        collected.same += 1
+        collected.same_count += 1
     else:
-        collected.taken[folder_name(run)] += 1
+        collected.taken_by_machine[folder_name(run)] += 1

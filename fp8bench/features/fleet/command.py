@@ -225,18 +225,18 @@ def _choose_exit_code(states: tuple[CellState, ...]) -> int:
 
 
 def _collect_runs(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet.collect import collect  # this import is slow
+    from fp8bench.features.fleet.collect import collect_runs  # this import is slow
 
     out = arguments.store
-    collected = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
-    for sentence in collected.failed:
+    collected = collect_runs(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
+    for sentence in collected.failures:
         complain(sentence)
-    copied_counts_text = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
-    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collected.same}"]
-    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left).items())]
-    lines += [f"refused: {len(collected.failed)}"] if collected.failed else []
+    copied_counts_text = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken_by_machine.items()))
+    lines = [f"taken: {copied_counts_text or 'nothing new'}", f"copied before: {collected.same_count}"]
+    lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left_by_reason).items())]
+    lines += [f"refused: {len(collected.failures)}"] if collected.failures else []
     say("\n".join([*lines, f"in {out}", ""]))
-    return EXIT_FAILED if collected.failed else EXIT_OK
+    return EXIT_FAILED if collected.failures else EXIT_OK
 
 
 def _show_report(arguments: argparse.Namespace) -> int:

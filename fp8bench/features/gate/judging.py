@@ -52,7 +52,7 @@ class CaseSpread:
     shift: float
     deviation: float
 
-    def chance(self, log_ratio: float) -> float:
+    def compute_chance(self, log_ratio: float) -> float:
         log_distance = abs(log_ratio - self.shift)
         if not self.deviation:
             return 0.0 if log_distance else 1.0
@@ -196,7 +196,7 @@ def probability_by_chance(figure: JudgedFigure) -> float | None:
     """
     if figure.comparison.p_value is not None or figure.spread is None:
         return figure.comparison.p_value
-    return figure.spread.chance(_compute_log_ratio(figure))
+    return figure.spread.compute_chance(_compute_log_ratio(figure))
 
 
 def _compute_log_ratio(figure: JudgedFigure) -> float:

@@ -191,7 +191,7 @@ class Remeasurer:
 
     store: Path
     observer: JobObserver
-    _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
+    _result_by_case: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
 
     def duel(self, question: DuelQuestion, request: Request, suspects: Sequence[Comparison]) -> SecondLook:
         """Measures suspects in a duel, and judges its sessions together with those of earlier duels."""
@@ -224,9 +224,9 @@ class Remeasurer:
         key = commit, result.after.case.id
         if not result.is_measured:
             return result
-        if key in self._results:
-            result = replace(result, sessions=(*self._results[key].sessions, *result.sessions))
-        self._results[key] = result
+        if key in self._result_by_case:
+            result = replace(result, sessions=(*self._result_by_case[key].sessions, *result.sessions))
+        self._result_by_case[key] = result
         return result
 
     def duel_with_commit(self, commit: str, request: Request, suspects: Sequence[Comparison]) -> SecondLook | None:

@@ -88,12 +88,12 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
     """Compares the predictions of all arms of a model: the model that `maker` makes, or else the one that the task
     configures.
     """
-    serve, text, caution = _serve_configured_model(task) if maker is None else _serve_maker(task, maker)
+    serve_model, text, caution = _serve_configured_model(task) if maker is None else _serve_maker(task, maker)
     reference_arm, *compared_arms = task.arms
 
     def predict(arm: ServedArm, kernel: str = "auto") -> Predictions:
         with torch.no_grad(), select_attention_kernel(kernel):
-            return _predict(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
+            return _predict_tokens(serve_model(arm, (text.shape[0], text.shape[1] - 1)), text)
 
     reference = predict(reference_arm)
     repeated_quality = _compare_predictions(predict(reference_arm), reference)
@@ -102,21 +102,23 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
     perplexity = math.exp(-float(reference.true.mean()))
     with torch.no_grad():
         rollouts = tuple(
-            measure_rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
+            measure_rollout_gap(serve_model, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
         )
     return ServingQuality(
         task.model.name, reference.true.numel(), perplexity, repeated_quality, noise_floor, arms, caution, rollouts
     )
 
 
-def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
+def measure_rollout_gap(
+    serve_model: MakeArmModel, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int
+) -> RolloutGap:
     """Measures how differently an arm and the trainer score the same tokens. The arm continues the first half of each
     text, token by token. Then the trainer scores all these tokens at once. All arms sample with the same random
     numbers.
     """
     start, length = text.shape[1] // 2, text.shape[1]
     tokens, sizes, sampled_tokens = text.clone(), (text.shape[0], length - 1), []
-    model, generator = serve(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
+    model, generator = serve_model(arm, sizes), torch.Generator(str(text.device)).manual_seed(seed)
     for position in range(start, length):
         first_position = 0 if position == start else position - 1
         model.calibrates = first_position == 0  # static scales are calibrated on the prompt
@@ -127,7 +129,7 @@ def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm,
         chosen_ids = torch.multinomial(logs.exp(), 1, generator=generator)
         tokens[:, position : position + 1] = chosen_ids
         sampled_tokens.append(logs.gather(-1, chosen_ids))
-    trainer_logs = _predict(serve(trainer, sizes), tokens).true[:, start - 1 :]
+    trainer_logs = _predict_tokens(serve_model(trainer, sizes), tokens).true[:, start - 1 :]
     return summarize_gaps(trainer_logs - torch.cat(sampled_tokens, 1))
 
 
@@ -204,7 +206,7 @@ def _make_decoder(
     return Decoder(config, weight, store_layer_weight, arm.kv_format, DTYPES[arm.carrier], sizes)
 
 
-def _predict(model: Decoder | UserDecoder, text: Tensor) -> Predictions:
+def _predict_tokens(model: Decoder | UserDecoder, text: Tensor) -> Predictions:
     model.calibrates = True
     logits = model.forward(text[:, :-1], 0, SilentPhases(), every=True)
     logs = F.log_softmax(logits.double(), -1)

@@ -47,7 +47,7 @@ from fp8bench.features.plan_parallel.ranking import (
     Answer,
     MeasuredTraining,
     ParallelQuestion,
-    calibrate,
+    calibrate_topology,
     rank_layouts,
     rank_with_least_checkpointing,
     set_product_rate,
@@ -194,7 +194,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         )
     recipe = arguments.recipe or next(iter(FP8_RATE_RATIOS))
     if training is not None:
-        topology = calibrate(topology, training, recipe)
+        topology = calibrate_topology(topology, training, recipe)
     elif arguments.recipe:
         topology = set_product_rate(topology, topology.bf16, recipe)
     # 3. One question for each number of GPUs. The default batch is eight sequences per GPU.

@@ -88,7 +88,7 @@ class MeasuredTraining:
     pace: float
 
 
-def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
+def calibrate_topology(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
     """Returns the topology with different rates of products. With these rates, the formulas give the measured pace.
     Raises UsageError if no rates do.
     """

@@ -228,7 +228,7 @@ class StudyRunner:
         def train_trial(description: str, trial: LayerTrial, gradients: bool = False, number: int = 0) -> LayerTrial:
             report_progress(self.finished_count, training_count + number, "trainings", f"training with {description}")
             self.finished_count += 1
-            return self._train(trial, gradients)
+            return self._train_trial(trial, gradients)
 
         self.add(baseline=train_trial("the reference", self.study.baseline))
         if self.study.baseline.failure:
@@ -271,7 +271,7 @@ class StudyRunner:
             trial = LayerTrial(
                 name, "", self.low_case.precision, shorten_map(self.layers, format_by_layer, defaults), names
             )
-            self.append("candidates", self._train(trial, gradients=True))
+            self.append("candidates", self._train_trial(trial, gradients=True))
 
     def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         low_layers = {layer.name: None for layer in self.layers}
@@ -297,7 +297,7 @@ class StudyRunner:
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
         return make_map(self.layers, names, (self.low_case.precision, self.reference_case.precision), self.high_mode)
 
-    def _train(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
+    def _train_trial(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
         """Returns the trial with its losses, or with the reason why the training failed."""
         if gradients and (trial := self._measure_gradients(trial)).failure:
             return trial

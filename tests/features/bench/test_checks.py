@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8bench.errors import UsageError
 from fp8bench.features.bench.calls import compute_exact_results, draw_inputs, measure_difference, run_callable
-from fp8bench.features.bench.checks import examine
+from fp8bench.features.bench.checks import examine_callable
 from fp8bench.features.bench.job import check_targets, choose_axes
 from fp8bench.features.bench.values import parse_shapes
 from fp8bench.features.bench.workload import Callables
@@ -42,7 +42,7 @@ def setup_of(target: str, against: str = "torch:matmul", **params: str) -> Setup
 
 
 def remarks_on(target: str, against: str = "torch:matmul", **params: str) -> list[str]:
-    return examine(setup_of(target, against, **params), target, against)
+    return examine_callable(setup_of(target, against, **params), target, against)
 
 
 # A callable of the file and its message. All are compared with torch:matmul.

@@ -21,7 +21,7 @@ from fp8bench.cli.progress import SILENT
 from fp8bench.errors import UsageError
 from fp8bench.features.claim.command import parse_run_texts
 from fp8bench.features.claim.decide import answer_claim, answer_from_run
-from fp8bench.features.claim.expressions import evaluate
+from fp8bench.features.claim.expressions import evaluate_expression
 from fp8bench.features.claim.folder import check_folder, load_stored_run, write_folder
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
@@ -107,7 +107,7 @@ def gemm() -> Run:
     ],
 )
 def test_expressions_are_computed(text: str, value: float) -> None:
-    assert evaluate(text).value == value
+    assert evaluate_expression(text).value == value
 
 
 @for_each(
@@ -128,7 +128,7 @@ def test_expressions_are_computed(text: str, value: float) -> None:
 )
 def test_what_is_no_arithmetic_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        evaluate(text)
+        evaluate_expression(text)
 
 
 @for_each(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.features.fleet.collect import CollectionCounts, collect
+from fp8bench.features.fleet.collect import CollectionCounts, collect_runs
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import compute_cell_states, load_plans, write_plan
@@ -36,16 +36,16 @@ def stores(folder: Path) -> tuple[Path, Path]:
 
 
 def collected(folder: Path) -> CollectionCounts:
-    return collect(PLAN, (folder / "a", folder / "b"), folder / "out")
+    return collect_runs(PLAN, (folder / "a", folder / "b"), folder / "out")
 
 
 def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
     two, out = stores(tmp_path), tmp_path / "out"
     collection = collected(tmp_path)
     assert (
-        collection.taken == {"node-a": 2, "node-b": 1}
-        and +collection.left == {"not of any cell of the plan": 1}
-        and not collection.failed
+        collection.taken_by_machine == {"node-a": 2, "node-b": 1}
+        and +collection.left_by_reason == {"not of any cell of the plan": 1}
+        and not collection.failures
     )
     copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert {str(path.parent.relative_to(out / "runs")) for path in copies} == {
@@ -55,8 +55,8 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     sources = {path.name: path.read_bytes() for path in [*list_all_files(two[0]), *list_all_files(two[1])]}
     for path, (content, _) in copies.items():
         assert sources[path.name] == content
-    again = collect(PLAN, (*two, two[0]), out)
-    assert (again.same, again.taken, again.failed) == (3, {}, [])
+    again = collect_runs(PLAN, (*two, two[0]), out)
+    assert (again.same_count, again.taken_by_machine, again.failures) == (3, {}, [])
     assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert load_plans(out) == (PLAN,) and [state.status for state in compute_cell_states(PLAN, out)] == ["done", "done"]
     path = find_run("a000000", out)
@@ -65,7 +65,7 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     assert code == 0 and "gemm" in shown
     checked = verify_store(out)
     assert checked.files == 3 and not any("is not a run file" in fault.what for fault in checked.faults)
-    assert sum(collect(None, two, tmp_path / "every").taken.values()) == 4
+    assert sum(collect_runs(None, two, tmp_path / "every").taken_by_machine.values()) == 4
 
 
 def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
@@ -73,10 +73,13 @@ def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
     whole = path.read_bytes()
     beginning = whole[: whole.rindex(b'{"end"')]
     path.write_bytes(beginning)
-    assert collected(tmp_path).taken.total() == 3
+    assert collected(tmp_path).taken_by_machine.total() == 3
     for content, longer in ((whole, 1), (beginning, 0)):
         path.write_bytes(content)
-        assert collected(tmp_path).taken.total() == longer and find_run(OTHER, tmp_path / "out").read_bytes() == whole
+        assert (
+            collected(tmp_path).taken_by_machine.total() == longer
+            and find_run(OTHER, tmp_path / "out").read_bytes() == whole
+        )
 
 
 @for_each(
@@ -110,21 +113,23 @@ def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: s
         if what == "nothing":
             (store / "runs").mkdir()
     collection = collected(tmp_path)
-    assert any(message in sentence for sentence in collection.failed), collection.failed
-    assert collection.taken["node-a"] == 2
-    assert collection.taken["node-b"] == (what == "foreign")
+    assert any(message in sentence for sentence in collection.failures), collection.failures
+    assert collection.taken_by_machine["node-a"] == 2
+    assert collection.taken_by_machine["node-b"] == (what == "foreign")
 
 
 def test_a_run_in_progress_is_not_collected(tmp_path: Path) -> None:
     with find_run(OTHER, stores(tmp_path)[1]).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         collection = collected(tmp_path)
-    assert collection.taken["node-b"] == 0 and any("still being measured" in reason for reason in +collection.left)
+    assert collection.taken_by_machine["node-b"] == 0 and any(
+        "still being measured" in reason for reason in +collection.left_by_reason
+    )
 
 
 def test_a_store_is_not_collected_into_itself_or_over_another_plan(tmp_path: Path) -> None:
     first, _ = stores(tmp_path)
-    assert "is this store" in collect(PLAN, [first], first).failed[0]
+    assert "is this store" in collect_runs(PLAN, [first], first).failures[0]
     write_plan(replace(PLAN, command="another"), tmp_path / "out" / "plans" / f"{PLAN.id}.json")
     with pytest.raises(StoreError, match="a different plan with the same id"):
         collected(tmp_path)

@@ -292,11 +292,11 @@ def test_a_spread_is_that_of_unchanged_cases() -> None:
     assert 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
     for moved in (0.3, -0.3):
         half = estimate_spread([*usual, *[moved] * 15])
-        assert half is not None and half.deviation < 2 * even.deviation and half.chance(0.3) < 1e-4
+        assert half is not None and half.deviation < 2 * even.deviation and half.compute_chance(0.3) < 1e-4
     assert shifted.shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
-    assert everything.shift == 0 and everything.chance(0.3) < 1e-6
+    assert everything.shift == 0 and everything.compute_chance(0.3) < 1e-6
     assert estimate_spread([0.1] * (MIN_CASES_FOR_SPREAD - 1)) is None
-    assert alike.chance(0.0) == 1 and alike.chance(0.2) == 0
+    assert alike.compute_chance(0.0) == 1 and alike.compute_chance(0.2) == 0
 
 
 DUEL = Noise(0.005, 11)

@@ -15,7 +15,7 @@ import torch
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, find_crossing, fit_line
 from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, held_out_text
-from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict, compare_arms, read_weights
+from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict_tokens, compare_arms, read_weights
 from fp8bench.features.infer.values import (
     ArmTimes,
     ContextCrossing,
@@ -246,7 +246,7 @@ def test_kl_is_that_of_the_definition(found: ServingQuality) -> None:
     weight = read_weights(SHIPPED_WEIGHTS, config, "cpu")
     served = (_make_decoder(config, weight, arm, (1, WINDOW_TOKENS)) for arm in ARMS[:2])
     with torch.no_grad():
-        p, q = (_predict(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
+        p, q = (_predict_tokens(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
     total = sum(p[place] * np.log(p[place] / q[place]) for place in np.ndindex(WINDOW_TOKENS, 128) if p[place] > 0)
     assert own.arms[0].kl == pytest.approx(total / WINDOW_TOKENS, rel=1e-6)
 

@@ -92,13 +92,13 @@ def test_probabilities_while_sampling_equal_those_of_one_pass(
     """Checked for bf16 weights with an exact cache; k3 estimates the exact divergence of whole distributions."""
     build, text = serve
     seen: list[Tensor] = []
-    predicted = module._predict
+    predicted = module._predict_tokens
 
     def watched(model: Decoder, tokens: Tensor) -> module.Predictions:
         seen.append(tokens)
         return predicted(model, tokens)
 
-    monkeypatch.setattr(module, "_predict", watched)
+    monkeypatch.setattr(module, "_predict_tokens", watched)
     arm = Arm("fp32", "", "int4")
     gap = measure_rollout_gap(build, arm, LEAD, text, 7)
     (tokens,) = seen

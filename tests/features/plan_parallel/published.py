@@ -30,7 +30,7 @@ from fp8bench.features.plan_parallel.ranking import (
     MODELS,
     LayoutKind,
     MeasuredTraining,
-    calibrate,
+    calibrate_topology,
     layout_kind,
     predict_training_pace,
 )
@@ -142,7 +142,7 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
         for plain in rows:
             is_alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
             if row.load.precision == "fp8" and is_alike and (row.machine, row.model) == (plain.machine, plain.model):
-                topology = calibrate(row.topology, measured(plain))
+                topology = calibrate_topology(row.topology, measured(plain))
                 least, most = 0.1, 10.0
                 for _ in range(40):
                     ratio = math.sqrt(least * most)
@@ -172,7 +172,7 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
                 continue
             (recipe,) = narrow
             if recipe not in topologies:
-                topologies[recipe] = calibrate(by.topology, measured(by), recipe)
+                topologies[recipe] = calibrate_topology(by.topology, measured(by), recipe)
             yield HeldOut(
                 by.machine, by, row, predict_training_pace(topologies[recipe], measured(row)) / row.figures["pace"] - 1
             )

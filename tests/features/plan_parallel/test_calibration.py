@@ -18,7 +18,7 @@ from fp8bench.features.plan_parallel.ranking import (
     MODELS,
     UNCALIBRATED_TEXT,
     MeasuredTraining,
-    calibrate,
+    calibrate_topology,
     layout_kind,
     pace_band,
     predict_training_pace,
@@ -66,7 +66,7 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     errors = []
     for share in (0.55, 1e6):
         monkeypatch.setattr(formulas, "_ATTENTION_RATE", share)
-        topology = calibrate(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
+        topology = calibrate_topology(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
         told = predict_training_pace(topology, MeasuredTraining(row.model, row.layout, row.load, 0.0))
         errors.append(abs(told / row.figures["pace"] - 1))
     assert errors[0] < 0.1 < HELD_OUT_ERRORS[(*[layout_kind(MODEL, FSDP)] * 2, True)] < errors[1]
@@ -76,10 +76,10 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 @for_each("precision", ["bf16", "fp8"])
 def test_calibration_recovers_planted_rates(recipe: str, precision: str) -> None:
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
-    found = calibrate(H100, training, recipe)
+    found = calibrate_topology(H100, training, recipe)
     assert predict_training_pace(found, training) == pytest.approx(5000.0, rel=1e-6)
     assert found.fp8 / found.bf16 == pytest.approx(FP8_RATE_RATIOS[recipe])
-    assert calibrate(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
+    assert calibrate_topology(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
 
 
 def test_a_fit_without_held_out_machines_has_no_band() -> None:
