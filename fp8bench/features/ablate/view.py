@@ -1,5 +1,5 @@
 """Computes what options save (alone, added, left out), and renders the ablation. All arms were timed in the same
-rounds. To compare two arms, the same rounds of both are resampled.
+rounds. To compare two arms, each resample draws the same rounds for both.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The evidence for advice: the cases of a run with their references, and the studies and trainings in the store.
 
-A share of a step has an interval over rounds, like a verdict. The time of a part of one step, divided by the time of a
-part of another step, has one as well. A rule of the checklist asks one question about a precision (mode) in a setting.
-The answer `yes` always favours the lower precision. No rule uses a figure from another machine. A figure that was not
-measured here is reported as missing, with the command that would measure it.
+Shares of a step have intervals over rounds, like verdicts. Ratios of the times of two parts of steps have such
+intervals too. A rule of the checklist asks one question about a precision (mode) in a setting. The answer `yes` always
+favours the lower precision. No rule uses a figure from another machine. A figure that was not measured here is reported
+as missing, with the command that would measure it.
 """
 
 from __future__ import annotations
@@ -291,8 +291,8 @@ class RuleReply:
     grounds: tuple[AdviceGround, ...] = ()
 
 
-# The function of a rule. It returns a Reply, or the reason why it was not measured here, or None if the question does
-# not apply.
+# The function of a rule. It returns a RuleReply, or the reason why its figure was not measured here, or None if its
+# question does not apply.
 AskRule = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
 
 

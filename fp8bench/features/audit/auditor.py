@@ -76,7 +76,7 @@ def _parse_shapes(text: str) -> tuple[Shape, ...]:
 
 
 SUBJECT_BY_KIND: dict[AuditKind, type[AuditSubject]] = {}
-# How much of a large result is judged: this many rows, and about this many elements.
+# Of a large result, only _SAMPLED_ROWS rows and about _SAMPLED_ELEMENTS elements are judged.
 _SAMPLED_ROWS, _SAMPLED_ELEMENTS = 24, 1024
 
 

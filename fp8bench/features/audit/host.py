@@ -38,7 +38,7 @@ PackedTensor = tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]
 PackedResult = tuple[str, str, tuple[int, ...], bytes]
 PackedResults = tuple[PackedResult, ...]
 
-# Saved before the kernel is imported, because it may replace these functions.
+# Saved before the kernel is imported, because the kernel may replace these functions.
 _CLOCK, _PROCESS_CLOCK, _SYNCHRONIZE = time.perf_counter, time.process_time, torch.cuda.synchronize
 _CLOCK_NAMES = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
 # Functions that benchmarks use to time, wait, copy and compare. A kernel has no reason to replace them.

@@ -306,8 +306,8 @@ def describe_casts(runs: str) -> str:
 
 
 def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
-    """Returns whether a result has an error like that of the emulated cast, although it differs from it: an error of
-    the same size, spread evenly over rows and columns, with the same mean gain.
+    """Returns whether the error of a result is like the error of the emulated cast, although their values differ: it
+    has the same size and mean gain, and is spread evenly over rows and columns.
     """
     exact = product.exact_result
     size = product.typical_size

@@ -42,7 +42,7 @@ from fp8bench.numerics.norms import relative_frobenius
 # inverse, ties rounded the other way) stay inside this band: power-of-two scales change the FP8 error by less than a
 # tenth, while truncating casts double it.
 ERROR_BAND = (0.8, 1.25)
-# With fewer rows than this, the errors of two stochastic casts may differ by this factor by chance.
+# With fewer than _DECODING_ROWS rows, chance may make the errors of two stochastic casts differ by _FEW_ROWS_FACTOR.
 _DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
 # A mistake is named if the kernel's result is this many times nearer to that of the mistake than to the expected one,
 # by mean square distance. Products and attention have different factors.

@@ -88,7 +88,7 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
 
 
 _UNIFORM_DATA = "uniform"
-# How a timing loop is imitated: at most this many calls, or this many seconds.
+# A timing loop is imitated by at most _CALLS calls within _REPEAT_SECONDS seconds.
 _CALLS, _REPEAT_SECONDS = 110, 2.0
 # How many calls on small matrices are compared, and within how many seconds. With so many calls, a wrong result that
 # occurs once in 400 calls occurs three times.

@@ -126,9 +126,9 @@ def _measure_copy(size: int, device: str) -> float:
     return 2 * source.numel() / measure_fastest(partial(torch.clone, source), device)
 
 
-# Shapes are doubled until a call takes this many seconds or a side is this long.
+# Shapes are doubled until a call takes _MIN_CALL_SECONDS or a side has the length _LARGEST_SIDE.
 _MIN_CALL_SECONDS, _LARGEST_SIDE = 2e-3, 1024
-# If a call does this many times more work, it must take this many times longer, even on a busy device.
+# A call that does _WORK_FACTOR times the work must take at least _TIME_FACTOR times as long, even on a busy device.
 _WORK_FACTOR, _TIME_FACTOR = 4, 1.3
 # How many times in a row a suspicion must be confirmed: on a busy machine, a single comparison may be wrong.
 _CONFIRMING_REPETITIONS = 4

@@ -149,8 +149,8 @@ def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
 
 
 def compute_exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | None:
-    """Returns the results of a callable on the same inputs in float64. Returns None if the callable refuses float64
-    or computes in a lower precision. It computes in a lower precision if its results ignore changes of the inputs
+    """Returns the results of a callable on the same inputs in float64. Returns None if the callable refuses float64 or
+    computes in a lower precision. A callable computes in a lower precision if its results ignore changes of the inputs
     that only float64 can represent.
     """
     float64_inputs = inputs.transform(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)

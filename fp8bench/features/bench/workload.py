@@ -1,8 +1,8 @@
 """Measures calls of a callable as a workload.
 
-Each callable is a case. Where other cases have a precision, it has the callable's name, such as `mine.py:gelu` or
-`torch:relu`. Importing this module registers the workload and this kind of precision. A run lists the module among
-its imports, so that workers import it as well.
+Each callable is a case. In place of a precision, the case has the callable's name, such as `mine.py:gelu` or
+`torch:relu`. Importing this module registers the workload and this kind of precision. A run lists the module among its
+imports, so that workers import it as well.
 """
 
 from __future__ import annotations

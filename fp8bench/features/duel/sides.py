@@ -27,8 +27,8 @@ from fp8bench.store.commit_runs import find_commit
 
 FOLDER_PREFIX = "fp8bench-duel-"
 _LOCK_FILE = "owner.lock"
-# A folder without a lock is only removed if it is older than this: another process may still be creating it, and wait
-# for a core.
+# A folder without a lock file is removed only if it is older than this. A younger one may still be under construction
+# by a process that waits for a core.
 _CREATION_SECONDS = 600.0
 # A shell script that waits until this process ends, makes git forget the working tree, and removes the folder. It
 # retries, because a terminating worker may still write into the folder.

@@ -116,9 +116,9 @@ def _digest_times(run: Run) -> int | None:
 
 
 def _drop_copies(finished_runs: Sequence[tuple[MachineRun, Path, int | None]], store_reading: _StoreReading) -> None:
-    """Adds the finished runs to the reading, except copies. Runs of different machines are copies if their times are
-    equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
-    counts.
+    """Adds the finished runs to `store_reading`, except copies. Runs of different machines are copies if their times
+    are equal to the nanosecond. Only one machine can have measured these times, and it is unknown which one. So none of
+    these runs counts.
     """
     runs_by_digest = together(
         (digest, (run.machine, path)) for run, path, digest in finished_runs if digest is not None

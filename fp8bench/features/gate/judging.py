@@ -165,8 +165,8 @@ def judge_first_look(comparisons: Sequence[Comparison], rules: ThresholdRules = 
         spread = estimate_spread([_compute_log_ratio(judged[index]) for index in indices])
         for index in indices:
             judged[index] = replace(judged[index], spread=spread)
-    # A suspect remains suspected if its p-value is small among all p-values, or if its whole interval is beyond the
-    # threshold.
+    # A figure beyond its threshold is suspected only if its p-value is small among all p-values, or its whole interval
+    # is beyond the threshold.
     p_values = {}
     for index in tested_indices:
         p_value = probability_by_chance(judged[index])

@@ -118,9 +118,9 @@ class QualityTask:
 class ArmQuality:
     """How the predictions of an arm differ from the reference's predictions on the same tokens.
 
-    `kl` is the mean KL divergence over tokens, and `kl_tail` its 99.9% quantile. `same_top` is the part of the tokens
-    at which arm and reference predict the same next token. `log_perplexity` is the logarithm of the ratio of
-    perplexities. `bits` is the stored bits per parameter.
+    `kl` is the mean KL divergence over tokens, and `kl_tail` its 99.9% quantile. `same_top` is the share of tokens at
+    which arm and reference predict the same next token. `log_perplexity` is the logarithm of the ratio of perplexities.
+    `bits` is the stored bits per parameter.
     """
 
     kl: float

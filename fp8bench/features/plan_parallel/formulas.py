@@ -144,26 +144,27 @@ class StepLoad:
     @property
     def gathered_bytes(self) -> int:
         """The bytes of a weight that FSDP gathers."""
-        return _FP8_BYTES if self.narrow_gather else self.state_bytes.copy
+        return _FP8_BYTES if self.narrow_gather else self.state_bytes.weight_copy
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """How many bytes per weight a training stores. `weight` is for the master weight, and `first` and `second` are for
-    the two moments. `copy` is for the copy that products read, as ranks send it. `resident` is for that copy in memory:
-    FP8 takes two bytes, because Hopper multiplies FP8 in only one orientation, and both are stored.
+    """How many bytes per weight a training stores. `weight` is for the master weight, and `first_moment` and
+    `second_moment` are for the two moments. `weight_copy` is for the copy that products read, as ranks send it.
+    `resident_copy` is for that copy in memory: FP8 takes two bytes, because Hopper multiplies FP8 in only one
+    orientation, and both are stored.
     """
 
     weight: int
     gradient: int
-    first: int
-    second: int
-    copy: int
-    resident: int
+    first_moment: int
+    second_moment: int
+    weight_copy: int
+    resident_copy: int
 
     @property
     def optimizer(self) -> int:
-        return self.weight + self.first + self.second
+        return self.weight + self.first_moment + self.second_moment
 
     @property
     def total(self) -> int:
@@ -172,7 +173,10 @@ class StateBytes:
 
 # FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments with one scale
 # per tensor. Weights and gradients are sent in FP8.
-STATE_BYTES = {"fp32": StateBytes(4, 4, 4, 4, copy=2, resident=2), "fp8-lm": StateBytes(2, 1, 1, 2, copy=1, resident=2)}
+STATE_BYTES = {
+    "fp32": StateBytes(4, 4, 4, 4, weight_copy=2, resident_copy=2),
+    "fp8-lm": StateBytes(2, 1, 1, 2, weight_copy=1, resident_copy=2),
+}
 
 
 @dataclass(frozen=True)
@@ -236,14 +240,14 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     # 1. The copies of weights that products read, and unsharded gradients.
     state_bytes = load.state_bytes
     if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
-        gathered_bytes = state_bytes.resident * stage_weights
+        gathered_bytes = state_bytes.resident_copy * stage_weights
     elif layout.pipeline > 1:
         # Weights stay gathered between micro-batches, and gradients are summed unsharded.
-        gathered_bytes = (state_bytes.resident + state_bytes.gradient) * stage_weights
+        gathered_bytes = (state_bytes.resident_copy + state_bytes.gradient) * stage_weights
     else:
         # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
         # full gradients of one block twice: in bf16, and in the format in which they are sent.
-        weights = 2 * state_bytes.resident * model.block + _BF16_BYTES * model.embedding_weights
+        weights = 2 * state_bytes.resident_copy * model.block + _BF16_BYTES * model.embedding_weights
         gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
     # 2. Master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
@@ -258,7 +262,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
         block=_block_bytes(model, layout) * tokens,
         logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
         critic=(states + resident_bytes) * load.rlhf,
-        frozen=_FROZEN_MODELS * state_bytes.copy * stage_weights / ranks_of_shards * load.rlhf,
+        frozen=_FROZEN_MODELS * state_bytes.weight_copy * stage_weights / ranks_of_shards * load.rlhf,
     )
 
 
@@ -274,17 +278,18 @@ def _activation_bytes(model: DecoderModel, load: StepLoad) -> float:
 
 
 def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
-    """Returns how many bytes per token exist while backward recomputes a block. They are those of all activations of
-    the block, and two gradients of its widest part. Tensor parallelism adds the gathered inputs of the block, forward
-    and backward.
+    """Returns how many bytes per token exist while backward recomputes a block. These are the bytes of all activations
+    of the block, and of two gradients of its widest part. Tensor parallelism adds the gathered inputs of the block,
+    forward and backward.
     """
     width, keys, hidden = model.width, model.key_width, model.hidden
     activations = _BF16_BYTES * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
     return activations + 4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor
 
 
-# Attention kernels reach this share of the rate of products, and backward recomputes this share of the scores.
+# Attention kernels reach this share of the rate of products.
 _ATTENTION_RATE = 0.55
+# Backward recomputes this share of attention's scores.
 _RECOMPUTED_SCORES = 0.5
 
 
@@ -304,20 +309,20 @@ class StepPace:
     exposed: float
 
     @property
-    def work(self) -> float:
+    def working_seconds(self) -> float:
         return (self.products + self.tensor + self.context) * (1 + self.bubble)
 
     @property
     def step(self) -> float:
-        return self.work + self.exposed
+        return self.working_seconds + self.exposed
 
     @property
-    def waits(self) -> float:
+    def waiting_share(self) -> float:
         return ((self.tensor + self.context) * (1 + self.bubble) + self.exposed) / self.step
 
     @property
-    def idle(self) -> float:
-        return (self.work - self.work / (1 + self.bubble)) / self.step
+    def idle_share(self) -> float:
+        return (self.working_seconds - self.working_seconds / (1 + self.bubble)) / self.step
 
 
 def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology) -> StepPace:
@@ -351,7 +356,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     # their owners, and the first forward sends weights back.
     seconds_per_byte = stage_weights / ranks * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
     gradient_sum = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
-    weight_return = load.state_bytes.copy * seconds_per_byte if load.zero_one else 0.0
+    weight_return = load.state_bytes.weight_copy * seconds_per_byte if load.zero_one else 0.0
 
     # 5. Products wait for traffic of FSDP and DDP that takes longer than the pass of its micro-batch. Messages on the
     # same link wait for each other. Messages on different links overlap.

@@ -6,7 +6,8 @@ trainings that they were fitted to. For paces it is the error on held-out machin
 
 Products in a training are slower than alone, by an amount that differs between machines. So without a measured
 training, predicted paces only order the layouts and have no band. One measured training calibrates the rates of bf16
-and FP8 products. FP8's rate is bf16's times a ratio, which its recipe reached in published trainings.
+and FP8 products. The rate of FP8 products is that of bf16 products times a ratio, which the FP8 recipe reached in
+published trainings.
 """
 
 from __future__ import annotations

@@ -153,8 +153,8 @@ def _plan_columns(question: ParallelQuestion) -> list[Col[PlannedLayout]]:
         Col("fits", _show_whether_it_fits),
         Col("tokens/s", lambda plan: units.count(plan.tokens), number=True),
         Col("band", partial(_find_pace_band, question), show=lambda band: f"±{units.percent(band, 0)}"),
-        Col("waits", lambda plan: units.percent(plan.pace.waits, 0), number=True),
-        Col("idle", lambda plan: units.percent(plan.pace.idle, 0), number=True),
+        Col("waits", lambda plan: units.percent(plan.pace.waiting_share, 0), number=True),
+        Col("idle", lambda plan: units.percent(plan.pace.idle_share, 0), number=True),
     ]
 
 

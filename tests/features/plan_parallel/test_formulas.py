@@ -79,7 +79,7 @@ def test_what_no_published_training_is_like_is_named() -> None:
     [
         # States of 12 bytes a weight, as if gradients took none.
         (
-            lambda patch: patch.setitem(STATE_BYTES, "fp32", StateBytes(0, 4, 4, 4, copy=2, resident=2)),
+            lambda patch: patch.setitem(STATE_BYTES, "fp32", StateBytes(0, 4, 4, 4, weight_copy=2, resident_copy=2)),
             {"8B, 32k, FP8", "8B, 256k, FP8"},
         ),
         # An uncompiled loss, which distinguishes the rows of 2025.
@@ -118,7 +118,7 @@ def test_pace_equals_a_count_by_hand() -> None:
     assert found.shards == pytest.approx((2 + 2 + 4) * stage / 2 / 1e6)  # within a node of four
     assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # across nodes
     assert found.bubble == 0 and found.context == 0
-    assert found.step == found.work + found.exposed and found.exposed > 0
+    assert found.step == found.working_seconds + found.exposed and found.exposed > 0
     assert tokens_per_second(layout, LOAD, found) == tokens / found.step / 2
 
 
@@ -154,7 +154,7 @@ def test_fp8_lm_stores_the_published_bytes() -> None:
     """As published: 6 of 16 bytes a weight (arXiv 2310.18313); moments 62.5% less (MS-AMP's page on its levels)."""
     wide, narrow = STATE_BYTES["fp32"], STATE_BYTES["fp8-lm"]
     assert (wide.total, narrow.total) == (16, 6)
-    assert (narrow.first + narrow.second) / (wide.first + wide.second) == 1 - 0.625
+    assert (narrow.first_moment + narrow.second_moment) / (wide.first_moment + wide.second_moment) == 1 - 0.625
     narrow_load = replace(LOAD, precision="fp8", states="fp8-lm")
     for layout in (ParallelLayout(), ParallelLayout(shards=4), ParallelLayout(tensor=2, pipeline=2)):
         before, after = (predict_memory(SMALL, layout, load) for load in (LOAD, narrow_load))
@@ -242,8 +242,8 @@ def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) ->
     assert share - 0.1 < 1 - row["memory"][2] / row["memory"][0] < share
     for memory, published_bytes in ((before, row["memory"][0]), (after, row["memory"][2])):
         assert 6 < published_bytes - memory.total / GIB < 13
-    once = replace(STATE_BYTES["fp8-lm"], resident=1)
-    with_one_copy = saved + (STATE_BYTES["fp8-lm"].resident - once.resident) * before.gathered / 2 / GIB
+    once = replace(STATE_BYTES["fp8-lm"], resident_copy=1)
+    with_one_copy = saved + (STATE_BYTES["fp8-lm"].resident_copy - once.resident_copy) * before.gathered / 2 / GIB
     assert abs(with_one_copy / published_saving - 1) > 0.1
     unsharded = [predict_memory(model, layout, replace(each, zero_one=False)).total for each in (load, narrow)]
     assert abs((unsharded[0] - unsharded[1]) / GIB / published_saving - 1) > 0.1
