@@ -127,9 +127,9 @@ def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
     kind, precision = arguments.kind, arguments.precision
     options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
     if not kind and not precision:
-        set_options = [f"--{field.name}" for field in _SIGNATURE_OPTIONS if options[field.name] != field.default]
-        if set_options:
-            raise UsageError(f"{' and '.join(set_options)} need --kind and --precision. Give both.")
+        chosen_options = [f"--{field.name}" for field in _SIGNATURE_OPTIONS if options[field.name] != field.default]
+        if chosen_options:
+            raise UsageError(f"{' and '.join(chosen_options)} need --kind and --precision. Give both.")
         return None
     if not kind or (not precision and kind != AuditKind.MODEL):
         pair = "--kind was given without --precision" if kind else "--precision was given without --kind"

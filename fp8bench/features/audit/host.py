@@ -190,15 +190,15 @@ _RESULT_LIMIT = 256
 def filled_memory() -> Iterator[None]:
     """Makes glibc fill newly allocated memory with NaN and large numbers inside the `with` block. Other C libraries
     are unaffected."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None:
+    set_malloc_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_malloc_option is None:
         yield
         return
-    set_option(_FILL_OPTION, _FILL)
+    set_malloc_option(_FILL_OPTION, _FILL)
     try:
         yield
     finally:
-        set_option(_FILL_OPTION, 0)
+        set_malloc_option(_FILL_OPTION, 0)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class LayerNumbers:
         if verdict_alone.has_failed or not verdict_in_model.runs:
             return verdict_alone
         if (verdict_in_model.runs in WIDE_DTYPES) is not (verdict_alone.runs in WIDE_DTYPES):
-            return _report_unsteady("in the model", verdict_in_model.runs, verdict_alone.runs)
+            return _report_unsteady_precision("in the model", verdict_in_model.runs, verdict_alone.runs)
         return verdict_in_model
 
     @property
@@ -145,13 +145,15 @@ class LayerNumbers:
         product_result = result if bias is None else result - bias
         rounding_slack = _OUTPUT_ROUNDING * torch.maximum(result.abs(), product_result.abs())
 
-        def compare_with(expected_output: Tensor) -> RelativeDifferences:
+        def compare_with_output(expected_output: Tensor) -> RelativeDifferences:
             return measure_differences(
                 ((product_result - expected_output).abs() - rounding_slack).clamp(min=0), product.typical_size
             )
 
         # 3. Compare with exact results, rounded to each wide format.
-        wide_differences = {name: compare_with(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()}
+        wide_differences = {
+            name: compare_with_output(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()
+        }
         name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
         # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely_precisions, *self.guesses) if name in self.guesses}
@@ -159,7 +161,7 @@ class LayerNumbers:
         casts_with_same_error = []
         for guess, promised_casts in guesses.items():
             for cast in product.iterate_cast_results(promised_casts):
-                if (difference := compare_with(cast)).is_negligible:
+                if (difference := compare_with_output(cast)).is_negligible:
                     matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
                 casts_with_same_error += [guess] * _has_equal_error(cast, product_result, product)
@@ -177,7 +179,7 @@ class LayerNumbers:
         weight_casts = (
             cast for guess in guesses.values() for cast in product.iterate_cast_results(guess, casts_inputs=False)
         )
-        if not self._has_coded_weight and any(compare_with(cast).is_negligible for cast in weight_casts):
+        if not self._has_coded_weight and any(compare_with_output(cast).is_negligible for cast in weight_casts):
             return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
         if casts_with_same_error:
             return LayerVerdict(
@@ -223,7 +225,7 @@ class LayerNumbers:
                         is_first_verdict = verdict is first_verdict
                         return verdict if is_first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
                     if verdict.runs != first_verdict.runs:
-                        return _report_unsteady(call_mode, verdict.runs, first_verdict.runs)
+                        return _report_unsteady_precision(call_mode, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
             gradient_fault = self._check_backward(x, product, first_verdict.runs)
         return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
@@ -291,7 +293,7 @@ class LayerNumbers:
         return ""
 
 
-def _report_unsteady(call_mode: str, runs: str, other_runs: str) -> LayerVerdict:
+def _report_unsteady_precision(call_mode: str, runs: str, other_runs: str) -> LayerVerdict:
     reason = f"{call_mode} it multiplies {describe_casts(runs)}, but otherwise {describe_casts(other_runs)}"
     return LayerVerdict(runs, "not-cast" if WIDE_DTYPES.keys() & {runs, other_runs} else "unsteady", reason)
 

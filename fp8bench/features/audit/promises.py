@@ -113,7 +113,7 @@ class ExpectedProduct:
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
         shape = (len(self.a.elements), len(self.b.elements))
-        if failure := _find_unusable(result, shape if sample is None else sample.shape):
+        if failure := _find_unusable_result(result, shape if sample is None else sample.shape):
             return failure
         if sample is not None:
             result = result[sample.rows][:, sample.columns]
@@ -122,7 +122,7 @@ class ExpectedProduct:
         likely_result = sums.exact.to(result.dtype) if self.emulated_result is None else self.emulated_result
         if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
-        if failure := _find_nonfinite(result):
+        if failure := _find_nonfinite_result(result):
             return failure
         error = self._measure_error(result)
         expected_error = self._measure_error(likely_result)
@@ -149,7 +149,7 @@ class ExpectedProduct:
             is_unreachable = mark_unreachable(float64_result, sums) & mark_unreachable(result_with_infinities, sums)
             return bool((is_unreachable & ~sums.exact.isnan()).any())
 
-        if not has_unreachable(self._mark_beyond_ties):
+        if not has_unreachable(self._mark_wrong_beyond_ties):
             return AuditFinding()
         if has_unreachable(self._mark_outliers):
             return make_failure("too-bad", "some results overflow as expected, but the remaining results are wrong")
@@ -171,7 +171,7 @@ class ExpectedProduct:
             return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
         # 3. Accept small differences if operands halfway between two codes explain them.
         gain = self._describe_gain(float64_result, sums)
-        if not gain and not self._mark_beyond_ties(float64_result, sums).any():
+        if not gain and not self._mark_wrong_beyond_ties(float64_result, sums).any():
             return make_remark("other-rounding", ROUNDING_REASON)
         # 4. Report a mistake if one explains all results.
         outliers = self._mark_outliers(float64_result, sums)
@@ -224,7 +224,7 @@ class ExpectedProduct:
     def _value_ranges(self) -> tuple[Matrices, Matrices]:
         return find_value_range(self.a), find_value_range(self.b)
 
-    def _mark_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
+    def _mark_wrong_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
         """Marks results that stay wrong if ties are rounded the other way and scales differ in their last bits."""
         slack_by_operand = map(_measure_slack, (self.a, self.b), self._value_ranges)
         return self._mark_unreachable(float64_result, sums, slack_by_operand)
@@ -353,7 +353,7 @@ class ExpectedAttention:
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
         sample = self.sample
         shape = tuple(self.uncast_operands[0].shape) if sample is None else sample.shape
-        if failure := _find_unusable(result, shape) or _find_nonfinite(result):
+        if failure := _find_unusable_result(result, shape) or _find_nonfinite_result(result):
             return failure
         if sample is not None:
             result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
@@ -467,7 +467,7 @@ def _mean_square_distance(result: Tensor, expected: Tensor) -> float:
     return float((result.double() - expected).square().mean())
 
 
-def _find_unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
+def _find_unusable_result(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | None:
     if tuple(result.shape) != shape:
         result_text, shape_text = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
         return make_failure("shape", f"the result has the shape {result_text}; expected {shape_text}")
@@ -476,7 +476,7 @@ def _find_unusable(result: Tensor, shape: tuple[int, ...]) -> AuditFinding | Non
     return None
 
 
-def _find_nonfinite(result: Tensor) -> AuditFinding | None:
+def _find_nonfinite_result(result: Tensor) -> AuditFinding | None:
     nonfinite_count = int((~result.isfinite()).sum())
     if not nonfinite_count:
         return None

@@ -125,7 +125,7 @@ def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
     except (Malformed, OverflowError) as error:
         raise UsageError(f"{error}. docs/claims.md lists the values of each key.") from None
     # 2. Check that the row can be decided.
-    _check_complete(claim)
+    _check_required_keys(claim)
     if claim.kind is not ClaimKind.ALL_OF:
         _check_bound(claim)
     if claim.kind is ClaimKind.ARITHMETIC:
@@ -161,7 +161,7 @@ def _normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return normalized_row
 
 
-def _check_complete(claim: Claim) -> None:
+def _check_required_keys(claim: Claim) -> None:
     for key in _REQUIRED_KEYS[claim.kind]:
         if getattr(claim, key) in ("", ()):
             hint = ' Add device = "any" if numbers alone decide, else "cpu", "cuda" or cards.' * (key == "device")

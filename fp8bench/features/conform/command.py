@@ -122,10 +122,12 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         text = f"emulated on this device, with the same results as torch's kernels: {names}"
         parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
-    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULTY_DIFFERENCES
+    listed_differences = (
+        [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULTY_DIFFERENCES
+    )
     shown_cases: list[Conformity] = []
     for mode in conformities:
-        shown_cases += [case for case in mode.found if case.difference in listed_kinds]
+        shown_cases += [case for case in mode.found if case.difference in listed_differences]
     if shown_cases:
         caption = "results that differ in some bits"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCE_COLUMNS, shown_cases),)))

@@ -43,7 +43,7 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.start(path, {"schema": SCHEMA, "duel": header})
 
 
-def _require_sound(result: CaseResult) -> CaseResult:
+def _require_valid_result(result: CaseResult) -> CaseResult:
     # Both sides must describe the same case, otherwise their times cannot be compared.
     is_same_case = result.before.case.id == result.after.case.id
     problems = [
@@ -78,13 +78,13 @@ class DuelKind(Kind[Duel]):
         # Lines are read one by one, so a truncated file lacks only its last line.
         def parse_line(content: Content) -> None:
             if "result" in content:
-                result = _require_sound(decode(CaseResult, content["result"]))
+                result = _require_valid_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
             # A session is appended when it has been measured.
             elif "session" in content:
                 result = results[content["case"]]
                 sessions = (*result.sessions, decode(Session, content["session"]))
-                results[content["case"]] = _require_sound(replace(result, sessions=sessions))
+                results[content["case"]] = _require_valid_result(replace(result, sessions=sessions))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:

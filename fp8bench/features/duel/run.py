@@ -163,13 +163,13 @@ class CaseProgress:
 
 def start_case(case: str, pair: SidePair) -> CaseProgress:
     side_a, side_b = (CaseOutcome(side.cases[case]) for side in pair)
-    skip_reason = _explain_unfit(pair, (side_a.planned, side_b.planned))
+    skip_reason = _explain_unequal_case(pair, (side_a.planned, side_b.planned))
     for outcome in (side_a, side_b):
         outcome.note(paired=not skip_reason)
     return CaseProgress(side_a, side_b, skip_reason)
 
 
-def _explain_unfit(pair: SidePair, planned_sides: tuple[PlannedCase, PlannedCase]) -> str:
+def _explain_unequal_case(pair: SidePair, planned_sides: tuple[PlannedCase, PlannedCase]) -> str:
     refusals = [f"side {side.name}: {case.skip}" for side, case in zip(pair, planned_sides, strict=True) if case.skip]
     if refusals:
         return "; ".join(refusals)

@@ -255,11 +255,11 @@ def _open_revision(
         )
     # 2. Name the compared commits in the titles, and whether this tree has uncommitted changes.
     commit = find_revision(repository, revision, option)
-    checked_out = find_commit("HEAD", repository) or ""
+    current_commit = find_commit("HEAD", repository) or ""
     change_note = " with uncommitted changes" if is_dirty(repository) else ""
     title = commit[:8] if commit.startswith(revision) else f"{revision} ({commit[:8]})"
-    current_tree_title = f"this tree ({checked_out[:8]}{change_note})"
-    is_same_code = commit == checked_out and not change_note and python_paths[0] == python_paths[1]
+    current_tree_title = f"this tree ({current_commit[:8]}{change_note})"
+    is_same_code = commit == current_commit and not change_note and python_paths[0] == python_paths[1]
     notes = (EQUAL_SIDES,) if is_same_code else ()
     paths = _find_user_paths(imports)
     # 3. Check out the old commit in a separate tree. The current checkout stays unchanged.
@@ -281,7 +281,7 @@ def _open_revision(
                     BEFORE, python_paths[0], (package, *paths_in_old_tree), title, moved_imports, commit, working_tree
                 ),
                 WorkerStart(
-                    AFTER, python_paths[1], (package, *paths), current_tree_title, imports, checked_out, repository
+                    AFTER, python_paths[1], (package, *paths), current_tree_title, imports, current_commit, repository
                 ),
                 (*move_notes, *notes),
             )
@@ -296,7 +296,7 @@ def _open_revision(
         new_paths = (str(link_package(folder / "after", PACKAGE_FOLDER)), *paths)
         yield (
             WorkerStart(BEFORE, python_paths[0], old_paths, f"{FP8BENCH_TITLE}{title}", imports, commit),
-            WorkerStart(AFTER, python_paths[1], new_paths, f"fp8bench: {current_tree_title}", imports, checked_out),
+            WorkerStart(AFTER, python_paths[1], new_paths, f"fp8bench: {current_tree_title}", imports, current_commit),
             notes,
         )
 

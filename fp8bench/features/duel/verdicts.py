@@ -236,7 +236,7 @@ class _NameAssignments:
         assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
         if assignment_count <= _MAX_ASSIGNMENTS:
             index_choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            after_masks = _mark_named_b(sizes, list(itertools.product(*index_choices)))
+            after_masks = _mark_processes_named_b(sizes, list(itertools.product(*index_choices)))
         else:
             # Use the true assignment and a seeded sample, so that the same samples always give the same verdict.
             rng = np.random.default_rng(0)
@@ -246,7 +246,7 @@ class _NameAssignments:
                     rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes
                 ]
                 sampled_assignments.append(sampled_assignment)
-            after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled_assignments)])
+            after_masks = np.concatenate([[is_after], _mark_processes_named_b(sizes, sampled_assignments)])
         has_mirror_images = all(count_a == count_b for count_a, count_b in sizes)
         self.smallest_p_value = max((1 + has_mirror_images) / assignment_count, 1 / len(after_masks))
         # Store the indices of the processes with the names B and A. Every assignment has equally many of each.
@@ -312,7 +312,7 @@ class _NameAssignments:
         return distances, float(observed_distance)
 
 
-def _mark_named_b(
+def _mark_processes_named_b(
     sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
 ) -> NDArray[np.bool_]:
     """Returns one row of booleans per assignment: True for each process that has the name B. `sizes` has the numbers of

@@ -155,9 +155,9 @@ def _describe_ending(duel: Duel) -> Iterator[Text]:
     if missing_count := len(duel.cases) - len(duel.results):
         yield Text(f"{missing_count} of {len(duel.cases)} cases were not measured")
     # Fewer sessions make wider intervals, which a reader should not mistake for noise.
-    short_count = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
-    if short_count:
-        yield Text(f"{short_count} of {len(duel.cases)} cases have fewer sessions than planned")
+    shortened_count = sum(0 < len(result.sessions) < duel.sessions and not result.has_failed for result in duel.results)
+    if shortened_count:
+        yield Text(f"{shortened_count} of {len(duel.cases)} cases have fewer sessions than planned")
     yield Text(f"stored in {duel.path}" if duel.path else "this duel was not stored")
 
 

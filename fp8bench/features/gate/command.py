@@ -177,9 +177,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         "--against": arguments.against is not None,
     }
     # Require exactly one source of numbers. With two sources, it would be unclear which one decides.
-    given_names = " and ".join(name for name, is_given in is_source_given.items() if is_given)
-    if given_names not in is_source_given:
-        subject = f"{given_names} were" if given_names else "nothing was"
+    option_names = " and ".join(name for name, is_given in is_source_given.items() if is_given)
+    if option_names not in is_source_given:
+        subject = f"{option_names} were" if option_names else "nothing was"
         raise UsageError(f"{subject} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
@@ -264,15 +264,15 @@ def _parse_rule(file: Path, case: str, metric: str, rule_value: Any) -> Threshol
     unit = ""
     for name, value in _require_mapping(file, f"{case}: {metric}", rule_value).items():
         if name == "relative":
-            relative_threshold = _parse_relative(location, value)
+            relative_threshold = _parse_relative_threshold(location, value)
         elif name == "smallest":
-            smallest_threshold, unit = _parse_smallest(location, value)
+            smallest_threshold, unit = _parse_smallest_change(location, value)
         else:
             raise UsageError(f"{location}: unknown key {name!r}. Known: relative, smallest.")
     return ThresholdRule(case, metric, relative_threshold, smallest_threshold, unit, place=str(file))
 
 
-def _parse_relative(location: str, value: Any) -> float:
+def _parse_relative_threshold(location: str, value: Any) -> float:
     """Parses a relative threshold like '5%' or '0.05'. Rejects a bare 5: it would be 500%, but most likely 5% is
     meant.
     """
@@ -286,7 +286,7 @@ def _parse_relative(location: str, value: Any) -> float:
     return relative_threshold
 
 
-def _parse_smallest(location: str, value: Any) -> tuple[float, str]:
+def _parse_smallest_change(location: str, value: Any) -> tuple[float, str]:
     number, unit = _parse_number(location, value, "a number, with a unit or in the unit of the figure")
     if unit not in _UNIT_FACTORS:
         known_units = ", ".join(name for name in _UNIT_FACTORS if name)

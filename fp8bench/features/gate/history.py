@@ -140,8 +140,8 @@ def _load_two_newest_commits(newest_run: Run, store: Path) -> tuple[list[Run], l
         filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit")
     )
     (_, *same_commit), *earlier = (list(runs) for _, runs in islice(runs_by_commit, 2))
-    are_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
-    return [newest_run, *(same_commit if are_clean else ())], earlier[0] if earlier else []
+    are_trees_clean = all(run.environment.get("dirty") is False for run in (newest_run, *same_commit))
+    return [newest_run, *(same_commit if are_trees_clean else ())], earlier[0] if earlier else []
 
 
 def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]) -> Iterator[Comparison]:
@@ -182,16 +182,16 @@ def _select_judged_changes(found_steps: Found, newest_run: Run, history: History
 
 
 def _current_series_states(history: History, newest_run: Run) -> Iterator[SeriesState]:
-    comparable_parts = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
-    latest_parts = [
-        (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in comparable_parts if parts
+    comparable_pieces = ((line.trend, line.comparable) for line in _select_newest_series(history, newest_run))
+    values_since_step = [
+        (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in comparable_pieces if parts
     ]
-    finite_parts = [(trend, values[abs(values) < math.inf]) for trend, values in latest_parts]
-    positive_parts = [(trend, values) for trend, values in finite_parts if len(values) and values.min() > 0]
+    finite_series = [(trend, values[abs(values) < math.inf]) for trend, values in values_since_step]
+    positive_series = [(trend, values) for trend, values in finite_series if len(values) and values.min() > 0]
     series_with_ratio = _find_series_with_ratio(history)
-    judged_parts = [pair for pair in positive_parts if not _is_judged_by_ratio(pair[0], series_with_ratio)]
+    judged_series = [pair for pair in positive_series if not _is_judged_by_ratio(pair[0], series_with_ratio)]
     for (trend, values), level in zip(
-        judged_parts, find_newest_levels([values for _, values in judged_parts]), strict=True
+        judged_series, find_newest_levels([values for _, values in judged_series]), strict=True
     ):
         level_value = float(values[-level.length :].mean() if level is not None else values.mean())
         yield SeriesState(replace(_make_blank_comparison(trend), before=level_value, after=level_value), level)
@@ -268,13 +268,13 @@ def _duel_or_remeasure(
     measures the case again. `suspects` are pairs of a change and the id of its case in the run.
     """
     # 1. Run one duel for all suspects with the same commit, because building a commit takes most of the time.
-    not_duelled = []
+    suspects_without_duel = []
     suspects_by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
     for since, group in suspects_by_commit.items():
         renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
         second_look = remeasurer.duel_with_commit(since, run.request, renamed_suspects)
         if second_look is None or second_look.refused:
-            not_duelled += group
+            suspects_without_duel += group
             continue
         figures = {}
         for change, case in group:
@@ -285,14 +285,14 @@ def _duel_or_remeasure(
         yield replace(second_look, comparisons=figures)
     # 2. If a commit cannot be built any more, measure its suspects again here, and compare the values with their
     # history.
-    if not not_duelled:
+    if not suspects_without_duel:
         return
-    rerun, refusal = remeasurer.measure_cases(run, {case for _, case in not_duelled})
+    rerun, refusal = remeasurer.measure_cases(run, {case for _, case in suspects_without_duel})
     if rerun is None:
         yield SecondLook({}, refused=refusal)
         return
     figures = {}
-    for change, _ in not_duelled:
+    for change, _ in suspects_without_duel:
         figure = _compare_with_step(change, rerun)
         if figure is not None:
             figures[case_and_metric(change.comparison)] = figure

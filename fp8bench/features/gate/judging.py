@@ -208,7 +208,8 @@ def apply_second_look(
     judged: Sequence[JudgedFigure], look: SecondLook, rules: ThresholdRules = ()
 ) -> tuple[JudgedFigure, ...]:
     return tuple(
-        _judge_again(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
+        _judge_second_look(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure
+        for figure in judged
     )
 
 
@@ -311,7 +312,7 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
     return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log
 
 
-def _judge_again(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
+def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
     # 1. Without a second look, only figures that need no confirmation fail.
     first = figure.comparison
     failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)

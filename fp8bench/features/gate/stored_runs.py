@@ -204,7 +204,7 @@ class Remeasurer:
         try:
             refuse_code_of_others("what was measured", request.imports)
             import_user_modules(request.imports)
-            duel = run_duel(question, _with_full_rounds(request), self.store, self.observer, cases)
+            duel = run_duel(question, _request_full_rounds(request), self.store, self.observer, cases)
         except Fp8benchError as error:
             return SecondLook({}, refused=str(error).rstrip("."))
         if not duel.finished:
@@ -245,7 +245,7 @@ class Remeasurer:
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
         """Measures cases of a run again. Returns the new run, or None and the reason."""
         store = store_of(Path(run.path)) or self.store
-        run = replace(run, request=_with_full_rounds(run.request))
+        run = replace(run, request=_request_full_rounds(run.request))
         try:
             with self.observer.measuring() as progress:
                 rerun = measure_again(run, cases, store, progress, command_line())
@@ -267,7 +267,7 @@ def second_look_time_factor(request: Request, sessions: int) -> float:
     return round_factor * max(SESSIONS, sessions) / sessions
 
 
-def _with_full_rounds(request: Request) -> Request:
+def _request_full_rounds(request: Request) -> Request:
     rounds = max(LEAST_ROUNDS, request.rounds or 0) if request.quick else request.rounds
     return replace(request, trace=None, rounds=rounds)
 

@@ -175,11 +175,11 @@ def render_page(verdict: GateVerdict) -> Page:
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
-def _show_before(figure: JudgedFigure) -> str:
+def _show_value_before(figure: JudgedFigure) -> str:
     return value(figure.comparison, figure.comparison.before)
 
 
-def _show_after(figure: JudgedFigure) -> str:
+def _show_value_after(figure: JudgedFigure) -> str:
     return value(figure.comparison, figure.comparison.after)
 
 
@@ -192,8 +192,8 @@ def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigur
     cols: list[Col[JudgedFigure]] = [
         Col("setting", lambda figure: split_case_id(figure.comparison.case)[0], shared=True),
         Col("figure", lambda figure: f"{split_case_id(figure.comparison.case)[1]} {figure.comparison.metric}"),
-        Col("A", _show_before, number=True),
-        Col("B", _show_after, number=True),
+        Col("A", _show_value_before, number=True),
+        Col("B", _show_value_after, number=True),
         Col("change", _show_first_change),
         Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
         Col("worse is", show_threshold),
@@ -256,10 +256,10 @@ CODE_AND_TEXT_BY_STATUS = {
 
 @dataclass(frozen=True)
 class DuelReview:
-    """The status of a reviewed duel, and a sentence for each reason (`whys`)."""
+    """The status of a reviewed duel, and a sentence for each reason (`reasons`)."""
 
     status: ReviewStatus
-    whys: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
     threshold: str = ""
     quality: str = ""
 
@@ -339,9 +339,9 @@ def render_comment(review: DuelReview, verdict: GateVerdict | None, duel: Duel |
     """Returns a comment on a pull request in Markdown: the outcome, its main reason, the table of figures, then
     further reasons.
     """
-    reasons = [shorten_line(reason, 300) for reason in review.whys[:_MAX_COMMENT_REASONS]]
-    if len(review.whys) > len(reasons):
-        reasons.append(f"and {len(review.whys) - len(reasons)} more")
+    reasons = [shorten_line(reason, 300) for reason in review.reasons[:_MAX_COMMENT_REASONS]]
+    if len(review.reasons) > len(reasons):
+        reasons.append(f"and {len(review.reasons) - len(reasons)} more")
     elements: list[Element] = [Text(reason) for reason in reasons[:1]]
     if verdict is not None and verdict.sights and not reasons:
         elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
@@ -380,8 +380,8 @@ def _figures_table(verdict: GateVerdict) -> Table:
 
     cols: list[Col[JudgedFigure]] = [
         Col("figure", _figure_title),
-        Col("base", _show_before, number=True),
-        Col("head", _show_after, number=True),
+        Col("base", _show_value_before, number=True),
+        Col("head", _show_value_after, number=True),
         Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", _show_first_change),
         Col(_SMALLEST_LABEL, show_smallest_slow_down),
         Col("worse is", show_threshold),

@@ -88,7 +88,7 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> S
     """Compares the predictions of all arms of a model: the model that `maker` makes, or else the one that the task
     configures.
     """
-    serve_model, text, caution = _serve_configured_model(task) if maker is None else _serve_maker(task, maker)
+    serve_model, text, caution = _serve_configured_model(task) if maker is None else _serve_user_model(task, maker)
     reference_arm, *compared_arms = task.arms
 
     def predict(arm: ServedArm, kernel: str = "auto") -> Predictions:
@@ -157,7 +157,7 @@ def summarize_gaps(gaps: Tensor) -> RolloutGap:
     )
 
 
-def _serve_maker(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmModel, Tensor, str]:
+def _serve_user_model(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmModel, Tensor, str]:
     """Returns a function that serves a copy of the user's model. Also returns the text, and a caution. If the user's
     function gives no token ids, the text is random, and the caution explains this.
     """

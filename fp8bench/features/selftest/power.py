@@ -199,9 +199,9 @@ def measure_power(
     result = OperationResult(operation.name)
     # To time a tiny call, compare the step without tiny calls with one that has enough of them for about half as much
     # extra work.
-    result.step_seconds = bare_seconds = _measure_best_seconds(worker, operation, facts, 0)
-    probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * bare_seconds / _TINY_SECONDS))
-    extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds
+    result.step_seconds = base_seconds = _measure_best_seconds(worker, operation, facts, 0)
+    probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * base_seconds / _TINY_SECONDS))
+    extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - base_seconds
     result.tiny_seconds = max(extra_seconds / probe_calls, 1e-9)
     for trial in range(trials):
         # Create new states, to vary the memory layout.

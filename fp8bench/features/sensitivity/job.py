@@ -240,7 +240,7 @@ class StudyRunner:
             self._try_formats(report_progress)
             return
         for name, kind, names in groups:
-            precision, layer_map = self._lower_one(name, names, self.low_case.precision)
+            precision, layer_map = self._lower_layer_or_kind(name, names, self.low_case.precision)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.append("probes", train_trial(f"{name} low", trial, gradients=True))
         for number, (name, low_layers) in enumerate(self._yield_candidates()):
@@ -257,7 +257,7 @@ class StudyRunner:
         trial_count = len(self.layers) * len(FORMATS)
         for number, (layer, number_format) in enumerate(itertools.product(self.layers, FORMATS)):
             report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
-            precision, layer_map = self._lower_one(layer.name, (layer.name,), number_format)
+            precision, layer_map = self._lower_layer_or_kind(layer.name, (layer.name,), number_format)
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
             self.append("probes", self._measure_gradients(trial))
         names = tuple(layer.name for layer in self.layers)
@@ -284,7 +284,7 @@ class StudyRunner:
             if low_layers:
                 yield name, tuple(low_layers)
 
-    def _lower_one(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
+    def _lower_layer_or_kind(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
         """Returns the precision and the map with which only `key`, the name of one layer or kind, has the given
         mode. `names` are its layers."""
         reference = self.reference_case.precision

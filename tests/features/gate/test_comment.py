@@ -95,7 +95,7 @@ def test_the_comment_begins_with_the_outcome(name: str) -> None:
     verdict, duel = verdict_of(results, notes)
     reviewed = review_duel(verdict, duel)
     assert reviewed.status is expected, reviewed
-    assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
+    assert bool(reviewed.reasons) is (expected is not ReviewStatus.PASS)
     if expected is ReviewStatus.QUALITY_BLOCKED:
         cause = "a case fails on head alone" if name == "head raises" else "numbers became worse"
         assert reviewed.headline == f"quality blocked: {cause}"
@@ -107,7 +107,7 @@ def test_the_comment_begins_with_the_outcome(name: str) -> None:
         assert heading == "# fp8bench: no regression above 5%"
         assert figure.startswith("smallest slow-down that would have been found: +")
     else:
-        assert markdown_free(reviewed.whys[0])[:40] in markdown_free(figure)
+        assert markdown_free(reviewed.reasons[0])[:40] in markdown_free(figure)
     action = ["sed", "-nE", re.search(r"sed -nE '(.*)'", STEPS["compare"]["run"])[1]]  # type: ignore[index]
     word = subprocess.run(action, input=text, capture_output=True, text=True, check=True).stdout
     assert word == f"status={expected}\n"
