@@ -44,14 +44,14 @@ def side_workers(name: str, workers: Sequence[FakeWorker], skip: str = "", versi
     return SideWorkers(WorkerStart(name, "python", ()), real, Quantisers(), (CPU,), {case.case.id: case}, versions)
 
 
-def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
+def sides(before: Script, after: Script, **options: Any) -> duel_commands.SidePair:
     return (
         side_workers("A", [FakeWorker({"bf16": before}) for _ in range(2)]),
         side_workers("B", [FakeWorker({"bf16": after}) for _ in range(2)], **options),
     )
 
 
-def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
+def measured(pair: duel_commands.SidePair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
     progress = start_case(next(iter(pair[0].cases)), pair)
     runner = CaseRunner(pair, 0, observer or SilentObserver(), DEFAULT_LIMITS)
     for number in range(sessions):
@@ -62,7 +62,7 @@ def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserv
     return progress
 
 
-def fakes(pair: duel_commands.Pair) -> list[Any]:
+def fakes(pair: duel_commands.SidePair) -> list[Any]:
     return list(chain.from_iterable(side.workers for side in pair))
 
 
@@ -180,7 +180,7 @@ class Startable(FakeWorker):
         return self.modules.get(folder, ())
 
 
-def started(scripts: dict[str, Script]) -> duel_commands.Pair:
+def started(scripts: dict[str, Script]) -> duel_commands.SidePair:
     def side(name: str, step_ns: int) -> SideWorkers:
         own = {mode: Script(gemm_steps(step_ns), faults=script.faults) for mode, script in scripts.items()}
         workers = cast("Sequence[PartnerWorker]", [Startable(own), Startable(own)])
@@ -191,7 +191,7 @@ def started(scripts: dict[str, Script]) -> duel_commands.Pair:
     return side("A", 10 * MS), side("B", 12 * MS)
 
 
-def run_in(store: Path, pair: duel_commands.Pair, sessions: int = 3) -> Duel:
+def run_in(store: Path, pair: duel_commands.SidePair, sessions: int = 3) -> Duel:
     begun = header(request=Request("gemm", rounds=6), cases=tuple(pair[0].cases), sessions=sessions)
     return duel_commands._measure_sessions(pair, begun, ("a note",), store, TERMINAL, 0.0)
 
@@ -273,7 +273,7 @@ def test_an_interrupt_keeps_what_was_finished(
     assert "2 of 2 cases have fewer sessions than planned" in capsys.readouterr().out
 
 
-def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Pair:
+def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.SidePair:
     pair = started({"fp32": Script()})
     for place, worker in enumerate(fakes(pair)):
         worker.modules = before if place < 2 else after
