@@ -91,7 +91,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     support = pair.record.support
     step = answers["step"]
     native_answer = [answers["native"]]
-    # 1. The case is emulated or was not timed: its step shows no speed.
+    # 1. Give no advice on speed if the case is emulated or was not timed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
@@ -99,7 +99,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
     if pair.speed is None or pair.finding is None:
         sentence = f"no advice on {mode}: its speed is unknown here: {step.figure}"
         return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
-    # 2. The step is faster than possible: the two steps differ, so advice cannot be based on them.
+    # 2. Give no advice if the step is faster than possible: then the two steps do different work.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]
     speed_up_bound = amdahl_bound(pair)
     if speed_up_bound is not None and pair.speed.low > _BOUND_TOLERANCE * speed_up_bound.high:

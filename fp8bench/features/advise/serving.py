@@ -65,7 +65,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     crossing = times.crossing
     low = answer.question.contexts[0]
     high = answer.question.contexts[-1]
-    # 1. The arm was not timed, or its times are doubtful.
+    # 1. Recommend no change if the arm was not timed, or its times are doubtful.
     if crossing is None:
         name = format_arm(times.arm)
         reason = times.why or "no line fits its times"
@@ -77,7 +77,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
-    # 2. The times cross: the advice holds from the crossing on, or up to it.
+    # 2. If the times cross, the advice holds from the crossing on, or up to it.
     if crossing.at is not None:
         lower_text = f"{crossing.low:.0f}"
         upper_text = f"{crossing.high:.0f}"
@@ -88,12 +88,12 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             contexts,
             f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower_text}, {upper_text}]",
         )
-    # 3. The arm is faster at all measured contexts.
+    # 3. Recommend the arm at all contexts if it is faster at all measured ones.
     if crossing.faster == (True, True):
         return _weigh_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
-    # 4. The arm is slower, or unclear at one end: nothing speaks for a change.
+    # 4. Recommend no change if the arm is slower, or if it is unclear at one end of the contexts which arm is faster.
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
     reason_text = f"its decode step is {first} at a context of {low} and {last} at {high}"
     return _weigh_quality(answer, times.arm, "", f"{reason_text}, against {reference}")

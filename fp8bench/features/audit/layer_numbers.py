@@ -357,7 +357,7 @@ def _describe_fault(
     def is_near(expected_result: Tensor) -> bool:
         return float((product_result - expected_result).norm()) < _GRADIENT_ERROR * float(expected_result.norm())
 
-    # 1. Typical mistakes, the simplest first.
+    # 1. Try typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
     if not result.any():
         return "all of its results are 0"
@@ -368,18 +368,18 @@ def _describe_fault(
             if abs(1 + bias_factor) < _BIAS_CHANGE:
                 return "its bias is not added"
             return f"its bias is added {1 + bias_factor:.2g} times"
-    # 2. One factor for all results: a scale was lost or applied twice.
+    # 2. Look for one factor in all results, which shows that a scale was lost or applied twice.
     exact_output = exact if bias is None else exact + bias
     gain = fit_gain(result, exact_output)
     residual = float((result - gain * exact_output).norm())
     if abs(gain - 1) > _MIN_GAIN and residual < _GRADIENT_ERROR * float(result.norm()):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
-    # 3. A few wrong rows or columns: a shard or a bias is in the wrong place.
+    # 3. Look for a few wrong rows or columns, which show that a shard or a bias is in the wrong place.
     for side, lines in (("columns", differences.columns), ("rows", differences.rows)):
         wrong_lines = (lines > 3 * lines.median() + _LINE_SLACK).nonzero().flatten().tolist()
         if wrong_lines:
             return f"{len(wrong_lines)} of {len(lines)} checked {side} are wrong, the first is {wrong_lines[0]}"
-    # 4. No known mistake: report the error next to the error that casts usually cause.
+    # 4. Without a known mistake, report the error next to the error that casts usually cause.
     message_start = "its results do not follow from its input, current weight and bias"
     return f"{message_start}: {differences.level:.0%} off, while casts cause 1% to 20%"
 

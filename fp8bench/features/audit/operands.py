@@ -316,7 +316,7 @@ def _truncate_to_format(x: Tensor, fmt: Format) -> Tensor:
 
 
 def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[str, Treatment]]:
-    # 1. The same format without scales, or the fnuz variant of the format.
+    # 1. Add casts to the same format without scales, and to the fnuz variant of the format.
     candidates = [
         (f"cast as in {promised_treatment.fmt.name} without scales", replace(promised_treatment, scaling=None))
     ]
@@ -330,12 +330,12 @@ def _iterate_other_treatments(promised_treatment: Treatment) -> Iterator[tuple[s
                 f"as in {fnuz_format.name}"
             )
         candidates.append((description, replace(promised_treatment, fmt=fnuz_format)))
-    # 2. The casts of other precisions.
+    # 2. Add the casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
         other_treatments = recipe.treatments if isinstance(recipe, Recipe) else ()
         candidates += [(f"cast as in {name}", cast) for cast in other_treatments]
-    # 3. Casts with finer scales than promised.
+    # 3. Add casts with finer scales than promised.
     if scaling is not None and scaling.scale is None and scaling != ROW:
         finer_scalings = {f"{side} numbers": Scaling(1, side, None, ScaleRounding.EXACT) for side in (64, 32, 16)}
         for name, finer_scaling in {"row": ROW, **finer_scalings}.items():

@@ -165,14 +165,14 @@ def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Clai
     catalogue = load_catalogue()
     if arguments.all or arguments.published:
         return catalogue, [row for row in catalogue.claims.values() if row.published == arguments.published]
-    # 1. A claims file: all of its claims, or the named ones.
+    # 1. For a claims file, return all of its claims, or the named ones.
     if names[0].endswith(".toml"):
         file = load_claims(Path(names[0]))
         for name in names[1:]:
             if name not in file.claims:
                 raise UnknownName(f"claim of {names[0]}", name, file.claims)
         return file, [file.claims[name] for name in names[1:] or file.claims]
-    # 2. The catalogue: claims named by id or by sentence.
+    # 2. Otherwise, find the claims in the catalogue by id or by sentence.
     sentences: dict[str, Claim] = {}
     for row in catalogue.claims.values():
         sentences |= dict.fromkeys(map(_normalize_words, (row.id, row.sentence, *row.also)), row)

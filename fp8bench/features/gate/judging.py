@@ -313,7 +313,7 @@ def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
 
 
 def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdRules) -> JudgedFigure:
-    # 1. Without a second look, only figures that need no confirmation fail.
+    # 1. If the figure was not measured again, it fails only if it needs no confirmation.
     first = figure.comparison
     failed_looks = (second for second in look.comparisons.values() if second.failed and second.case == first.case)
     second = next(failed_looks, None) or look.comparisons.get(figure.key)

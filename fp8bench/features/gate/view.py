@@ -289,7 +289,7 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
             quality_causes.append("numbers became worse")
     if ReviewStatus.QUALITY_BLOCKED in unequal_status.values():
         quality_causes.append("a case fails on head alone")
-    # 3. Cases that failed, and duels that were impossible.
+    # 3. Collect cases that failed, and duels that were impossible.
     for figure in verdict.of(GateOutcome.FAILED):
         if unequal_status.get(figure.comparison.case) is None:
             reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(f"{figure.comparison.case}: {figure.why}")
@@ -297,7 +297,7 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
         reasons_by_status[ReviewStatus.INFRASTRUCTURE_ERROR].append(verdict.problem)
     if IDLE_NOTE in duel.notes:
         reasons_by_status[ReviewStatus.RECIPE_MISMATCH].append(IDLE_NOTE)
-    # 4. Figures that the gate could not decide.
+    # 4. Collect figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
         (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),

@@ -165,7 +165,7 @@ def _parse_gpu_counts(text: str) -> tuple[int, ...]:
 
 
 def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
-    # 1. The work of a step before it is divided.
+    # 1. Describe the work of a step before layouts divide it.
     model = parse_model(arguments.model)
     level = (
         Checkpointing.NONE
@@ -185,7 +185,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         rlhf=arguments.rlhf,
         zero_one=arguments.zero_1,
     )
-    # 2. The speeds of products: from the topology file, or calibrated by a measured training.
+    # 2. Take the speeds of products from the topology file, or calibrate them by a measured training.
     topology = read_topology(arguments.topology)
     training = _parse_training(arguments.calibrate, load) if arguments.calibrate is not None else None
     if arguments.recipe and "fp8" not in (load.precision, training.load.precision if training is not None else ""):
@@ -197,7 +197,7 @@ def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         topology = calibrate_topology(topology, training, recipe)
     elif arguments.recipe:
         topology = set_product_rate(topology, topology.bf16, recipe)
-    # 3. One question for each number of GPUs. The default batch is eight sequences per GPU.
+    # 3. Make one question for each number of GPUs. The default batch is eight sequences per GPU.
     return [
         ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, training, recipe)
         for gpus in arguments.gpus

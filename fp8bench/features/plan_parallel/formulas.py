@@ -237,7 +237,7 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
     stage_weights = model.stage_weights(layout.pipeline) / layout.tensor
     batches_in_flight = min(layout.pipeline, load.micro_batches)
     ranks_of_shards, is_zero_one = layout.shards * layout.context, load.zero_one and layout.copies > 1
-    # 1. The copies of weights that products read, and unsharded gradients.
+    # 1. Count the copies of weights that products read, and unsharded gradients.
     state_bytes = load.state_bytes
     if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
         gathered_bytes = state_bytes.resident_copy * stage_weights
@@ -249,10 +249,10 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: StepLoad) 
         # full gradients of one block twice: in bf16, and in the format in which they are sent.
         weights = 2 * state_bytes.resident_copy * model.block + _BF16_BYTES * model.embedding_weights
         gathered_bytes = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
-    # 2. Master weights, gradients and moments.
+    # 2. Count master weights, gradients and moments.
     optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
     states = (state_bytes.gradient + optimizer) * stage_weights / ranks_of_shards
-    # 3. The other models of RLHF. Without a pipeline, one model is gathered at a time.
+    # 3. Count the other models of RLHF. Without a pipeline, one model is gathered at a time.
     resident_bytes = gathered_bytes if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
@@ -343,7 +343,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: StepLoad, to
     attention = attention_flops / (topology.bf16 * _ATTENTION_RATE)
     context = max(0.0, sent_bytes / topology.link(layout.tensor * layout.context) - attention)
 
-    # 3. FSDP: gathering the weights of a stage once, and sending its gradients to their owners once.
+    # 3. FSDP: the weights of a stage are gathered once, and its gradients are sent to their owners once.
     ranks = layout.shards * layout.context
     seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
     gather = load.gathered_bytes * seconds_per_byte
