@@ -97,7 +97,7 @@ def _advise_on_speed(pair: ComparedCase, basis: AdviceBasis, answers: AnswersByR
         sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
         return _make_advice(pair, "native", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
     if pair.speed is None or pair.finding is None:
-        sentence = f"no advice on {mode}: its speed is unknown here: {step.figure}"
+        sentence = f"no advice on {mode}, whose speed is unknown here: {step.figure}"
         return _make_advice(pair, "step", AdviceKind.CHANGE_NOTHING, sentence, native_answer)
     # 2. Give no advice if the step is faster than possible: then the two steps do different work.
     objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is RuleOutcome.NO]

@@ -288,7 +288,7 @@ def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | N
     loss_gap = study.gap(trial)
     change_text = "none" if loss_gap is None else units.change(1 + loss_gap)
     noise = "an unknown noise" if study.noise is None else f"a noise of {units.percent(study.noise)}"
-    figure = f"layers low: {len(trial.low)}, loss {change_text} beside {noise} in {study.steps} steps"
+    figure = f"layers low: {len(trial.low)}, loss {change_text} next to {noise} in {study.steps} steps"
     grounds = (AdviceGround(row, figure),)
     if study.is_undecided:
         return RuleReply(RuleOutcome.UNCLEAR, f"{figure}: layers cannot be distinguished", grounds)

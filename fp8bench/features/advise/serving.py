@@ -43,7 +43,7 @@ def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_r
         low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
         quality_source = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
         quality_change = (
-            f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
+            f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} next to a "
         )
         quality_change += f"floor of {answer.quality.floor.kl:.0e} on {quality_source}"
         is_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
@@ -73,7 +73,7 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
             answer,
             AdviceKind.CHANGE_NOTHING,
             name,
-            f"no advice on the speed of {name}: it was not timed: {reason}",
+            f"no advice on the speed of {name}, which was not timed: {reason}",
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")

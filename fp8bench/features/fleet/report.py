@@ -272,7 +272,7 @@ def _find_outliers(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
         for machine, deviation in kind.deviations.items():
             if deviation.odd:
                 oddity = Oddity.TOO_SLOW if deviation.score > 0 else Oddity.TOO_FAST
-                times = f"{ratio(deviation.ratio)} the time of the median of its kind, in its median case"
+                times = f"{ratio(deviation.ratio)} the median time of its kind, in its median case"
                 distance = (
                     f"{abs(deviation.score):.0f} median absolute deviations away, the limit is {OUTLIER_DEVIATIONS:.0f}"
                 )

@@ -25,7 +25,7 @@ from fp8bench.report.panels import together
 LEGEND = (
     "kind: machines with the same hardware, software and settings; only such machines are compared with each other",
     "time of a case: each machine has its median call; shown are their median over the kind, fastest and slowest",
-    "time of a machine: its time over the median of its kind, in its median case",
+    "time of a machine: its time over the median time of its kind, in its median case",
     (
         f"slow, fast: off the median of the kind by more than {units.percent(MIN_OUTLIER_CHANGE, 0)} "
         f"and {OUTLIER_DEVIATIONS:.0f} median absolute deviations (MADs)"

@@ -39,7 +39,7 @@ def parse_arm(text: str) -> ServedArm:
             raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
         return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{text.replace('+', ':')}"))
     except UsageError as error:
-        raise UsageError(f"--arms: {text!r} is not an arm: {error} Give one such as kv=fp8+weights=int8.") from None
+        raise UsageError(f"--arms {text!r} is not an arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
 
 def format_arm(arm: ServedArm) -> str:

@@ -271,7 +271,7 @@ def test_thresholds_decide_what_is_worth_adopting() -> None:
     (case,) = (key for key in evidence.findings if key.endswith("/fp8"))
     unsure = replace(evidence.findings[case], verdict=Verdict.UNSURE, ratio=None, why="it was throttled")
     advice = only(advise_on(replace(evidence, findings={**evidence.findings, case: unsure})), NOTHING)
-    assert advice.gain is None and "its speed is unknown here" in advice.sentence
+    assert advice.gain is None and "whose speed is unknown here" in advice.sentence
 
 
 def test_an_emulated_precision_has_no_advice_on_speed() -> None:

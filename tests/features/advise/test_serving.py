@@ -61,7 +61,7 @@ def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
 @for_each(
     ("times", "kind", "words"),
     [
-        (ArmTimes(FP8_KV, why="restored"), NOTHING, "no advice on the speed of kv=fp8: it was not timed: restored"),
+        (ArmTimes(FP8_KV, why="restored"), NOTHING, "no advice on the speed of kv=fp8, which was not timed: restored"),
         (
             ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))),
             ADOPT,

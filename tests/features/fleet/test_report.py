@@ -135,7 +135,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
     code, out = reported(fleet, fp8bench, *words)
     expected = {
         ("slow", "slow"): "the limit is 10",
-        ("fast", "fast"): "x the time of the median of its kind",
+        ("fast", "fast"): "x the median time of its kind",
         ("dead", "cut off"): "",
         ("dead", "missing"): "",
         ("old", "other software"): "torch 2.12.0+cpu, not 2.",
