@@ -68,13 +68,10 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
     # 1. Recommend no change if the arm was not timed, or its times are doubtful.
     if crossing is None:
         name = format_arm(times.arm)
-        reason = times.why or "no line fits its times"
-        return _make_advice(
-            answer,
-            AdviceKind.CHANGE_NOTHING,
-            name,
-            f"no advice on the speed of {name}, which was not timed: {reason}",
-        )
+        reason = f": {times.why}" if times.why else ""
+        contexts = " at every context" if times.tpot else ""
+        text = f"no advice on the speed of {name}, which was not timed{contexts}{reason}"
+        return _make_advice(answer, AdviceKind.CHANGE_NOTHING, name, text)
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
     # 2. If the times cross, the advice holds from the crossing on, or up to it.

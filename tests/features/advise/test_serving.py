@@ -63,6 +63,11 @@ def test_a_speed_up_that_spoils_predictions_is_not_advised() -> None:
     [
         (ArmTimes(FP8_KV, why="restored"), NOTHING, "no advice on the speed of kv=fp8, which was not timed: restored"),
         (
+            ArmTimes(FP8_KV, ((128, 1e-3),), why="at a context of 512: lost"),
+            NOTHING,
+            "no advice on the speed of kv=fp8, which was not timed at every context: at a context of 512: lost",
+        ),
+        (
             ArmTimes(FP8_KV, crossing=ContextCrossing(7000.0, 6500.0, 7600.0, (False, True))),
             ADOPT,
             "take kv=fp8 from a context of 7600 on: its decode step crosses that of fp32 at 7000 [6500, 7600]",
