@@ -60,7 +60,7 @@ class Quantisers:
 # by 0.25% on one processor, and by more than the noise band on another one. So a short step gets several copies of
 # its state at different addresses, and each slot uses one of them.
 STATES_PER_SHORT_STEP = 4
-# The slots of a step that takes at least this many seconds are sized by its first call alone.
+# If a step takes at least this many seconds, its first call alone determines the size of its slots.
 LONG_STEP_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
 _MAX_RECOMPILATIONS = 2
@@ -68,7 +68,7 @@ _MAX_RECOMPILATIONS = 2
 _UNMARKED_STEP_CODES = (CELL_PHASES.index(UNATTRIBUTED),)
 _REQUESTED_LATE = "they were first requested during the timing"
 
-# Is called with an arm and a text about what is being done with this arm.
+# A callback that gets an arm and a text about what is being done with this arm.
 ActivityCallback = Callable[["MeasuredArm", str], None]
 
 
@@ -206,11 +206,12 @@ class MeasuredArm:
         return min((step for step in slot.steps if len(step.codes) == max_marks), key=lambda step: step.seconds)
 
     def match_cells(self, leader: MeasuredArm) -> None:
-        """Gives this arm cells that are comparable with the leader's. If both steps have equal marks, the arm takes
-        over the leader's cells. Otherwise its step is cut into about as many blocks as the leader's step.
+        """Gives this arm cells that are comparable with those of the leader, the first arm of the session. If the steps
+        of both have equal marks, this arm takes over the leader's cells. Otherwise its step is cut into about as many
+        blocks as the leader's step.
 
-        The best case of a step is the sum of the fastest time of each cell, so an arm with more and shorter cells
-        would look faster.
+        The best case of a step is the sum of the fastest time of each cell, so an arm with more and shorter cells would
+        look faster.
         """
         assert self.calibrated is not None and leader.calibrated is not None and leader.segmentation is not None
         if self.calibrated.codes == leader.calibrated.codes:
@@ -261,7 +262,8 @@ class MeasuredArm:
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
-        # A later session chooses again: a suite that cheats in one state only is caught in some of the sessions.
+        # Each session chooses a state at random. So a suite that cheats in only one of its states is caught in some
+        # sessions.
         bench, key = worker.within(self.limits.for_untimed_pass(work)), random.choice([self.key, *self.copy_keys])
         late_steps = LateSteps()
         with suppress(WorkerFault):
@@ -400,7 +402,7 @@ class ArmFailed(Exception):
 
 @contextmanager
 def raise_as_arm_failure(arm: MeasuredArm) -> Iterator[None]:
-    """Converts a WorkerError of the body to an ArmFailed that names this arm."""
+    """Converts a WorkerError that the `with` block raises to an ArmFailed that names this arm."""
     try:
         yield
     except WorkerError as error:

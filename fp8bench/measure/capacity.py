@@ -29,7 +29,9 @@ _TIMED_STEPS = 8
 
 @dataclass(frozen=True)
 class BatchAttempt:
-    """The result of trying one number. `taken` is the memory that it needed in bytes, None if this was not counted."""
+    """The result of trying a batch. `number` is the batch divided by the batch multiple. `taken` is the memory in bytes
+    that the batch needed, None if it was not counted.
+    """
 
     number: int
     fits: bool
@@ -39,7 +41,7 @@ class BatchAttempt:
 
 @dataclass
 class Search:
-    """Searches the largest number from 1 to `top` that fits in memory. The first attempt is `start`.
+    """Searches the largest number from 1 to `largest_number` that fits in memory. The first attempt is `start`.
 
     `room` is the available memory in bytes, None if unknown.
     """
@@ -64,8 +66,8 @@ class Search:
         )
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
-        """Tries numbers until the largest number that fits is known: the next larger number was tried and does not
-        fit. Also ends if `top` fits, or if 1 does not.
+        """Calls `attempt` with numbers until the largest number that fits is known, because the next larger one does
+        not fit. Also ends if `largest_number` fits, or if 1 does not fit.
         """
         number: int | None = self.start
         while number is not None:
@@ -116,7 +118,7 @@ _MAX_BATCH_MULTIPLE = 1024
 # Odd factors: they show that a precision needs multiples of two, because it refuses odd batches.
 _TRIED_FACTORS = (1, 3, 5, 7)
 
-# Plans the same case with a different batch. Returns None if the suite refuses that batch.
+# A function that plans the same case with a different batch. It returns None if the suite refuses that batch.
 PlanWithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
 
 
@@ -194,8 +196,8 @@ class _BatchSearch:
         attempts: list[BatchAttempt] = []
         batch_multiple, room_bytes = 1, byte_limit or self._facts.memory_bytes
         try:
-            # 1. Begin with the batch of the plan. Try only multiples that keep the sizes of products valid for the
-            # precision.
+            # 1. Begin the search with the planned batch. Try only multiples of `batch_multiple`, because the precision
+            # may refuse other batches.
             if not isinstance(first_batch, int) or isinstance(first_batch, bool) or first_batch < 1:
                 raise NoSearch(f"its {axis} is {first_batch!r}: the search needs a whole number from 1 to begin with")
             batch_multiple = self._find_batch_multiple()
@@ -286,7 +288,7 @@ class _BatchSearch:
         smaller_peak, larger_peak = (
             self._measure_device_peak(number) if half_batch else None for number in (half_batch, batch)
         )
-        # A line can be extended only if the peak memory grows with the batch.
+        # The line through both points reaches the available memory only if the peak memory grows with the batch.
         if smaller_peak is None or larger_peak is None or larger_peak <= smaller_peak:
             return None
         return min(

@@ -27,8 +27,8 @@ _RUN_SECONDS = 0.15
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature are constant. With `brisk`, only the clock must be
-    constant.
+    """Runs an arm until the device's clock and temperature are constant. If `is_brisk` (a run that takes about 10 s),
+    only the clock must be constant.
     """
 
     device: DeviceReader
@@ -64,9 +64,9 @@ _READING_SHARE = 0.05
 
 
 class Watch:
-    """Reads the device's state after slots, and stores the readings by arm. Within a round, the state is read after
-    every slot or after none. So a drift of the clocks affects all compared arms alike. The driver's counters of
-    throttled time are read before and after the session.
+    """Reads the device's state after slots, and stores the readings by arm. In each round, the state is read either
+    after every slot or after none, so that a drift of the clocks affects all compared arms alike. The driver's counters
+    of throttled time are read before and after the session.
     """
 
     def __init__(

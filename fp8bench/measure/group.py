@@ -1,8 +1,8 @@
 """Measures one group of cases: times them in rounds, runs the untimed passes, and returns their records.
 
-A case that fails gets a failed record, and the other cases go on. If the worker is lost, the group starts again
-without the case that ended it. If memory is too small for all cases together, each is measured with the reference
-only. A case for which even this needs too much memory is measured alone (label `unpaired`).
+A case that fails gets a failed record, and the other cases go on. If the worker is lost, the group starts again without
+the case that ended it. If memory is too small for all cases together, each case is measured with the reference only. A
+case for which even this needs too much memory is measured alone (label `unpaired`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fp8bench.registry import precisions, workloads
 
 # Two workers may measure at the same time if the machine has this many times the memory that one worker needs.
 _TWO_WORKERS_MEMORY_FACTOR = 4
-# A case is small if the device has this many times its least memory. Workers hold a case several times, once in fp64.
+# A case is small if the device has this many times its least memory. Workers hold its tensors several times.
 _SMALL_CASE_FACTOR = 64
 _Answers = TypeVar("_Answers")
-# The reference of a session (or None), whether the reference has a control, and the candidates.
+# The plan of a session: its reference (or None), whether it has a control arm, and its candidates.
 _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 
 
@@ -46,13 +46,15 @@ _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 class Method:
     """Defines how a group is measured: when rounds stop, how long a request may take, and which untimed passes run.
 
-    `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the
-    warm-up. `lost` maps a device that no longer answers to the reason; all groups share it. `tapes` and `shares` turn
-    on passes that observe operators. Shares are measured in a worker that times nothing any more. Tapes are recorded
-    there too, unless `tapes_apart` is false. `looks_again` checks steps again after their timing, and measures
-    whether their memory grows. A `brisk` group takes about 10 s
-    on a GPU. Its passes with a profiler run in the worker that times nothing, so that no worker restarts. `errors`
-    collects numerical errors, so that brisk groups measure equal ones only once.
+    `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the warm-up.
+    `lost` maps each device that no longer answers to the reason; all groups share it.
+
+    `tapes` and `shares` turn on passes that observe operators. Shares are measured in a worker that times nothing any
+    more. Tapes are recorded there too, unless `tapes_apart` is false. `looks_again` turns on two checks after the
+    timing: whether the timed steps did work, and whether their memory grows.
+
+    A `brisk` group takes about 10 s on a GPU. Its passes with a profiler run in the worker that times nothing, so that
+    no worker restarts. `errors` collects numerical errors, so that brisk groups measure equal errors only once.
     """
 
     rule: StoppingRule
@@ -94,11 +96,11 @@ class GroupMeasurement:
     _second_worker: Worker | None = None
 
     def __post_init__(self) -> None:
-        # The random seed of the rounds depends on the group's setting, and not on the group's position in the run.
+        # The random seed depends on the group's setting (the values of its axes), and not on its place in the run.
         self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
-        # Numerical errors by `make_numbers_key`, of earlier groups of a brisk run and of the second worker.
+        # Numerical errors by `make_numbers_key`, from the second worker, and in a brisk run from earlier groups.
         self._errors = self._method.errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
 
     def run(self) -> tuple[Record, ...]:
@@ -120,7 +122,7 @@ class GroupMeasurement:
             self._run_untimed_passes(passes, timed_reference, measured is None)
         if measured is not None:
             self._store_memory(passes, measured)
-        # 4. Run passes for which the second worker must be idle. Searching the largest batch may need all memory.
+        # 4. Run passes that need an idle second worker. Searching the largest batch, for example, may need all memory.
         if self._untimed_worker is self._second_worker:
             self._record_operators(passes)
         if self._method.capacity is not None:
@@ -161,9 +163,7 @@ class GroupMeasurement:
             self._record_operators(passes)
 
     def _record_operators(self, passes: Passes) -> None:
-        """Records the operators of steps (tapes), and how much of the time each takes. This comes late, because it
-        makes a process slower.
-        """
+        """Records the operators of steps (tapes) and their shares of the time, at the end: it slows a process down."""
         method = self._method
         if self._untimed_worker is not None and (method.tapes or method.shares):
             untimed = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
@@ -175,8 +175,8 @@ class GroupMeasurement:
 
     @contextmanager
     def _measuring_memory_in_second_worker(self) -> Iterator[dict[str, CaseOutcome] | None]:
-        """Measures memory in the second worker during the body. Yields outcomes by case id, which are complete at its
-        end. Yields None if the machine has too little memory for two workers.
+        """Measures memory in the second worker while the `with` block runs. Yields outcomes by case id, which are
+        complete after the `with` block. Yields None if the machine has too little memory for two workers.
         """
         results: dict[str, CaseOutcome] = {}
         peak_bytes, device_bytes = self._worker.peak_bytes, min(facts.memory_bytes for facts in self._facts.values())
@@ -190,7 +190,7 @@ class GroupMeasurement:
 
     @contextmanager
     def _measuring_errors_in_second_worker(self) -> Iterator[None]:
-        """During the body, the second worker measures numerical errors of cases that are known to be small."""
+        """While the `with` block runs, the second worker measures numerical errors of small cases."""
         small = [CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)]
         if self._second_worker is None or self._errors or not small:
             yield
@@ -208,7 +208,7 @@ class GroupMeasurement:
     def _running_in_second_worker(
         self, run_pass: Callable[[list[CaseOutcome], _Answers], object], waiting: list[CaseOutcome], answers: _Answers
     ) -> Iterator[None]:
-        """Runs a pass in the second worker during the body. If the body raises, restarts that worker."""
+        """Runs a pass in the second worker while the `with` block runs. Restarts that worker if the block raises."""
         assert self._second_worker is not None
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(run_pass, waiting, answers)
@@ -221,7 +221,7 @@ class GroupMeasurement:
             future.result()
 
     def _store_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
-        """Stores the memory that the second worker has measured. The first worker measures the remaining cases."""
+        """Stores the memory figures of the second worker. The first worker measures the cases without figures."""
         unmeasured = [outcome for outcome in self._list_alive() if outcome.planned.case.id not in measured]
         for outcome in self._list_alive():
             if outcome.planned.case.id in measured:
@@ -229,7 +229,7 @@ class GroupMeasurement:
         passes.measure_memory(unmeasured, self._meter, self._method.looks_again)
 
     def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], results: dict[str, CaseOutcome]) -> None:
-        """Measures the memory of the waiting cases, with compiled quantisers if these were timed with them."""
+        """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
         passes = self._make_passes(worker, SilentObserver(), True)
         while waiting:
             timed = waiting.pop(0)
@@ -240,8 +240,8 @@ class GroupMeasurement:
                     arm.prepare(worker, Quantisers())
                     arm.release(worker)
             except (WorkerError, CompilingFailed):
-                return  # the first worker measures the remaining cases
-            # Use a new outcome, because the first worker's passes write into the other outcome at the same time.
+                return  # the first worker measures the cases that are still waiting
+            # Use a separate outcome, because passes of the first worker write into the case's outcome at the same time.
             results[case.id] = CaseOutcome(timed.planned)
             passes.measure_memory([results[case.id]], self._meter, self._method.looks_again)
 
@@ -249,9 +249,7 @@ class GroupMeasurement:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
 
     def _select_untimed_passes(self) -> Passes | None:
-        """Returns the passes that run in the worker that times nothing. Returns None if they run in the timing
-        worker, which saves time on a CPU.
-        """
+        """Returns the passes that run in the worker that times nothing; None if the timing worker runs all passes."""
         is_accelerated = any(self._facts[outcome.planned.case.device].accelerated for outcome in self._outcomes)
         if self._timing_free_worker is None or not is_accelerated:
             return None
@@ -259,7 +257,7 @@ class GroupMeasurement:
 
     @property
     def _timing_free_worker(self) -> Worker | None:
-        """The worker of a brisk group that times nothing; None in other groups."""
+        """The worker that times nothing in a brisk group (one that takes about 10 s); None in other groups."""
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
 
     def _check_library_products(self) -> None:
@@ -277,7 +275,7 @@ class GroupMeasurement:
                 outcome.refuse(refusal)
 
     def _remove_pairing(self) -> None:
-        """Marks all outcomes as not timed in the reference's rounds (unpaired), unless all shared the same rounds."""
+        """Marks all outcomes as unpaired (timed without the reference), unless all were timed in the same rounds."""
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
@@ -300,7 +298,7 @@ class GroupMeasurement:
         if reference is None:
             return "done"
         candidates = [outcome for outcome in self._list_alive() if outcome is not reference]
-        # A session that does not fit in memory is split, and its parts are timed next.
+        # A session that does not fit in memory is split into smaller sessions, which are timed next.
         waiting_sessions: list[_SessionPlan] = [(reference, True, candidates)]
         while waiting_sessions:
             session_plan = waiting_sessions.pop(0)
@@ -311,13 +309,13 @@ class GroupMeasurement:
             except ArmFailed as arm_failure:
                 failure = arm_failure
             except CompilingFailed:
-                return "again"  # try again in a new worker, and without compiling quantisers
+                return "again"  # time all sessions again in a new worker, without compiling quantisers
             finally:
                 release_failure = self._release_session(session)
             failure = failure or release_failure
             if failure is None:
                 continue
-            # Try again only after a lack of memory, because the same arms may fit in smaller sessions.
+            # Time the session again only if memory ran out, because the same arms may fit in smaller sessions.
             smaller_sessions = self._split_session(session_plan) if ran_out_of_memory(failure.cause) else []
             if not smaller_sessions:
                 self._record_failure(failure)
@@ -394,9 +392,7 @@ class GroupMeasurement:
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
 
     def _measure_replays(self, session: RoundSession) -> None:
-        """Times replays of captured steps, without launches by the host. Runs last, because a capture may damage a
-        state.
-        """
+        """Times replays of captured steps. Runs last, because a capture may damage the state of an arm."""
         arms = [arm for arm in session.arms if arm is not session.control]
         pending = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = ReplayPass(self._seed, self._make_progress_callback("replaying steps"))
@@ -414,7 +410,7 @@ class GroupMeasurement:
             return settler.settle(first, self._worker)
 
     def _start_watch(self, session: RoundSession) -> Watch | None:
-        """Warms the device up, and returns the `Watch` that reads it between slots; None without sensors."""
+        """Warms the device up. Returns the `Watch` that reads its state between slots; None without sensors."""
         if self._meter is None or not session.arms:
             return None
         device = self._meter.device
@@ -425,7 +421,7 @@ class GroupMeasurement:
         return Watch(device, settling, pid=self._worker.pid, idle_workers=idle_workers)
 
     def _store_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
-        # Leave out the control: it repeats the reference, whose energy would be counted twice.
+        # Leave out the control, because it repeats the reference.
         measured = [(self._find_outcome(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
@@ -465,7 +461,7 @@ class GroupMeasurement:
     def _record_failure(self, failure: ArmFailed) -> None:
         cause = failure.cause
         if not ran_out_of_memory(cause):
-            self._worker.restart()  # after an error on a GPU nothing in that process works any more
+            self._worker.restart()  # after an error on a GPU, no further request of the process works
         self._find_outcome(failure.arm).fail(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
         if not ran_out_of_memory(cause) and failure.arm.facts.accelerated:
             self._check_device(failure.arm)

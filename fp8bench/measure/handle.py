@@ -48,8 +48,8 @@ _runs_lock = threading.Lock()
 
 @contextmanager
 def claim_process(isolation: bool) -> Iterator[None]:
-    """Registers a run of this process during the body. Raises UsageError if the run would disturb another run in this
-    process.
+    """Registers a run of this process until the `with` block ends. Raises UsageError if the run would disturb another
+    run in this process.
 
     Several runs may be active at the same time if each has a worker process. A run without a worker process changes
     switches, stdout and the number of threads of this process.
@@ -137,9 +137,9 @@ class LocalWorker(Worker):
     """Runs the bench in this process, for notebooks and debuggers.
 
     A crash ends the caller. Time limits have no effect, so a hang does not end. Ctrl-C waits for the operation in
-    progress. `restart` only forgets states: a broken GPU context and used memory remain. Threads and orphaned
-    processes of a workload go on. Output that bypasses Python's stdout is noticed only if stdout is a file.
-    Environment variables are the caller's.
+    progress. `restart` only forgets states: a broken GPU context and used memory remain. Threads and orphaned processes
+    of a workload keep running. Output that bypasses Python's stdout is noticed only if stdout is a file. Environment
+    variables are the caller's.
     """
 
     def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:
@@ -152,7 +152,7 @@ class LocalWorker(Worker):
         from fp8bench.worker.faults import describe_fault
 
         if self._bench is None:
-            # an error in this line means that this process cannot be used, so it is not a WorkerFault
+            # if making the bench fails, this process cannot be used at all, so this error is not a WorkerFault
             self._bench = (self._opened or Bench)(self._settings)
         try:
             return getattr(self._bench, name)(*arguments)
@@ -215,7 +215,7 @@ class ProcessWorker(Worker):
                 ) from None
 
     def release(self, key: str) -> tuple[str, ...]:
-        # A worker that has ended holds no states. Do not start a new one only to answer this.
+        # A worker that has ended holds no states, so there is nothing to release. Do not start a new worker for this.
         return super().release(key) if self._process is not None else ()
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class ProcessWorker(Worker):
             self.restart()
             raise WorkerLost(f"the worker's answer to {name!r} could not be read ({error}); it was ended") from None
         except KeyboardInterrupt:
-            # the worker may be in a long step, and its late answer would be taken for that of the next request
+            # the worker may be in a long step, and its late answer would be taken for the next request's answer
             self.restart()
             raise
         if number != self._request_number:
@@ -285,11 +285,11 @@ class ProcessWorker(Worker):
 
 @contextmanager
 def start_workers_early(request: Request, with_second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
-    """Yields workers that already import torch: the worker that times, and a second worker if `with_second` is true
-    and the machine has room.
+    """Yields workers that have begun to import torch: the worker that times, and a second worker if `with_second` is
+    true and the machine has cores and memory for two.
 
-    A run with ranks gets none, and neither does a run in this process. The `settings` of the workers may still be
-    changed.
+    Yields no workers for a run with ranks, or for a run in this process. The caller may still change the `settings` of
+    the workers.
     """
     worker_count = 0
     if request.isolation and request.ranks is None:

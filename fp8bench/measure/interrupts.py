@@ -17,15 +17,15 @@ _END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if 
 
 
 def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
-    """In the body, SIGTERM and SIGHUP raise KeyboardInterrupt, so that results are stored. A signal that is ignored
-    stays ignored.
+    """Within the `with` block, SIGTERM and SIGHUP raise KeyboardInterrupt, so that results are stored. If the process
+    ignores one of these signals, it still does.
     """
     return _set_handler(signal.default_int_handler, _END_SIGNALS, lambda old: old is signal.SIG_DFL)
 
 
 @contextmanager
 def interrupt_only_once() -> Iterator[None]:
-    """In the body, the first interrupt raises KeyboardInterrupt, and later ones do nothing."""
+    """Within the `with` block, the first interrupt raises KeyboardInterrupt, and later interrupts do nothing."""
     received_signals: list[int] = []
 
     def handle_signal(number: int, frame: FrameType | None) -> None:
@@ -39,7 +39,7 @@ def interrupt_only_once() -> Iterator[None]:
 
 @contextmanager
 def hold_back_interrupts() -> Iterator[None]:
-    """Delays an interrupt that arrives in the body until the body has ended."""
+    """Delays an interrupt that arrives within the `with` block until the block has ended."""
     delayed_signals: list[int] = []
     with _set_handler(lambda number, frame: delayed_signals.append(number)):
         yield
@@ -48,7 +48,7 @@ def hold_back_interrupts() -> Iterator[None]:
 
 
 def ignore_interrupts() -> AbstractContextManager[None]:
-    """Ignores interrupts in the body. For bodies that clean up after an interrupt."""
+    """Ignores interrupts within the `with` block, which cleans up after an earlier interrupt."""
     return _set_handler(signal.SIG_IGN)
 
 
@@ -58,7 +58,9 @@ def _set_handler(
     numbers: Iterable[signal.Signals] = (signal.SIGINT, *_END_SIGNALS),
     should_replace: Callable[[Any], bool] = lambda previous_handler: previous_handler is not signal.SIG_IGN,
 ) -> Iterator[None]:
-    """Sets a signal handler during the body. Signals whose present handler `should_replace` rejects keep it."""
+    """Sets a signal handler within the `with` block. A signal keeps its present handler if `should_replace` returns
+    False for this handler.
+    """
     is_main_thread = threading.current_thread() is threading.main_thread()
     previous_handlers = {number: signal.getsignal(number) for number in numbers} if is_main_thread else {}
     for number, previous_handler in previous_handlers.items():

@@ -8,7 +8,8 @@ from fp8bench.model import Work
 
 HANG_SECONDS = 60.0
 HANG_STEPS = 20
-# No useful device is slower than these rates. They bound the time of a step that was not timed yet.
+# The lowest FLOPs and bytes per second of any useful device. They give the longest time that a step may take, before
+# the step has been timed.
 SLOWEST_FLOPS = 5e9
 SLOWEST_BYTES = 50e6
 # Ten times as long as it takes to compile one quantiser without a cache.
@@ -17,16 +18,16 @@ COMPILE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds for the requests of a case. If the user gave a `case_timeout`, it replaces all of them,
-    but the time for compiling quantisers is added to it.
+    """Time limits in seconds for the requests of a case. A `case_timeout` of the user replaces all of these limits. The
+    time for compiling quantisers is still added to it.
     """
 
     case_timeout: float | None = None
 
     def for_first_step(self, work: Work, further_steps: int = 0) -> float:
-        """Returns the seconds to wait while a case is prepared and runs its first step. The limit is 60 s, or longer
-        if the step's work would take longer than this on a very slow device. The time for compiling is added, and the
-        time for the work of `further_steps`.
+        """Returns the seconds to wait while a case is prepared and runs its first step. The limit is 60 s, or longer if
+        a very slow device would need longer for the step's work. The time for compiling the step and the time for
+        `further_steps` steps are added.
         """
         slow_seconds = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
         return self._prefer_case_timeout(

@@ -51,7 +51,9 @@ OUT_OF_MEMORY = "out of memory, even alone"
 
 @dataclass
 class CaseOutcome:
-    """The record of a case while it is measured. `failure` is the reason why the case failed, '' if it has not."""
+    """The unfinished record of a case that is being measured. `failure` is the reason why the case failed, '' if it has
+    not failed.
+    """
 
     planned: PlannedCase
     failure: str = ""
@@ -98,7 +100,7 @@ class CaseOutcome:
         self.note(measurements=(*self.draft.measurements, *measurements))
 
     def take_memory(self, memory_outcome: CaseOutcome) -> None:
-        """Copies the memory figures that another worker has measured for this case. Otherwise copies the reason."""
+        """Copies the memory figures that another worker has measured for this case, or the reason why they are missing."""
         self.note(memory=memory_outcome.draft.memory)
         self.add_measurements(memory_outcome.draft.measurements)
         self.add_detail(memory_outcome.draft.detail)
@@ -152,8 +154,8 @@ def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
         yield Measurement(specs.DEVICE_PEAK_MEMORY, "B", (device_bytes,), provenance, description=_ON_DEVICE)
 
 
-# For each method of the bench (also the field of the record): the text that is shown during the pass, and the name of
-# the figure in error messages.
+# For each method of the bench that answers a pass: the text that is shown during the pass, and the name of the missing
+# figure in error messages. The record's field has the same name as the method.
 PASS_TEXTS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
     "products": ("looking at products", "look at its products"),
@@ -300,7 +302,9 @@ class Passes:
         self.leave_gpus(outcomes)
 
     def leave_gpus(self, outcomes: Sequence[CaseOutcome]) -> None:
-        """Restarts the worker if a case was on a GPU, so that it holds no GPU memory while other cases are timed."""
+        """Restarts the worker if a case was on a GPU, so that the worker holds no GPU memory while other cases are
+        timed.
+        """
         if not self._is_untimed and any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             self._worker.restart()
 
@@ -320,10 +324,10 @@ class Passes:
     def _requesting(
         self, outcome: CaseOutcome, activity: str, missing_figure: str, fails_case: bool = False
     ) -> Iterator[tuple[RemoteBench, Case, DeviceFacts]]:
-        """Yields the bench, the case and its device. If a request in the body fails, the reason is stored in the
-        outcome.
+        """Yields the bench, the case and its device for a request within the `with` block. If the request fails, the
+        outcome gets the reason why `missing_figure` is missing.
 
-        With `fails_case` the case then fails, unless memory ran out.
+        If `fails_case` is true, a failed request also fails the case, unless memory ran out.
         """
         case = outcome.planned.case
         if activity:

@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 
 class Orders(Generic[T]):
-    """Orders of the arms in rounds. A block has one round per arm, and in a block each arm takes each position once.
+    """Generates the order of the arms in each round. A block has as many rounds as there are arms, and in a block each
+    arm takes each position once.
 
     When the set of arms changes, the rest of the block is dropped and a new block begins. So an arm that leaves
     unbalances the orders by one round at most.
@@ -38,7 +39,7 @@ class Orders(Generic[T]):
         self._remaining_orders: list[list[int]] = []
 
     def next_round(self, arms: Sequence[T]) -> list[T]:
-        if not arms:  # this happens if all arms have failed, or if no phase could be replayed
+        if not arms:  # no arm is left if all arms have failed, or if no phase could be replayed
             return []
         if not self._remaining_orders or self._arms != list(arms):
             self._arms = list(arms)
@@ -66,10 +67,11 @@ class Orders(Generic[T]):
 # a fraction of a millisecond, which is negligible in longer steps.
 DISCARD_BELOW_SECONDS = 100e-3
 
-# Returns whether the comparison is decided, from the timings of a candidate, the reference and the control.
+# A function that returns whether the comparison is decided, from the timings of a candidate, the reference and the
+# control.
 Judge = Callable[[Timing, Timing, Timing | None], bool]
-# Returns the index of the candidate that is fastest relative to the reference and its control; None if none is
-# faster.
+# A function that returns the index of the candidate that is fastest relative to the reference and its control; None if
+# no candidate is faster.
 ChooseFastest = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
 
 
@@ -259,7 +261,7 @@ class ReplayPass:
                 self._tell(arm, round_number / REPLAY_ROUNDS)
                 try:
                     slots[arm.key].append(_time_replays(arm, worker, round_number, position))
-                # All captures are lost with the worker, so that no replay can continue.
+                # If the worker is lost, all captured steps are lost as well, so no replay can continue.
                 except WorkerError as cause:
                     worker.restart()
                     error_text = f"an error of {arm.planned.case.mode} ended the replays: {cause}"
@@ -294,8 +296,8 @@ class ReplayPass:
             return f"capturing a step failed: {cause}"
 
     def _time_phases(self, arm: MeasuredArm, worker: Worker) -> tuple[tuple[str, float], ...]:
-        """Returns (phase, seconds) of a replay with marks. Returns () if the device supports no marks, or if the case
-        has several states that are used in turn.
+        """Returns (phase, seconds) pairs of the fastest replay of a step whose phases are marked. Returns () if the
+        device supports no marks in a replay, or if the case has several states that are used in turn.
         """
         fastest_step = None
         if arm.cache_mode != ROTATING:

@@ -1,10 +1,10 @@
-"""Computes the shape of a slot and the cells of a step. The shape is the number of calls and of discarded calls, and
-how the device is kept busy at the begin.
+"""Computes the shape of a slot and the cells of a step. The shape of a slot is its number of timed calls, its number of
+discarded calls, and how long the device is kept busy before them.
 
 A cell is the time of one phase within a block of a step. A block takes 100 us or more. Longer blocks give wider
-intervals: for a step of 30 ms, blocks of 1 ms widen the interval by a tenth, and blocks of 5 ms by two thirds.
-Shorter blocks gain nothing. The marks of a calibrating step define the cells, so that a cell means the same work in
-every call. The cells add up to the step.
+intervals: for a step of 30 ms, blocks of 1 ms widen the interval by a tenth, and blocks of 5 ms by two thirds. Shorter
+blocks gain nothing. The marks of a calibrating step define the cells, so that a cell is the same work in every call.
+The times of all cells add up to the time of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COLD_CALLS = 4
 # The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
 # queue is full the host waits, so a longer time gains nothing.
 MAX_FILLING_SECONDS = 10e-3
-# The host may be slower by this factor than when its time was measured.
+# The host may later enqueue a step this many times as slowly as when its time was measured.
 _HOST_TIME_MARGIN = 1.25
 
 
@@ -41,7 +41,7 @@ class SlotShape:
 
 
 def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
-    """Chooses how many calls a slot has, and how long the device is kept busy before them.
+    """Chooses how many calls a slot has, and how long the device is kept busy before these calls.
 
     `host_seconds` is the time that the host needs to enqueue a step. `has_queue` is false if steps are not enqueued.
     """

@@ -1,8 +1,8 @@
 """Runs one case, or a phase of the case, for seconds, to measure its energy and its sustained speed.
 
 A window is the time of such a run. Windows use the states that were timed. Cases alternate in random order, so that a
-device that heats up affects all of them alike. Each case runs for a while before its window, so that clocks and power
-belong to this case. Idle power is measured before and after the windows, with the same states in memory.
+device that heats up affects all of them alike. Each case runs for a while before its window, so that the window has the
+clocks and power of this case. Idle power is measured before and after the windows, with the same states in memory.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ _PHASE_MEMORY_SHARE = 0.25
 _COLD_CACHE_REASON = (
     "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
 )
-# A brisk case has two windows. If their joules per step differ by this relative amount, which is more than clocks
-# explain, a third window is measured.
+# In a brisk run (one that takes about 10 s) a case has two windows. If their joules per step differ by more than this
+# relative amount, which is more than clocks explain, a third window is measured.
 _BRISK_WINDOWS, _MAX_BRISK_DIFFERENCE = 2, 0.02
 _BRISK_CHUNK_SECONDS = 0.1
 # The seconds that a case runs before a brisk window. At its power cap, an H200 reaches the clock of the next case
 # after 0.17 s.
 _BRISK_WARM_SECONDS = 0.2
-# Fewer turns than these give no confidence interval.
+# The number of turns (long windows) of a case. Fewer turns than these give no confidence interval.
 _TURNS, _QUICK_TURNS = 4, 3
 
 
 @dataclass(frozen=True)
 class WindowRule:
-    """Defines how many windows a case gets, and how long an idle window is. An emulated case gets one window.
+    """Defines how many windows a case gets, and how long the power of an idle device is measured. An emulated case gets
+    one window.
 
-    With `turn_seconds` a window is at least that long (a turn), and begins when the device has settled. Without
-    `energy` no energy is stored. With `phases` each phase gets as many windows as the whole step. A `brisk` window
-    takes little more than a second. A brisk case gets two windows, the second ones in the opposite order of cases,
-    and a third window if the two differ. A brisk run measures idle power once.
+    With `turn_seconds`, a window lasts at least this long (then it is called a turn), and begins when the device has
+    settled. Without `energy`, no energy is stored. With `phases`, each phase gets as many windows as the whole step. In
+    a `brisk` run a window takes little more than a second, and idle power is measured once. Each case gets two windows,
+    the second one in the opposite order of cases, and a third window if the two differ.
     """
 
     windows: int = 3
@@ -162,7 +163,7 @@ class WindowPass:
                 result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
         source = self._meter.kind.value
-        # With a cold cache, the energy for flushing the cache would be included.
+        # With a cold cache, a window would include the energy of flushing the cache between steps.
         for arm in arms:
             if arm.cache_mode == COLD:
                 results[arm.key].use = EnergyUse(source, why=_COLD_CACHE_REASON)
@@ -174,7 +175,7 @@ class WindowPass:
         results_by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
         self._run_all_windows([(arm, "") for arm in arms], results_by_turn, worker)
         idle_after = self._measure_idle() if has_energy_source else None
-        # Without an energy source, store only the sustained turns.
+        # Without an energy source, store no energy, but only the speed in the turns (long windows).
         for result in (results[arm.key] for arm in arms):
             if idle_before is None or idle_after is None:
                 result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
@@ -194,7 +195,7 @@ class WindowPass:
         """Measures the energy of the phases of each arm. Returns the energies by the arm's key, in the order of the
         step.
 
-        A phase gets a reason instead if it cannot run alone, or if its repetition gives wrong numbers.
+        If a phase cannot run alone, or if repeating it gives wrong numbers, its energy is replaced by this reason.
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
         results = {(arm.key, phase): WindowResult() for arm, phase in turns}
@@ -207,8 +208,8 @@ class WindowPass:
     def _run_all_windows(
         self, all_turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> None:
-        """Runs the windows of all turns in random orders that treat all cases alike. After a fault, the remaining
-        windows get the fault as their reason.
+        """Runs all windows of the arms or phases, in random and balanced orders. After a fault, the remaining windows
+        get the fault as the reason why they are missing.
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
         turns: list[ArmAndPhase] = []
@@ -225,7 +226,9 @@ class WindowPass:
     def _run_turns(
         self, turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
-        """Runs the windows of turns. Returns False after a fault, because a fault destroys the states of all arms."""
+        """Runs one window for each arm or phase in `windows_in_order`. Returns False after a fault, which destroys the
+        states of all arms.
+        """
         for position, (arm, phase) in enumerate(turns):
             self._tell(arm, position / len(turns))
             result = results[arm.key, phase]
@@ -235,7 +238,8 @@ class WindowPass:
                 else:
                     self._measure_window(arm, worker, result)
             except WorkerError as cause:
-                # Finished windows remain. The others get the fault as their reason, because all states may be lost.
+                # Finished windows remain. The other windows get the fault as the reason why they are missing, because
+                # all states may be lost.
                 worker.restart()
                 culprit = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
                 reason = f"{culprit} ended the windows: {cause}"
@@ -256,7 +260,7 @@ class WindowPass:
                 chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
         clock_reading = self._meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
         done_steps = steps * len(chunk_times)
-        # In a long loop, numbers may grow to infinity. Such a window is not used.
+        # In a long loop, numbers of the state may grow to infinity. The energy of such a window is not used.
         state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if state_fault:
@@ -294,9 +298,9 @@ class WindowPass:
             result.windows.append(_convert_to_energy_window(energy, repetitions * chunk_count))
 
     def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
-        """Runs the case before its window, so that clocks and power belong to this case. Before a turn (a long
-        window), it runs until the device has settled, or for half a turn if the device reports neither clock nor
-        temperature. Before other windows, it runs for a fixed time.
+        """Runs the case before its window, so that the window has the clocks and power of this case. Before a turn (a
+        long window), the case runs until the device has settled, or for half a turn if the device reports neither clock
+        nor temperature. Before other windows, the case runs for a fixed time.
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)

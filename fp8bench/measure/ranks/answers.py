@@ -16,7 +16,7 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
-# Ranks must have equal versions of these.
+# The software whose version must be equal on all ranks.
 _COMMON_VERSIONS = ("torch", "torch_git", "cudnn", "cublaslt")
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
 
@@ -134,8 +134,8 @@ StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 def _merge_step_parts(
     answers: Sequence[StepAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
-    """Merges the sent messages and the timed parts of a step. In each round, a part takes as long as on its slowest
-    rank.
+    """Merges what ranks sent in a step, and the times of the step's parts. In each round, the time of a part is that of
+    the slowest rank.
     """
     step_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(step_answers) < len(answers):
@@ -236,8 +236,8 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """Returns the rank that failed. Returns several ranks if it is unclear which of them failed, because they reached
-    the same phase and heartbeat. Each of them may have waited for the others, whichever raised an error first.
+    """Returns the rank that failed. If several ranks reached the same phase and heartbeat, it is unclear which of them
+    failed: each may have waited for the others, even if it raised the first error. Then returns all of these ranks.
     """
     first_suspect = find_culprit(states)
     if first_suspect.ended or first_suspect.raised_first:

@@ -38,11 +38,12 @@ _POLL_SECONDS = 0.2
 # How long to wait for the other ranks after one has failed. The others fail soon, or wait in vain. A busy machine may
 # stop a rank for seconds. A fault of all ranks must not be blamed on the rank that reports it first.
 _GRACE_SECONDS = 5.0
-# Ending all processes of the ranks at once takes this long on a loaded machine.
+# Seconds to wait until the processes of all ranks have ended. On a loaded machine this takes long.
 _EXIT_SECONDS = 10.0
-# The launcher checks its ranks every 0.1 s. If one has ended, it ends the others.
+# Seconds to wait for the launcher's exit. It checks its ranks every 0.1 s, and ends all ranks once one of them has
+# ended.
 _LAUNCHER_EXIT_SECONDS = 2.5
-# The launcher reports which ranks ended, but on a loaded machine it must wait for a core.
+# Seconds to wait for the launcher's report about ended ranks. On a loaded machine, the launcher must wait for a core.
 _STATUS_SECONDS = 30.0
 _ENDED_NORMALLY = "ended without an error, before it had answered"
 _ENDED_UNKNOWN = "ended, and the launcher of the ranks did not report how"
@@ -122,8 +123,8 @@ class RanksProcess(WorkerProcess):
                 rank.requests.send_bytes(pickled_request)
 
     def wait_for_answer(self, limit: float) -> bool:
-        """Returns whether all ranks answered within `limit` seconds. Also returns True if some answered and the
-        others cannot answer any more.
+        """Returns whether all ranks answered within `limit` seconds. Also returns True if a rank answered with an
+        error, because the others may then wait for it forever.
 
         Raises EOFError if a rank or the launcher has ended.
         """
@@ -243,7 +244,7 @@ class RanksProcess(WorkerProcess):
             self._receive_replies(0.05)
 
     def _record_culprit(self) -> list[RankState]:
-        """Returns the states of all ranks, and stores which rank failed. All ranks are ended right after this."""
+        """Returns the states of all ranks, and stores which rank failed. The caller ends all ranks right afterwards."""
         states = self._collect_states()
         suspects = find_suspects(states)
         self.undecided = len(suspects) > 1
@@ -329,8 +330,8 @@ class RanksProcess(WorkerProcess):
                 raise self._make_lost_error(" and ".join(f"rank {state.rank} {delay_text}" for state in missing_states))
 
     def _make_start_error(self) -> WorkerLost:
-        """Returns the error for a rank or launcher that ended during the start. It may have ended before it
-        connected.
+        """Returns the error for a rank or launcher that ended while ranks were starting, perhaps before it connected to
+        this process.
         """
         self._receive_replies(0.0)
         for number in self._read_statuses() or ():

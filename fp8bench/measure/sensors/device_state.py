@@ -33,7 +33,7 @@ _KEPT_FACTS = (
     "mig",
 )
 
-# Lines of `fp8bench doctor`: the values of each line, and the phrases that show them.
+# For each line of `fp8bench doctor`: the driver's values in this line, and a template for the text of each value.
 _DOCTOR_LINES = {
     "driver": {"driver": "{}", "cuda_driver": "CUDA up to {}", "uuid": "{}", "pci": "PCI {}"},
     "settings": {

@@ -85,15 +85,15 @@ def describe_silence(name: str, seconds: float) -> str:
 T = TypeVar("T")
 
 
-# Calls a library function for one device. The arguments are the function's name, then those after the device's
-# handle.
+# A function that calls a library function for one device. Its arguments are the name of the library function, and the
+# arguments that follow the device's handle.
 AskLibrary = Callable[..., Any]
 
 ReadValue = Callable[[AskLibrary], Reading]
 
 
 class About(Enum):
-    """The object of a value: the driver, the whole device, or a part of the device (a MIG instance)."""
+    """What a value describes: the driver, the whole device, or a part of the device (a MIG instance)."""
 
     SYSTEM = auto()
     DEVICE = auto()

@@ -40,11 +40,11 @@ from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavaila
 TICK_PAUSE_SECONDS = 2e-3
 FAST_PAUSE_SECONDS = 20e-3
 POWER_PAUSE_SECONDS = 10e-3
-# The least seconds between two ticks for which the thread wakes up. If a counter is faster, some of its ticks are
-# skipped.
+# The thread wakes up for a tick (change of the counter) at most once in this many seconds. If a counter changes more
+# often, the thread skips some ticks.
 _TICK_INTERVAL_SECONDS = 0.05
-# The part of one processor that reading may take, on average. A window may begin with more, as if _ADVANCE_SECONDS
-# had already passed without reading.
+# The part of one processor's time that reading a source may take, on average. At the start of a window it may take
+# more, because _ADVANCE_SECONDS are added to the window's duration.
 _PROCESSOR_SHARE = 0.005
 _ADVANCE_SECONDS = 1.0
 _SLOWER_FACTOR = 1.5
@@ -55,10 +55,10 @@ _MAX_TICK_PAUSE_SECONDS = 5e-3
 
 
 class Polling:
-    """Computes how long the sampler sleeps between two readings. It learns how early the counter's changes (ticks)
-    come, and how long readings take. `blind` means that the counter may change during the sleep, so that the time of
-    the next change is unknown. With `every_tick` the sampler wakes up for each tick, so that the ends of a window of
-    1.2 s are precise. Then readings may take more time.
+    """Computes how long the sampler sleeps between two readings. It adapts to how far the counter's changes (ticks)
+    deviate from its period, and to the CPU time that readings take. `blind` means that the counter may change more than
+    once during the sleep, so that the time of the next tick is unknown. With `every_tick`, the sampler wakes up for
+    each tick, so that the ends of a window of 1.2 s are precise. Then readings may take more CPU time.
     """
 
     def __init__(self, counts: bool, rhythm: Rhythm | None = None, every_tick: bool = False) -> None:
@@ -70,7 +70,7 @@ class Polling:
         self._every_tick = every_tick
         self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
         self._first_tick_at = 0.0
-        self._woke_at = math.inf  # when it last woke up before a tick
+        self._woke_at = math.inf  # when the sampler last woke up to wait for a tick
         self._resting = False
 
     def next(self, now: float, tick: Tick | None, count: int) -> float:
@@ -89,7 +89,8 @@ class Polling:
         if (self._every_tick or count > MIN_INTERVALS) and (
             was_resting or tick.time - self._woke_at > 2 * self._margin
         ):
-            # The sampler woke up too late: the tick had passed, or it was missed and this is the next one.
+            # The sampler woke up too late: the expected tick had already passed, or was missed so that `tick` is the
+            # one after it.
             self._margin = min(2 * self._margin, period)
         return self._pause_until_tick(period, last_tick_at - now)
 
@@ -139,7 +140,8 @@ class Source:
 
 
 THREAD_NAME = "fp8bench-sampler"
-# Seconds between two readings of the device's state, and between two checks of the cost and of the precision.
+# Seconds between two readings of the device's state. Seconds between two checks of how much CPU time sampling takes,
+# and of whether the energy is precise enough.
 _STATE_SECONDS = 0.2
 _CHECK_SECONDS = 0.05
 _AGE_MARGIN = 1.5
@@ -245,7 +247,8 @@ class Sampler:
             asked_at = clock.now()
             watts = read()
             answered_at = clock.now()
-            # The value gets the time in the middle of the call, because the true time is unknown.
+            # The sensor measured at an unknown time within the call, so the sample gets the time in the middle of the
+            # call.
             self.samples.append(PowerSample((asked_at + answered_at) / 2, watts))
             self._read_state_if_due(answered_at)
             self._check_if_due(answered_at)
@@ -262,8 +265,8 @@ class Sampler:
             self.is_enough = self.is_enough or self._has_enough(self)
 
 
-# For each summary: the value that it summarises, and how. Throttle has all reasons that occurred, clocks have a
-# median and a minimum, and temperatures a maximum.
+# For each summary of a device's state: the name of the summarised value, and the function that summarises its readings.
+# The summary of throttle reasons has all reasons that occurred.
 SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),

@@ -20,17 +20,17 @@ from fp8bench.model.readings import NoReading
 MIN_INTERVALS = LEAST_INTERVALS
 # A window is precise enough (resolved) below this relative uncertainty.
 MAX_UNCERTAINTY = 0.005
-# The largest relative uncertainty of a brisk window. It may be larger, because a second window shows how much windows
-# differ.
+# The largest relative uncertainty of a window in a brisk run (one that takes about 10 s). It may be larger than
+# MAX_UNCERTAINTY, because a brisk run compares two windows of each case.
 MAX_BRISK_UNCERTAINTY = 0.01
-# How far an end of the measured part may move inwards to a more precise tick: one second for each of this many
-# seconds of precision gained.
+# The measured part may begin a second later, or end a second earlier, if the time of the tick there is known more
+# precisely by at least this many seconds.
 _SHARPER_PER_SECOND = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A change of the counter to `joules`, which happened between the times `after` and `seen`, in seconds."""
+    """A change of an energy counter to `joules`. It happened between the times `after` and `seen_at`, in seconds."""
 
     after: float
     seen: float
@@ -96,7 +96,7 @@ def is_resolved(ticks: Sequence[Tick], bound: float = MAX_UNCERTAINTY) -> bool:
 
 
 def measure_rhythm(ticks: Sequence[Tick]) -> Rhythm:
-    """Measures how often a counter changes. No tick may be missing in `ticks`."""
+    """Measures how often a counter changes, from consecutive ticks (changes of the counter)."""
     intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
     period = median(intervals)
     return Rhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))

@@ -180,8 +180,8 @@ def _format_cuda_version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-# Use the function with a version: on an older driver, the function without a version raises an error that is not an
-# NVMLError.
+# The name has the version suffix `_v3`: on an older driver, the function without a suffix raises an error that is not
+# an NVMLError.
 _PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
@@ -244,7 +244,7 @@ FACTS: tuple[Query, ...] = (
 
 # Joules since the driver was loaded. The counter changes once per period.
 ENERGY = _make_positive_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
-# On current devices the mean of the last second; on A100 and older the present power.
+# NVML's power usage: on current devices the mean of the last second, on A100 and older devices the present power.
 AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
@@ -255,7 +255,7 @@ def instant_power(ask: AskLibrary) -> Reading:
 # Values that are read within a window. Power is not among them, because the energy is measured.
 CHANGING: tuple[Query, ...] = (
     Query("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
-    # The chip's temperature. Current drivers announce the removal of the second function.
+    # The chip's temperature. The second function is for older drivers; current drivers announce its removal.
     Query("temperature", _make_fallback_reader(
         _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_SENSOR),
         _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_SENSOR),
@@ -271,7 +271,7 @@ STATE: tuple[Query, ...] = (
     *CHANGING,
     Query("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
     Query("memory_use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
-    # This version of the structure reports the driver's memory separately.
+    # Version 2 of NVML's memory structure reports the memory of the driver separately from used memory.
     Query(
         "memory_used",
         _make_reader("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used),
