@@ -27,7 +27,7 @@ from fp8bench.store.asv.view import update_view
 from fp8bench.store.figures.history import cache_figures
 from fp8bench.store.runs.listing import store_of
 
-# Is called with a sentence about the outcome of a step.
+# A callback that gets a sentence about the outcome of a step.
 Note = Callable[[str], None]
 
 
@@ -42,8 +42,8 @@ class RequestedOutputs:
 
 
 def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> bool:
-    """Runs all steps after a run, and notes their outcomes. Returns False after an interrupt. A run that is
-    not finished is only added to the history.
+    """Runs all steps after a run (history, report, scalars), and reports their outcomes by `note`. Returns False after
+    an interrupt. A run that is not finished is only added to the history.
     """
     store = store_of(Path(run.path)) or store
     try:

@@ -13,19 +13,18 @@ from fp8bench.protocols import Observer
 from fp8bench.store.commit_runs import explain_outside_history, find_commit, make_tracked_run, runs_of_commit
 from fp8bench.store.points import extract_points, merge_points
 
-# The outcome of a case: ("samples", numbers), ("failed", reason) or ("none", reason).
+# The outcome of a case: ("samples", numbers), ("failed", reason), or ("none", reason) if it was not measured.
 Outcome = tuple[str, object]
 
 
 def measure_for_asv(
     request: Request, store: Path, root: Path, observer: Observer, asv_commit: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
-    """Measures the grid of a workload and stores the run. Returns the outcomes of the run's commit by series and
-    cell.
+    """Measures the grid of a workload, and stores the run. Returns outcomes by series and cell, for the commit under
+    which asv saves results (`asv_commit`), or for the run's commit if asv saves none ('').
 
-    `asv_commit` is the commit under which asv saves results, '' if asv saves none. If a different commit was
-    measured, returns the stored results of `asv_commit`, or failures for cases without stored results. A case that
-    fails now counts as failed, even if an earlier run has results of this case.
+    If the run measured a different commit, returns the stored results of `asv_commit`, and a failure for each case
+    without stored results. A case that fails in this run counts as failed, even if an earlier run has results of it.
     """
     # 1. Measure, and store the run.
     try:
@@ -39,8 +38,8 @@ def measure_for_asv(
     if not measured_points.points:
         reason = measured_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
-    # 2. Combine the new points with those of earlier runs of the same commit. If a different commit was measured, use
-    # only stored points.
+    # 2. Combine the points (one per series, cell and commit) of this run with those of earlier runs of the same commit.
+    # If this run measured a different commit, use only stored points.
     commit = (find_commit(asv_commit, root) if asv_commit else None) or str(run.environment.get("commit"))
     mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
     points = _list_earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
@@ -49,7 +48,7 @@ def measure_for_asv(
     outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_points.series}
     for (name, cell), point in merge_points(points, measured_points.series).items():
         outcomes.setdefault(name, {})[cell] = _make_outcome(point)
-    # 3. Report failures.
+    # 3. Mark cases without results as failed.
     for point in measured_points.points:
         if mismatch_reason:
             outcome = ("failed", mismatch_reason) if point.samples else _make_outcome(point)

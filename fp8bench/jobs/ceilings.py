@@ -113,7 +113,7 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     if rate.value is None:
         return Record(case, support, Status.SKIPPED, is_reference=is_reference, reason=rate.why)
     rates = Measurement(
-        specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate in one second"
+        specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
     amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
     times = Measurement(specs.CEILING_TIME, "s", tuple(amount / run for run in rate.runs))
@@ -205,7 +205,7 @@ def parse_quote(text: str) -> Quote:
         raise UsageError(
             f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(sheets_by_name)}."
         )
-    # 3. Select the datasheets that publish the figure.
+    # 3. Of these, select the datasheets that publish the figure.
     quote = Quote(text, tuple(matching_sheets), figure, number)
     published = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
     if not published:
@@ -246,7 +246,7 @@ def _describe_quote(quote: Quote) -> Iterator[str]:
 
 
 def _explain_wrong_number(quote: Quote) -> Iterator[str]:
-    """Yields sentences that explain a wrong quoted number. It may be that of a different figure: a peak with
+    """Yields sentences that explain a wrong quoted number. The number may belong to a different figure: a peak with
     sparsity, or a figure of another dtype or device.
     """
     for device in quote.devices:
@@ -254,7 +254,7 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
             yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
         equal_paths = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
         if equal_paths and quote.figure not in _DATASHEET_FIGURES:
-            yield f"that is {' and '.join(equal_paths)} of {device.name}"
+            yield f"that is the peak of {' and '.join(equal_paths)} on {device.name}"
     other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
         if names := [sheet.name for sheet in other_sheets if quote.equals(quote.of(sheet, sparse))]:

@@ -18,7 +18,7 @@ from fp8bench.store.runs.run_file import load_run
 
 
 def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> Compared:
-    # Find both sides before reading one, so that a missing file is not reported as a fault of the other.
+    # Find the files of both sides before reading any, so that a missing file is reported for the right side.
     chosen_sides = [find_runs(name, store) for name in (old_name, new_name)]
     old, new = (read_runs(chosen, observer) for chosen in chosen_sides)
     return compare_runs(old_name, old, new_name, new, observer)
@@ -37,9 +37,8 @@ def compare_runs(
             f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_ids)} in common. Give two sides of "
             "different runs."
         )
-    # Compare the runs of one machine that both sides have. If there are several such machines, it is the one with the
-    # newest run of the new side. If each side has only one machine, all runs are compared, even if the two machines
-    # differ.
+    # If a side has runs of several machines, compare only the runs of one machine that both sides have. If both sides
+    # have several machines in common, choose the machine with the newest run of the new side.
     old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
     if len(old_machines) > 1 or len(new_machines) > 1:
         comparable = [run for run in new if hardware_of(run) in old_machines]
@@ -54,8 +53,8 @@ def compare_runs(
         excluded = [hardware_of(run) for run in (*old, *new) if hardware_of(run) != machine]
         name, *excluded_names = name_machines([machine, *excluded])
         observer.note(
-            f"{many(len(excluded), 'run')} of other machines left out: compared are runs of {name}, not those of "
-            f"{' and '.join(excluded_names)}. Name runs by their ids to compare others"
+            f"comparing only runs of {name}, and leaving out {many(len(excluded), 'run')} of "
+            f"{' and '.join(excluded_names)}. Name runs by their ids to compare runs of other machines"
         )
         old = [run for run in old if hardware_of(run) == machine]
         new = [run for run in new if hardware_of(run) == machine]

@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8bench.model import DeviceFacts
 
 CPUINFO = Path("/proc/cpuinfo")
-# Flags of processors in the Linux kernel, on x86 and Arm, and the names of their units.
+# Flags of x86 and Arm processors in /proc/cpuinfo, and the names of the low-precision units that they stand for.
 _CPU_UNITS = {
     "amx_bf16": "AMX bf16",
     "amx_fp16": "AMX fp16",
@@ -21,7 +21,7 @@ _CPU_UNITS = {
     "i8mm": "Arm int8 matrix multiply",
     "sme": "Arm SME",
 }
-# The newest tensor cores that devices of a compute capability, or a higher one, have.
+# The tensor cores of devices that have at least this compute capability, newest first.
 _TENSOR_CORES = (
     ((10, 0), "5th generation tensor cores: tf32, bf16, fp16, int8, fp8, and fp6 and fp4 with MX and NVFP4 scales"),
     ((8, 9), "4th generation tensor cores: tf32, bf16, fp16, int8, fp8"),

@@ -242,7 +242,7 @@ def _describe_dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Ite
         alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
         yield f"    :{option_default:<{width}}  {option.description}{alias_note}"
     if precision.takes_backend:
-        yield f"    :backend={AUTO}  who multiplies: {', '.join((AUTO, *backends.names()))}"
+        yield f"    :backend={AUTO}  library that computes products: {', '.join((AUTO, *backends.names()))}"
     if precision.options:
         yield "options follow a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 

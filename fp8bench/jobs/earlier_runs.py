@@ -17,8 +17,8 @@ _MAX_RUNS, _MAX_FILES = 5, 50
 
 
 def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
-    """Returns for each case the best step times, in seconds, of the latest runs before this one, newest first. Runs
-    count if they are of the same suite on the same machine, also runs of other commits.
+    """Returns for each case the best step times, in seconds, of the latest runs before this one, newest first. A run
+    counts if it measured the same suite on the same machine, even at a different commit.
     """
     steps: dict[str, list[float]] = {}
     for earlier in _load_earlier_runs(run, store):

@@ -90,7 +90,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
                         continue
             removable.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
-                with keeping(path, "It may be removed by hand."):
+                with keeping(path, "You can delete it yourself."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return removable
 
@@ -107,8 +107,8 @@ def find_all_changes(history: History, store: Path, observer: JobObserver) -> Fo
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """Yields for each trend its comparable figures, as a list of stretches. A trend is read only when one of its
-    stretches needs it.
+    """Yields for each trend a list of stretches, whose figures can be compared with each other. A trend is read only
+    when one of its stretches needs it.
     """
     for line in history.lines:
         is_count = line.trend.series.metric in COUNTS
@@ -116,8 +116,8 @@ def stretches(history: History) -> Iterator[list[Stretch]]:
 
 
 def load_matching_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
-    """Returns the store's acknowledgements. If an interpreter has a different name in them than in `changes`, it gets
-    the name from `changes`.
+    """Returns the store's acknowledgements of changes. If an acknowledgement names an interpreter by a different path
+    than `changes` do, the path is replaced by that of `changes`.
     """
     stored_acknowledgements = load_acks(store)
     for trouble in stored_acknowledgements.troubles:
@@ -173,7 +173,7 @@ def acknowledge(
 
 
 def _choose_open(series: str, search: Found) -> list[Change]:
-    """Returns the changes that nobody has acknowledged, for the worse. If there are none, returns all changes that
+    """Returns the changes for the worse that nobody has acknowledged. If there are none, returns the other changes that
     nobody has acknowledged.
     """
     open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]

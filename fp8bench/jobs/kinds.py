@@ -52,10 +52,10 @@ class SparePart(NamedTuple):
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of stored result.
+    """A kind of stored result, such as a training or a fleet report.
 
-    `pattern` matches the files of this kind in a store; '' if the kind has no files. Either the files have a fixed
-    name, and their folders are named `<utc>-<...>-<id>`, or the files themselves are named like that. `refused` are
+    `pattern` matches the files of this kind in a store; '' if the kind has no files. Each result has either a folder
+    `<utc>-<...>-<id>` with a file of a fixed name, or a file that is itself named `<utc>-<...>-<id>`. `refused` are
     options of `fp8bench show` that the kind does not support.
     """
 
@@ -82,13 +82,15 @@ class Kind(ABC, Generic[K]):
         return paths[0] if len(paths) == 1 else None
 
     def newest(self, store: Path) -> Path | None:
-        """Returns the newest file, for the word 'last'. Returns None if 'last' cannot mean this kind. File names
-        begin with the start time.
+        """Returns the newest file, for the word 'last' on the command line. Returns None if 'last' cannot mean a result
+        of this kind. File names begin with the start time.
         """
         return None
 
     def names(self, path: Path) -> tuple[str, str]:
-        """Returns the id of a result, and the name of its folder or file. The name ends with the id."""
+        """Returns two names of the result that a file holds: its id, and the longer name of its folder or file, which
+        ends with the id.
+        """
         name = path.stem if "*" in Path(self.pattern).name else path.parent.name
         return name.rpartition("-")[2], name
 
@@ -124,7 +126,9 @@ class Kind(ABC, Generic[K]):
         return None
 
     def log_source(self, kept: K) -> LogSource | None:
-        """Returns the source that --log names for the scalars; None if this kind has no scalars."""
+        """Returns the title and configuration of the result under which --log logs its scalars; None if a result of
+        this kind has no scalars.
+        """
         return None
 
     def scalars(self, kept: K) -> Iterator[LoggedScalar]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fp8bench.protocols import Observer
 
-# Is called with the number of finished items, the number of all items, a word for the items, and the current
+# A callback that gets the number of finished items, the number of all items, a word for the items, and the current
 # activity.
 Tell = Callable[[int, int, str, str], None]
 
@@ -23,4 +23,4 @@ class JobObserver(Protocol):
         """Returns the observer for the measurement of a run."""
 
     def counting(self) -> AbstractContextManager[Tell]:
-        """Returns a function that a job calls while it processes many items one by one."""
+        """Returns a callback by which a job reports its progress while it processes many items one by one."""

@@ -58,8 +58,8 @@ def check_function_name(target: str) -> str:
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """Profiles a model like a suite. Unless the run is quick or the model is compiled, also measures how much of the
-    step each part takes.
+    """Profiles a model as a run of the suite `model`. Unless the run is quick or the model is compiled, also measures
+    how much of a step's time each part of the model takes.
     """
     compiled = ("compile", ("yes",)) in request.axes
     try:

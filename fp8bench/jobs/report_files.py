@@ -159,7 +159,8 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 def _make_index(reports: Path) -> Page:
     dated_pages = []
     for path in reports.glob(f"*/{PAGE}"):
-        # Pages of streams do not have the start of their run in their folder's name. Use the time of writing instead.
+        # The folder of a page about losses that `fp8bench.watch` has written has no start time in its name. Use the
+        # time when the page was written.
         start = show_folder_time(path.parent.name)
         if not start:
             start = f"{datetime.fromtimestamp(path.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
@@ -197,7 +198,9 @@ def find_report_page(run: Run) -> str:
 
 
 def report_folder(runs: Sequence[Run], store: Path) -> Path:
-    """Returns the folder of a report in the store. It is named like the run's file, or by the ids of several runs."""
+    """Returns the folder of a report in the store. The folder has the name of the run's file, or the ids of several
+    runs.
+    """
     name = Path(runs[0].path).stem or runs[0].id
     if len(runs) > 1:
         name = "+".join(run.id or Path(run.path).stem for run in runs)

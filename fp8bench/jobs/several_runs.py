@@ -1,4 +1,6 @@
-"""Measures several runs: the sessions of a request, the standard case of a machine, and the cells of a plan."""
+"""Measures several runs: the sessions of a request, the standard case of a machine, and the cells (parts) of a fleet
+plan, which several machines share.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +83,7 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
     """Measures a standard case several times on each device, in fresh processes, to find how much its ratio differs
     from run to run.
 
-    The differences are stored. They widen the intervals of later runs.
+    The differences between these runs are stored, and widen the intervals of later runs.
     """
     check_store(store)
     with ProcessWorker(Settings()) as worker:
@@ -129,7 +131,8 @@ def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], c
 
 
 def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Returns whether a cell was measured now, and the run of the cell. A finished cell is not measured again.
+    """Measures a cell (a part of a fleet plan). Returns whether the cell was measured now, and the cell's run. A
+    finished cell is not measured again.
 
     An interrupted run is resumed if machine and software are the same. Otherwise the cell is measured from the start.
     """

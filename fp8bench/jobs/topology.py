@@ -27,7 +27,7 @@ from fp8bench.store.runs.run_file import load_run
 
 # GB/s of one PCIe lane in one direction, by PCIe generation.
 _LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-# The part of NVLink's signal rate that is data. The driver reports the signal rate: 18 links of 26.562 GB/s give the
+# NVLink's data rate as a part of its signal rate. The driver reports the signal rate: 18 links of 26.562 GB/s give the
 # 450 GB/s of an H100.
 _DATA_SHARE = 16 / 17
 # The most runs that are searched for an all-reduce, newest first.
@@ -68,7 +68,7 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
     kinds = count_links(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
-    yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
+    yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'no links'}"
     for name, rate in list_active_ports(infiniband):
         yield f"{name}: {rate:g} Gb/s"
     lines = list(_make_topology_lines(gpus, kinds, store, infiniband))
@@ -128,7 +128,7 @@ def _find_product_rate(precision: str, name: str, store: Path) -> TopologyLine:
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
         return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
-    source = f"{sheet.cite('dense')}, which no product reaches: fp8bench suite ceilings measures it"
+    source = f"{sheet.cite('dense')}, which real products do not reach: fp8bench suite ceilings measures their rate"
     return TopologyLine(precision, peak / 1e12, "TFLOP/s", source)
 
 

@@ -100,7 +100,7 @@ class CaseOutcome:
         self.note(measurements=(*self.draft.measurements, *measurements))
 
     def take_memory(self, memory_outcome: CaseOutcome) -> None:
-        """Copies the memory figures that another worker has measured for this case, or the reason why they are missing."""
+        """Copies the memory figures that another worker has measured, or the reason why they are missing."""
         self.note(memory=memory_outcome.draft.memory)
         self.add_measurements(memory_outcome.draft.measurements)
         self.add_detail(memory_outcome.draft.detail)
@@ -144,7 +144,7 @@ def make_trace_folder(run: Run) -> TraceFolder | None:
 
 
 _PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
-_ON_DEVICE = "peak memory with the formats' codes and scales in the place of an emulation's values"
+_ON_DEVICE = "peak memory of hardware that stores the formats' codes and scales instead of emulated values"
 
 
 def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
@@ -158,8 +158,8 @@ def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
 # figure in error messages. The record's field has the same name as the method.
 PASS_TEXTS: Mapping[str, tuple[str, str]] = {
     "statistics": ("", "statistics of the data"),
-    "products": ("looking at products", "look at its products"),
-    "effect": ("checking what steps do", "look at what a step does"),
+    "products": ("looking at products", "check of its products"),
+    "effect": ("checking what steps do", "check of what a step does"),
     "coverage": ("counting converted operations", "coverage"),
     "tape": ("counting operators", "tape"),
 }

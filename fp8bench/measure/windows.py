@@ -317,7 +317,7 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     if arm.cache_mode == ROTATING:
         return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
     if static_scales is not None and static_scales.refresh:
-        return RawReplay(why="its scales are renewed after a number of steps")
+        return RawReplay(why="its scales are renewed after a number of steps, and a phase alone counts no steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
     return worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(arm.key, phase, max_bytes)
 

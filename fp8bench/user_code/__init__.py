@@ -24,9 +24,9 @@ _importing = threading.RLock()
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
     """Imports modules, or files ending in .py, that register a user's workloads, precisions or devices.
 
-    Their output goes to stderr. A module that leaves one of the `watched` switches changed is refused. Such a switch
-    would affect all later measurements, in this process and in processes that it starts. By default, the switches of
-    the process are watched. Switches that are `set_by_imports` of harmless packages are not.
+    Their output goes to stderr. A module is refused if it changes one of the `watched` switches (global settings), by
+    default those of the process: a changed switch would affect all later measurements, in this process and in processes
+    that it starts. Switches that imports of harmless packages also change (`set_by_imports`) are not watched.
     """
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
@@ -65,9 +65,9 @@ def _import(name: str, watched_switches: Sequence[Switch]) -> None:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirects stdout to stderr in the body, also for child processes and C code. The file descriptor 1 is
-    redirected only if sys.stdout uses it. In a notebook, under a test that captures output, or with a closed stdout
-    it does not.
+    """Redirects stdout to stderr within the `with` block, also for child processes and C code. Leaves the file
+    descriptor 1 unchanged if sys.stdout does not use it, as in a notebook, in a test that captures output, or after
+    stdout was closed.
     """
     stdout = sys.stdout
     saved_descriptor = -1
@@ -114,7 +114,7 @@ def hash_user_code(names: Iterable[str]) -> str | None:
 
 def _list_files(name: str) -> list[Path]:
     module = sys.modules.get(user_module(name))
-    # A file that this process has not imported counts too.
+    # If this process has not imported the name, it may be the path of a file.
     file = getattr(module, "__file__", name)
     if not isinstance(file, str) or not Path(file).is_file():
         return []
@@ -174,8 +174,8 @@ def _import_file(path: Path) -> None:
     check_file(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # As in a script, modules in the file's folder are found first. They come last afterwards, because functions may
-    # import them later, but other modules must stay the same.
+    # While the file is imported, its folder comes first in sys.path, as for a script. Afterwards it comes last, so that
+    # functions of the file can still import modules from it, without hiding other modules.
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:

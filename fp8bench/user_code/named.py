@@ -40,7 +40,9 @@ audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_W
 
 
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
-    """Makes the signature of a kernel to audit from option texts. Raises UsageError if a text is invalid."""
+    """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
+    invalid.
+    """
     raw_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
     for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
         if (word := getattr(raw_signature, name)) not in tuple(valid_words):

@@ -1,7 +1,8 @@
-"""Switches of the process that a case, or the import of a file, could leave changed for later code.
+"""Lists the switches (global settings) of the process that a case, or the import of a file, could leave changed for
+later code.
 
-They belong to the interpreter, to the operating system or to the C library, and do not need torch. The switches of
-torch are in worker/torch_switches.py.
+These switches belong to the interpreter, to the operating system or to the C library, and do not need torch. The
+switches of torch are in worker/torch_switches.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fp8bench.model.run import LOWERING, READ_BY_TORCH
 
 
 class Unset:
-    """Marks a switch whose usual value depends on the machine or the user. It is not equal to any value."""
+    """Stands for the usual value of a switch if it depends on the machine or the user. Not equal to any value."""
 
 
 class NotInUse:
@@ -37,13 +38,14 @@ class NotInUse:
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """A switch of the process. `write` is None for a switch that ends together with the object that holds it.
+    """A switch: a global setting of the process. `write` is None if the switch cannot be set, because it ends together
+    with an object, such as a profiler.
 
     `names` are the public names of torch that set the switch. A test compares them with the names that torch has.
     `usual` is the value in a new process. `bends` returns whether a value distorts the reference. fp8bench refuses to
-    measure in a process with such a value. The error names the value `wanted` (by default `usual`), and `mend`
-    explains how to correct the process. A switch without `bends` may have any value, which is recorded. Harmless
-    packages set switches with `set_by_imports`, so these are watched only around steps.
+    measure in a process with such a value: the error names the expected value (`wanted`, by default `usual`), and
+    `mend` explains how to correct the process. If `recorded`, the value is stored with each run. Importing harmless
+    packages may change a switch with `set_by_imports`, so it is watched only around steps.
     """
 
     name: str

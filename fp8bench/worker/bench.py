@@ -59,16 +59,16 @@ from fp8bench.worker.untimed_passes import UntimedPasses
 
 
 def _is_own_workload(workload: Workload) -> bool:
-    """Returns whether fp8bench's code alone launches the kernels of a workload. It does not for a user's workload,
-    nor for the suite `model`, which runs a user's model.
+    """Returns whether all kernels of a workload are launched by fp8bench's code. False for a user's workload, and for
+    the suite `model`, which runs a user's model.
     """
     module = type(workload).__module__
     return module.startswith("fp8bench.") and module != "fp8bench.workloads.model"
 
 
 class Bench(UntimedPasses):
-    """Holds prepared states by key, and answers requests about them. Each public method answers one kind of request
-    of the parent.
+    """Holds prepared states of cases by key, and answers requests about them. Each public method answers one kind of
+    request of the parent process.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -82,7 +82,7 @@ class Bench(UntimedPasses):
         self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = begin_without_ranks
-        self._any_rank: Callable[[bool], bool] = bool  # without other ranks, this process's answer decides
+        self._any_rank: Callable[[bool], bool] = bool  # without ranks, this process answers alone
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._original_threads = torch.get_num_threads()
@@ -198,8 +198,8 @@ class Bench(UntimedPasses):
         gc.collect()
 
     def quantisers(self) -> tuple[int, str]:
-        """Returns how many quantisers (emulated casts) wait for compilation. Also returns why others run eagerly, or
-        '' if none does.
+        """Returns how many quantisers (emulated casts) wait for compilation, and why quantisers that could not be
+        compiled run eagerly ('' if there are none).
         """
         return fusing.count_waiting(), fusing.explain_eager()
 
@@ -315,11 +315,11 @@ class Bench(UntimedPasses):
             self.release(key)
 
     def recover(self, fault: DescribedFault) -> DescribedFault:
-        """Frees the memory of a failed request. If the device fails as well, the returned fault is not a lack of
-        memory.
+        """Frees the memory of a failed request. If the device does not work afterwards, returns a fault that is not a
+        lack of memory.
 
-        After a device-side assert or an illegal address, every cuBLAS call reports that it is not initialised. It
-        gives the same error when memory is exhausted.
+        After a device-side assert or an illegal address, every cuBLAS call reports that it is not initialised. It gives
+        the same error when memory is exhausted.
         """
         self._exact = None
         try:

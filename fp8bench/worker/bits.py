@@ -11,9 +11,9 @@ import torch
 
 from fp8bench.worker.finite import can_convert
 
-# The number of elements, or of 8-byte words, that are processed at a time.
+# A tensor is processed in pieces of this many elements, or of this many 8-byte words.
 _PIECE_ELEMENTS = 1 << 18
-# Odd multipliers whose bits have no pattern.
+# Odd multipliers of the digest. Their bits have no pattern, so that they mix the bits of the tensor well.
 _PIECE_FACTOR, _WORD_FACTOR = 0x9E3779B97F4A7C15, 0x2545F4914F6CDD1D
 _DIGEST_MODULUS = 1 << 64
 # The number of sums in a sketch, and the number of elements that share one table of random signs.
@@ -21,14 +21,14 @@ _SKETCH_SUMS, _SIGN_TABLE_ROWS = 4, 1 << 16
 
 
 def digest(tensor: Any) -> int:
-    """Returns a number that is equal for equal bits. Different bits have equal numbers with a probability of 1 in
-    2**63.
+    """Returns a number that is equal for tensors with equal bits. Tensors with different bits have equal numbers with a
+    probability of 1 in 2**63.
     """
     digest_value = 0
     for piece in _view_storage(tensor, torch.uint8).split(8 * _PIECE_ELEMENTS):
         word_bytes = piece.numel() // 8 * 8
         for words in (piece[:word_bytes].view(torch.int64), piece[word_bytes:].to(torch.int64)):
-            # moves the upper bits of a word into the lower ones; otherwise two changed signs would cancel
+            # mix the upper bits of a word into its lower bits; otherwise two changed signs would cancel
             mixed_words = words * _WORD_FACTOR
             mixed_words ^= mixed_words >> 32
             mixed_words *= _make_position_weights(words.device)[: words.numel()]
@@ -37,8 +37,8 @@ def digest(tensor: Any) -> int:
 
 
 def sketch(tensor: Any, original: Any = None) -> Any:
-    """Returns a few sums of a tensor's numbers, each with random signs. With an `original`, sums the differences from
-    it instead.
+    """Returns a few sums of a tensor's numbers, each sum with other random signs. With an `original` tensor, sums the
+    differences from it instead.
 
     The distance between the sketches of two tensors is about the distance between the tensors.
     """
@@ -71,11 +71,11 @@ def restore_bytes(tensor: Any, copy: Any) -> None:
 
 @contextmanager
 def replace_numbers(tensor: Any, seed: int) -> Iterator[None]:
-    """Replaces a tensor's numbers during the body. Restores its whole memory afterwards, because other tensors may
-    use the same memory.
+    """Replaces a tensor's numbers within the `with` block. Restores the tensor's whole memory afterwards, because other
+    tensors may use the same memory.
 
-    Floating-point numbers become random numbers between the smallest and the largest one. Others are drawn from the
-    existing ones. Infinities and NaN remain, because a mask needs its infinities.
+    Floating-point numbers become random numbers between the smallest and the largest number of a piece. Integers are
+    drawn from the existing integers. Infinities and NaN remain, because a mask needs its infinities.
     """
     generator = torch.Generator(tensor.device).manual_seed(seed)
     dtype = _choose_readable_dtype(tensor.dtype)
@@ -98,8 +98,8 @@ def restore_afterwards(tensor: Any) -> Iterator[None]:
 
 
 def _choose_readable_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which a tensor's memory is read. If torch cannot convert the tensor's dtype, it is an
-    integer of the same size.
+    """Returns the dtype in which a tensor's memory is read: the tensor's dtype, or an integer of the same size if torch
+    cannot convert that dtype.
     """
     if dtype.is_floating_point and (dtype.itemsize > 1 or can_convert(dtype)):
         return dtype
@@ -125,7 +125,7 @@ def _view_storage(tensor: Any, dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _make_position_weights(device: Any) -> Any:
-    """Returns a weight for each position of a word in a piece, so that the digest depends on the order of the words."""
+    """Returns a weight for each position of an 8-byte word, so that the digest depends on the order of the words."""
     return torch.arange(1, 2 * _PIECE_ELEMENTS, 2, dtype=torch.int64, device=device)
 
 

@@ -59,14 +59,18 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
 
 
 def count_work(limit: Limit, shape: Shape) -> float:
-    """Returns the FLOPs, bytes or launches of one call. For arrays, `shape` is their size in bytes."""
+    """Returns the FLOPs, bytes or launches of one timed call (see `make_call`). If the limit moves arrays, `shape` is
+    the size of an array in bytes.
+    """
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
     return 1.0 if limit is Limit.LAUNCH else float(_ARRAY_COUNTS[limit] * shape[0])
 
 
 def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:
-    """Returns a function that makes one call on newly allocated tensors. Operands of products are cast in advance."""
+    """Returns a function whose time is measured: it computes one product, or one operation on arrays. Its tensors are
+    newly allocated, and operands of products are cast in advance.
+    """
     import torch
 
     generator = torch.Generator(facts.key).manual_seed(seed)
@@ -84,7 +88,7 @@ def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithm
         random_block = torch.rand(min(element_count, _RANDOM_BLOCK_ELEMENTS), generator=generator, device=facts.key)
         return random_block.repeat(math.ceil(element_count / len(random_block)))[:element_count]
 
-    # The remaining limits move memory. They need one array, or two arrays and a target.
+    # The remaining limits move memory. They need one array, or two arrays and a target array.
     element_count = max(1, shape[0] // _ELEMENT_BYTES)
     source_array = random_array()
     if limit is Limit.LAUNCH:

@@ -56,10 +56,10 @@ def _copy_statistics(returned: object) -> TensorStatistics:
     outside = []
     error_words = ("outside of TensorStatistics holds", "a tuple")
     for row in _require_iterable(returned.outside, *error_words):
-        # Rows may be any sequence of three.
+        # A row of `outside` may be any sequence of a format name and two numbers.
         match tuple(_require_iterable(row, *error_words)):
             case (name, over, under):
-                share_words = f"a share in outside of {returned.kind!r}"
+                share_words = f"a share in TensorStatistics.outside of {returned.kind!r}"
                 outside.append(
                     (
                         _require_text(name, "a format in outside"),
@@ -69,7 +69,8 @@ def _copy_statistics(returned: object) -> TensorStatistics:
                 )
             case wrong:
                 raise TypeError(
-                    f"outside holds {_describe(wrong)}; expected (format, share above, share that becomes zero)"
+                    f"TensorStatistics.outside holds {_describe(wrong)}; "
+                    "expected (format, share above, share that becomes zero)"
                 )
     return TensorStatistics(
         _require_text(returned.kind, "kind"),

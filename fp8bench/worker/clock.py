@@ -22,9 +22,11 @@ UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """The context manager of a phase. It is created once and entered many times, even while it is already entered.
+    """The context manager that marks a phase. It is created once and entered many times, even while it is already
+    entered.
 
-    It records its code when the phase begins, and the complement of the code when the phase ends.
+    A marker calls `_note` with the code of its phase (its index in CELL_PHASES) when the phase begins, and with the
+    complement of the code when the phase ends.
     """
 
     _code: int
@@ -43,8 +45,8 @@ class Marker:
 
 @dataclass(slots=True, eq=False)
 class SharingMarker(Marker):
-    """A marker that needs fewer time stamps. It takes none at the beginning of its phase if the stamp at the end of the
-    previous phase can be shared.
+    """A marker that needs fewer time stamps. At the beginning of its phase it takes no stamp if it can share the stamp
+    at the end of the previous phase.
     """
 
     _notes: list[int]
@@ -57,22 +59,23 @@ class SharingMarker(Marker):
 
 
 class PhaseClock(Markers):
-    """Provides markers by name, and collects the marks of the current step. A mark is a time stamp and the record of
-    a marker.
+    """Provides markers by the name of their phase, and collects the marks of the current step. A mark is a time stamp,
+    and the code that the marker notes: that of a phase that begins, or the complement for a phase that ends.
 
-    `begin` starts a step in the phase UNATTRIBUTED. `end` ends it and returns (codes, stamps): codes[i] is the phase
-    between stamps[i] and stamps[i + 1]. If `report` is given, it is called with the code of each new phase.
+    `begin` starts a step in the phase UNATTRIBUTED. `end` ends the step and returns (codes, stamps): codes[i] is the
+    phase between stamps[i] and stamps[i + 1]. `report` is called with the code of the current phase whenever the phase
+    changes.
     """
 
     __slots__ = ("_last_step", "_note", "_notes", "_open", "_expected_notes", "_shared", "_stamps", "_report", "now")
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
-        # the records of the last step, and the phases computed from them
+        # the codes that the markers noted in the last step, and the phase codes computed from them
         self._last_step: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]
         self._stamps: list[Any] = []
-        self._open: list[int] = [UNATTRIBUTED_CODE]  # the open phases; only `report` needs them
-        # Marks that take no stamp: the index of the mark in the step, with the code of the phase that begins there.
+        self._open: list[int] = [UNATTRIBUTED_CODE]  # the codes of open phases, which only `report` needs
+        # Marks that take no stamp: the index of each mark in the step, and the code of the phase that begins there.
         self._shared: dict[int, int] = {}
         self._expected_notes: list[int] = []
         self._report = report
@@ -81,11 +84,11 @@ class PhaseClock(Markers):
         super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note, self._stamps.append, self.now))
 
     def share(self, notes: list[int], indices: Iterable[int]) -> None:
-        """From now on, takes no time stamps at the marks with these `indices`. This applies to steps whose marks are
-        equal to `notes`.
+        """From now on, takes no time stamps at the marks with these `indices`, in steps whose marks have the codes
+        `notes`.
 
-        Each of these marks begins a phase right after another phase ends. Nothing is launched between the two, so no
-        time is assigned to the wrong phase.
+        Each of these marks begins a phase right after a previous phase ends. No kernel is launched between these two
+        marks, so no time is assigned to the wrong phase.
         """
         self._expected_notes = notes
         self._shared = {index: notes[index] for index in indices}
@@ -95,7 +98,7 @@ class PhaseClock(Markers):
             setattr(self, name, SharingMarker(code, self._note, stamp, self.now, self._notes, self._shared))
 
     def begin(self) -> None:
-        """Starts a step, and drops the remains of an aborted one."""
+        """Starts a step. Drops the marks of a previous step that was aborted."""
         self._notes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]
@@ -116,7 +119,7 @@ class PhaseClock(Markers):
             if self._shared:
                 shared = {index for index, note in enumerate(self._notes) if self._shared.get(index) == note}
                 phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared]
-                # the marks are not those that were inspected, so stamps must not be shared any more
+                # this step has different marks than the inspected step, so stamps must not be shared any more
                 if self._notes and self._notes != self._expected_notes:
                     self._shared.clear()
             self._last_step = self._notes.copy(), phase_codes
@@ -133,8 +136,8 @@ class PhaseClock(Markers):
 
 
 class BetweenCalls:
-    """Measures the time of an accelerator's work between calls. Its stamper is separate, so that steps cannot change
-    it.
+    """Measures how long an accelerator works between calls, for example to flush a cache. It has a separate source of
+    time stamps (`Stamper`), which steps cannot change.
     """
 
     def __init__(self, stamper: Stamper) -> None:
@@ -181,11 +184,11 @@ def make_reporting_phases(report: Callable[[str], None]) -> Markers:
 
 
 def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
-    """Runs a step. Returns its marks, and the indices of those marks that can share the stamp of the mark before
-    them.
+    """Runs a step. Returns the codes of the step's marks, and the indices of those marks that can share the time stamp
+    of the mark before them.
 
-    Such a mark begins a phase right after another phase ends, without an operator of torch between the two. Kernels
-    that torch does not launch are invisible here.
+    Such a mark begins a phase right after a previous phase ends, without an operator of torch between these two marks.
+    Kernels that torch does not launch are invisible here.
     """
     from fp8bench.tape.recorder import PhasedWatch
 
@@ -225,7 +228,7 @@ _measured_stamp_costs: dict[tuple[str, int], float] = {}
 
 def stamp_cost(device: Device, index: int) -> float:
     """Returns the seconds that a stamp takes on the device. It is measured once per process."""
-    # Every case makes a `Device`, so the kind is the key.
+    # Each case makes a new `Device` object, so the costs are stored by the kind of device.
     device_key = device.kind, index
     if device_key not in _measured_stamp_costs:
         _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
@@ -253,7 +256,8 @@ def measure_overheads(device: Device, index: int) -> Overheads:
     pair_seconds = None
     if device.kind != "cpu":
         start_step()
-        # Enqueue events behind other work: so the device determines the time between them, and not the host.
+        # Keep the device busy while events are enqueued, so that the device determines the time between events, and not
+        # the host.
         device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED_STAMPS * stamp_seconds))
         stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
         intervals_ns = sorted(stamper.intervals_ns(stamps))
@@ -328,7 +332,8 @@ class ClocksDisagree(RuntimeError):
 
 @contextmanager
 def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
-    """Raises ClocksDisagree if one of `clocks` measures a different duration of the body than the hardware's clock.
+    """Raises ClocksDisagree if one of `clocks` measures a different duration of the `with` block than the hardware's
+    clock.
 
     `clocks` return nanoseconds. Replaced clocks are also found by identity (user_code/switches.py), unless they were
     replaced before the first check. Each clock is read between two readings of the hardware's clock, so that an

@@ -24,7 +24,7 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 # M, N, K of two products: a square shape, in which a transposed result is recognised, and a long sum. All sizes are
 # multiples of every block size.
 PRODUCT_SHAPES = ((128, 128, 128), (128, 256, 2048))
-# Layers store scales by their name, so kernels and emulation must use the same name.
+# Scales are stored by the name of a layer, so native kernels and emulation must use the same layer name.
 _LAYER_NAME = "conform"
 _MAX_LINE_LENGTH = 300
 
@@ -211,9 +211,9 @@ class _Compared:
     def _explain_by_units(
         self, conformity: Conformity, result: Tensor, operands: list[Operand], values: list[Tensor]
     ) -> Conformity:
-        """Marks the comparison as conforming if this GPU's units explain the result. Units for 8 bits or fewer sum in
-        fewer bits. Their way of summing is known for Hopper. For other units, the result must be as exact as such
-        short sums.
+        """Marks the comparison as conforming if this GPU's units explain the result. Units for formats of 8 bits or
+        fewer keep fewer bits of a sum than float32 has. How they sum is known for Hopper only. On other GPUs, the
+        result must be at least as exact as sums of 14 bits.
         """
         from fp8bench.numerics.conformity import ConformitySums, are_short_sums
 
@@ -227,7 +227,7 @@ class _Compared:
         a, b = (value.to(torch.float64) for value in values)
         if not are_short_sums(result, ConformitySums(a, b, result.dtype)):
             return conformity
-        reason = f"no further off than sums of 14 bits; how this GPU's units sum is not known ({conformity.difference})"
+        reason = f"as exact as sums of 14 bits; how this GPU's units sum is unknown ({conformity.difference})"
         return replace(conformity, difference=Difference.SHORT_SUMS, why=reason)
 
     def _explain_by_hopper_units(self, result: Tensor, operands: list[Operand]) -> str:
@@ -241,7 +241,7 @@ class _Compared:
             for operand in operands
         ]
         row_scales, column_scales = (native.restore(operand, torch.float32).cpu() for operand in ones_operands)
-        for promoted, sum_words in ((True, "added to a float32 sum every 128"), (False, "all along")):
+        for promoted, sum_words in ((True, "and added to a float32 sum after every 128"), (False, "all along")):
             if matches_hopper_units(result, (first, second), (row_scales, column_scales), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {sum_words}"
         return ""

@@ -1,10 +1,10 @@
 """Estimates the memory that hardware with low-precision formats would hold, while a step runs emulated.
 
-For each emulated operand, the hardware's arithmetic runs on torch's meta device, which has shapes but no memory. This
-shows the hardware's codes, its padded scales, and the transposed copy that some products need. They count as memory
-as long as the emulated operand exists. Memory that a single cast or product allocates and frees is not counted,
-because kernels of a device are fused. The workspace of products is not counted either, because no format determines
-it.
+For each emulated operand, the arithmetic of the hardware (its casts and products) runs on torch's meta device, which
+has shapes but no memory. This shows which tensors the hardware would hold: codes, padded scales, and the transposed
+copy that some products need. These tensors count as memory as long as the emulated operand exists. Memory that a single
+cast or product allocates and frees is not counted, because kernels of a device are fused. The workspace of products is
+not counted either, because no format determines it.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ class _Holding:
 
 
 class _HardwareTensor(NamedTuple):
-    """The codes and scales that hardware would hold for an emulated tensor, with their entries in the ledger."""
+    """The codes and scales that hardware would hold for an emulated tensor, and their entries in the record of the
+    hardware's memory.
+    """
 
     operand: Operand
     holdings: tuple[_Holding, ...]
 
 
-# Who owns the memory of a tensor: an index into the new memory (0 or more), the source tensor (-1), or a tensor of
-# the operand that was given (-2, -3).
+# The owner of a tensor's memory: an index into the newly allocated memory (0 or more), the source tensor (-1), or a
+# tensor of the operand that the call received (-2, -3).
 _SOURCE_OWNER = -1
 _OPERAND_OWNERS = (-2, -3)
 
 
 class _Recipe(NamedTuple):
-    """The memory that a call needs for sources of one shape: its operands, the owner of each tensor's memory, and the
-    bytes of new memory.
+    """What a call such as `cast` returns on the hardware, for source tensors of one shape: its operands (on the meta
+    device), the owner of the memory of each of their tensors, and the sizes of newly allocated memory in bytes.
     """
 
     operands: tuple[Operand | None, ...]
@@ -63,10 +65,10 @@ class _Recipe(NamedTuple):
 
 @dataclass
 class DeviceLedger:
-    """Records the memory that a device would hold.
+    """Records the memory that hardware would hold instead of an emulation.
 
-    `followed` is true as long as every operand can be traced to its cast. `seen` is true once there was an emulated
-    cast.
+    `has_known_operands` is true as long as every operand was made by a recorded cast. `has_seen_cast` is true once
+    there was an emulated cast.
     """
 
     meter: MemoryMeter
@@ -81,9 +83,11 @@ class DeviceLedger:
 
     @contextmanager
     def mark_emulation(self) -> Iterator[list[int]]:
-        """Notes that tensors which the body allocates belong to an emulation. Hardware would not have them.
+        """Notes that tensors which the `with` block allocates belong to an emulation, so that hardware would not have
+        them.
 
-        Yields a list. The body appends the addresses of those tensors that the hardware's own memory replaces.
+        Yields a list, to which the `with` block appends the addresses of tensors that hardware would store in its own
+        formats.
         """
         self.seen = True
         replaced: list[int] = []
@@ -101,9 +105,10 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The arithmetics of the hardware that a case emulates, by the layer's key ('' for the case's own precision).
+    """The hardware that a case emulates. `arithmetics` has the hardware's casts and products by the key of a layer in
+    the precision map ('' for all other layers).
 
-    The mapping is empty if nothing is emulated. `why` is the reason if the hardware's memory is unknown, else ''.
+    `arithmetics` is empty if nothing is emulated. `why` is the reason if the hardware's memory is unknown, else ''.
     """
 
     arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict)
@@ -149,8 +154,8 @@ def find_hardware_for_modes(modes: Iterable[tuple[str, str]], facts: DeviceFacts
 
 
 class LaidOutArithmetic(Arithmetic):
-    """An emulated arithmetic that records each cast in a ledger. The ledger has the memory that the cast's result
-    would take on the hardware.
+    """An emulated arithmetic (casts and products) that records, for each cast, the memory that the result would take on
+    the hardware.
     """
 
     def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
@@ -194,7 +199,7 @@ class LaidOutArithmetic(Arithmetic):
         """Casts a tensor in both orientations.
 
         Hardware that makes both orientations in one cast does not hold the source tensor afterwards, so the emulation
-        must not hold it either.
+        must not hold the source tensor either.
         """
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
@@ -214,10 +219,10 @@ class LaidOutArithmetic(Arithmetic):
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """Restores the values of an operand, and records them as new memory: hardware has to restore values that an
-        emulation still holds.
+        """Restores the values of an operand from its codes, and records them as new memory: an emulation already holds
+        these values, but hardware would allocate them.
 
-        The result is a view with a separate lifetime.
+        Returns a view, so that its lifetime is separate from that of the operand.
         """
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
@@ -245,11 +250,11 @@ class LaidOutArithmetic(Arithmetic):
         replaced: list[int],
         hardware_tensor: _HardwareTensor | None = None,
     ) -> list[Any]:
-        """Records the results of the call `name`, and returns them in separate tensors. `hardware_tensor` belongs to
-        the operand that the call received.
+        """Records the memory that hardware would hold for the results of the method `name`, and returns the results as
+        separate tensors. `hardware_tensor` is what hardware would hold for the operand that the method received.
 
-        The emulation may return a view of a tensor where hardware has a copy. The returned tensor must not keep that
-        other tensor alive.
+        The emulation may return a view of a tensor where hardware makes a copy. The returned tensor must not keep the
+        viewed tensor alive.
         """
         recipe = self._find_recipe(name, source, role, hardware_tensor)
         new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
@@ -260,7 +265,7 @@ class LaidOutArithmetic(Arithmetic):
             new_holdings[recipe.parts[0][-1]] = _Holding(self._ledger.meter.note, 0, address)
         recorded = []
         for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
-            # hardware that transposes later needs the source tensor, which is not stored here
+            # hardware that transposes later keeps the source tensor, which is not recorded here
             if real is None or operand is None:
                 self._ledger.followed &= real is operand
                 recorded.append(real)
@@ -283,8 +288,8 @@ class LaidOutArithmetic(Arithmetic):
         return hardware_tensor.holdings[_OPERAND_OWNERS.index(part)]
 
     def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
-        """Stores what hardware would hold for the real tensor, until the real tensor is freed, for example by the end
-        of a backward.
+        """Stores what hardware would hold for a tensor of the emulation (`real`), until that tensor is freed, for
+        example at the end of a backward pass.
         """
         key = id(real)
         self._hardware_tensors[key] = (
@@ -310,7 +315,7 @@ class LaidOutArithmetic(Arithmetic):
                 meta_source = torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
             arguments = () if hardware_tensor is None else (hardware_tensor.operand,)
             result = getattr(self._hardware, name)(*arguments, meta_source, role)
-        # 2. Find the memory of the inputs. All other memory is new.
+        # 2. Find the memory of the call's inputs. All other memory of the result is new.
         operands = result if isinstance(result, tuple) else (result,)
         inputs = [meta_source] if hardware_tensor is None else [meta_source, *hardware_tensor.operand.tensors]
         owner_by_storage = {
@@ -320,7 +325,8 @@ class LaidOutArithmetic(Arithmetic):
         }
         sizes: list[int] = []
         part_owners = []
-        # 3. Count memory only once, even if several tensors are views of it.
+        # 3. Find the owner of each result's memory. Count new memory only once, even if several tensors are views of
+        # it.
         for operand in operands:
             owners = []
             for tensor in () if operand is None else operand.tensors:

@@ -23,7 +23,9 @@ _MAX_TEXT_LENGTH = 1000
 
 
 class DescribedFault(NamedTuple):
-    """An exception in words. `out_of_memory` is true if the memory of a device was exhausted."""
+    """The description of an exception. `out_of_memory` is true if the exception means that the memory of a device was
+    exhausted.
+    """
 
     kind: str
     text: str

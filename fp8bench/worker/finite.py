@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 from fp8bench.worker.state_tensors import ViewKey, get_version, get_view_key, iterate_tensors
 
-# The CPU seconds in which a whole state is read once.
+# The most CPU seconds for reading a whole state once.
 SECONDS = 0.5
-# The number of elements that are converted at once.
+# A tensor of a one-byte dtype is converted in pieces of this many elements.
 _PIECE_ELEMENTS = 1 << 22
 
 
 class Lost(NamedTuple):
-    """How many elements are not finite any more (`lost`), and how many were checked. `where` describes the first
-    tensor with lost elements.
+    """Elements of a state that are not finite any more: how many (`lost`), of how many checked elements. `where`
+    describes the first tensor with such elements.
     """
 
     lost: int = 0
@@ -57,7 +57,8 @@ class FiniteState:
     def __init__(self, state: object) -> None:
         self._prepared: dict[ViewKey, _InitiallyNotFinite | None] = {}
         self._made_versions: dict[ViewKey, int] = {}
-        # False if the time ran out. Then a tensor that was not read may have been in the prepared state.
+        # False if the time for reading the state ran out. Then a tensor that is not in `_prepared` may have been in the
+        # prepared state.
         self._has_read_all = True
         for tensor in self._read_tensors(state):
             not_finite = _mask_not_finite(tensor)
@@ -71,7 +72,9 @@ class FiniteState:
         return {view[0] for view in self._prepared}
 
     def begin(self, state: object) -> None:
-        """Marks the start of timed steps. A tensor that exists by now and is not written again counts as an input."""
+        """Is called before the first timed step. A tensor with infinity or NaN that now exists, and is not written
+        later, counts as an input and not as lost.
+        """
         for tensor in self._read_tensors(state):
             if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)

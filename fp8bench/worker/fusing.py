@@ -50,14 +50,14 @@ def compile_waiting() -> None:
 def explain_eager() -> str:
     for reason in _find_kernel_registry().refused.values():
         reason_lines = [line.strip() for line in reason.splitlines() if line.strip()]
-        # the first line may contain only the kind of the error
+        # if the first line contains only the kind of the error, add the second line
         line_count = 2 if reason_lines and reason_lines[0].endswith(":") else 1
         return f"compiling failed: {' '.join(reason_lines[:line_count])[:_MAX_REASON_LENGTH].rstrip('.:')}"
     return ""
 
 
-# How often quantisers (emulated casts) ran eagerly, and how often as one compiled kernel, by the vector width of the
-# kernel in bits.
+# The number of quantisers (emulated casts) that ran eagerly, and the number that ran as one compiled kernel, by the
+# kernel's vector width in bits.
 QuantiserCalls = tuple[int, Counter[int]]
 
 
@@ -111,11 +111,11 @@ def _try_triton(device: Any) -> str:
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[list[Any]]:
-    """Runs compiled functions uncompiled in the body. Yields a list that gets an entry for each call of such a
-    function.
+    """Runs compiled functions uncompiled within the `with` block. Yields a list that gets an entry for each call of a
+    compiled function.
 
-    In torch 2.13, a compiled function would never be compiled if its first call is under a dispatch mode. This
-    function does not import torch's compiler.
+    Without this, torch 2.13 would never compile a function whose first call is under a dispatch mode. Does not import
+    torch's compiler.
     """
     called: list[Any] = []
     eval_frame_module = sys.modules.get("torch._dynamo.eval_frame")

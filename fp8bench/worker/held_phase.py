@@ -22,8 +22,8 @@ _NO_LOAD_REASON = "its suite loads data within its step, and has no `load` that 
 
 @dataclass(frozen=True)
 class HeldPhase:
-    """A phase of a step with the inputs that it had in that step. If the phase loads data, the workload's `load`
-    runs.
+    """A phase of a step, with stored inputs, that can be repeated without the rest of the step. If the phase loads
+    data, each repetition calls the workload's `load`.
     """
 
     workload: Workload
@@ -68,10 +68,11 @@ def store_phase_inputs(
     phase: str,
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
-    """Returns a phase of a step that can be repeated alone, or the reason why it cannot.
+    """Takes a step, and stores the inputs of one of its phases. Returns the phase, or the reason why it cannot be
+    repeated without the rest of the step.
 
-    On a CPU, a repetition must give the step's numbers bit for bit. On a GPU this is not required, because sums may
-    be in a different order each time.
+    On a CPU, a repetition must give the step's numbers bit for bit. On a GPU this is not required, because sums may be
+    in a different order each time.
     """
     from fp8bench.tape.replay import CannotReplay, Recording
 

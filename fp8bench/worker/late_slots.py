@@ -36,12 +36,13 @@ _REPORTED_OPERATORS = 12
 
 
 class LateSlots:
-    """Inspects the steps of slots after the timing.
+    """Inspects the steps of slots that run after the timing (late steps).
 
-    For a slot, the caller enters `slot`. Before each step it calls `begin_call`, and after each step it passes the
-    step's answer to `keep`. Then `add_slot` takes the seconds of the steps. `is_due` is true as long as more slots
-    are needed. The operators of the first slot are recorded while the state has the numbers with which it was timed,
-    because a step may do less work with these. Later slots have different numbers, and are compared with each other.
+    For each slot, the caller enters the context manager `slot`. The caller calls `begin_call` before each step, and
+    passes the step's answer to `keep`. After the slot, it passes the seconds of the steps to `add_slot`. `is_due` is
+    true as long as more slots are needed. In the first slot, operators are recorded while the state has the numbers
+    with which it was timed, because a step may do less work with these numbers. In later slots the state has different
+    numbers, and these slots are compared with each other.
     """
 
     def __init__(self, state: Any, inputs: set[int], device: Device, tf32: bool) -> None:
@@ -126,7 +127,7 @@ class LateSlots:
         )
 
     def end(self) -> LateSteps:
-        """Restores the state, and returns what was observed."""
+        """Restores the state, and returns what the late steps did."""
         self._state_restoration.close()
         return self._late
 
@@ -146,7 +147,7 @@ def _compute_mean_seconds(tapes: Sequence[_LateTape]) -> dict[str, float]:
 
 
 class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
-    """Records the operators of one step, and the thread's CPU seconds of each operator.
+    """Records the operators of a late step, and the thread's CPU seconds of each operator.
 
     With `looks`, it also reads the arithmetic switches after each operator, and a sample of the numbers that the
     operator writes.

@@ -36,7 +36,7 @@ from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
 
-# Is called with the addresses of some memory, and the purpose of this memory.
+# A callback that gets the addresses of some memory, and the purpose of this memory.
 ReportMemory = Callable[[Sequence[int], MemoryRole], None]
 
 
@@ -47,8 +47,8 @@ class PreparedMemory(NamedTuple):
     step: Callable[[Phases], None]
 
 
-# Returns a function that prepares a state. The casts of this state report their memory to the first argument, and
-# record the hardware's memory in the ledger.
+# A function that returns a function, which prepares a state. The casts of this state report their memory to the first
+# argument, and record in the second argument the memory that hardware would hold.
 MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
@@ -81,10 +81,10 @@ class _SecondStep(NamedTuple):
 def measure_step_memory(
     make: MakePrepare, device: Device, index: int, leaks: bool = True, hardware: Hardware = NO_EMULATION
 ) -> tuple[MemoryUse | str, Any]:
-    """Measures the memory of a step. Returns the memory and the state. If the memory is unknown, returns the reason
-    and None.
+    """Measures the memory of a step. Returns the memory and the measured state. If the memory is unknown, returns the
+    reason and None.
 
-    It measures the second step of a state, because the first step creates lasting objects. Counting makes a step
+    The second step of a state is measured, because the first step creates lasting objects. Counting makes a step
     slower, so the state is not used for anything else. With `leaks`, also measures whether memory grows from step to
     step.
     """
@@ -150,7 +150,7 @@ def _summarise_memory(
     forward_sizes = sum_by_role(course.forward, sum(block.size for block in course.forward), state_before, state_after)
     reasons = [course.why]
     if course.held and not bytes_at_peak_by_role:
-        reasons.append("torch's profiler saw more allocated than its allocator counts")
+        reasons.append("torch's profiler saw more allocated bytes than torch's allocator counts")
     if not isinstance(resident, Reading):
         reasons.append(f"no resident memory: {resident.reason}")
     return MemoryUse(
@@ -172,8 +172,8 @@ _COPY_ROLES = {
 
 
 def report_casts(setup: Setup, report: ReportMemory) -> Setup:
-    """Returns the setup with arithmetics that report their casts. If a cast makes no copy, the report names its
-    source tensor.
+    """Returns the setup with its arithmetics wrapped, so that each cast calls `report` with the addresses and the
+    purpose of its source tensor, and of the copy that it makes, if any.
     """
     watch = make_cast_watch(report)
     return replace(
@@ -185,9 +185,9 @@ def report_casts(setup: Setup, report: ReportMemory) -> Setup:
 
 
 def make_cast_watch(report: ReportMemory) -> Watch:
-    """Returns a function that WatchedArithmetic calls for each cast. The function reports the memory of the cast's
-    result. Memory counts as a copy unless it belongs to the source tensor, or to the same operand in its other
-    orientation.
+    """Returns a function that WatchedArithmetic calls for each cast. The function reports the memory of the source
+    tensor, and the memory of the result as a copy. Memory of the result is not a copy if it belongs to the source
+    tensor, or to the same operand in its other orientation.
     """
     import torch
 
@@ -231,8 +231,8 @@ def sum_by_role(
 
 
 def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns the purpose of an allocation. It is decided by the state that holds the memory. If no state holds it,
-    the reports of casts decide, or else the lifetime of the memory.
+    """Returns the purpose of an allocation. If the state holds the memory before or after the step, the state decides.
+    Otherwise the reports of casts decide, or else the lifetime of the memory.
     """
     existed_before = not block.phase
     if block.lasting and (role := state_after.get(block.address)):
@@ -254,7 +254,7 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
 
 
 def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
-    """Returns the purpose of an allocation of the step, from when and for how long its memory was held."""
+    """Returns the purpose of an allocation that the step has made, from when and for how long its memory was held."""
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:
@@ -276,14 +276,14 @@ def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) 
     """
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
-        raise CannotLimit(f"a limit needs a counter: {meter}")
+        raise CannotLimit(f"a memory limit needs a device that counts its memory: {meter}")
     memory_counter = meter if isinstance(meter, MemoryMeter) else None
     memory_limit = nullcontext() if limit is None else device.memory_limited(index, limit)
     with without_garbage_collection():
         gc.collect(1)  # frees tensors of the previous attempt that are in reference cycles
         device.empty_cache()  # cached memory would count as used
         if memory_counter is not None:
-            # without recording single blocks, because the worker of a GPU times other cases afterwards
+            # count bytes, but record no single blocks, because the worker of a GPU times other cases afterwards
             memory_counter.start(blocks=False)
         try:
             with memory_limit:
@@ -353,9 +353,9 @@ def compute_growth(held: Sequence[int]) -> float:
 
 
 def _count_held_bytes(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
-    """Returns how many bytes are held in addition to those at the start: before the first step, and after each step.
-    Returns [] if they are not counted. Young garbage is collected after each step. The steps are divided into `parts`
-    equal parts, and all garbage is collected at the end of each.
+    """Returns how many more bytes are held than at the start: before the first step, and after each of `count` steps.
+    Returns [] if bytes are not counted. After each step, the youngest generation of garbage is collected. With `parts`,
+    the steps are divided into this many equal parts, and all garbage is collected at the end of each part.
     """
     allocation_stream = AllocationStream("cpu", device)
     gc.collect(2 if parts else 0)

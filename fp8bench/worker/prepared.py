@@ -42,18 +42,18 @@ from fp8bench.worker.switches import precision_scope, restore_switches, without_
 if TYPE_CHECKING:
     from fp8bench.worker.late_slots import LateSlots
 
-# The time of a call that may be missing in the stamps of its step, because the clock works: seconds per call, seconds
-# per mark, and a part of the step's time.
+# A call may take longer than the time between the stamps of its step, because the clock itself takes time: by this many
+# seconds per call, by this many per mark, or by this part of the call's time.
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
-# The time of a slot on an accelerator that may be missing in the stamps of its steps, in seconds and as a part of the
-# slot. When its queue begins and ends is uncertain.
+# On an accelerator it is uncertain when the queue begins and ends. So the time of a slot and the time between its
+# stamps may differ, by this many seconds and by this part of the slot.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step counts as moving stamps only if the median over this many slots shows it. If they do not fit into
-# _ACCUSING_SECONDS, fewer slots are enough, but at least _MIN_ACCUSING_SLOTS.
+# A step is accused of changing the clock's stamps only if the median over this many slots shows it. If so many slots
+# take longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
-# The number of replays with marks; the fastest one is used.
+# The number of replays whose phases are marked; the fastest replay is used.
 _MARKED_REPLAYS = 10
-# At least one of this many steps has marks, even if marks take long.
+# Phases are marked in at least one of this many steps, even if marks take long.
 _MAX_STEPS_PER_MARKED_STEP = 32
 
 
@@ -62,7 +62,9 @@ def begin_without_ranks() -> None:
 
 
 class State(NamedTuple):
-    """A prepared state: its content, its book of scales (or None), its check for finite numbers, its arithmetics."""
+    """A prepared state: what the workload has prepared (`held`), the scales of the state's casts (or None), the check
+    for finite numbers, and the arithmetics (casts and products) of its layers.
+    """
 
     held: Any
     scales: ScaleBook | None
@@ -75,9 +77,9 @@ MAX_STATES = 256
 
 
 def make_cache_flush(facts: DeviceFacts) -> Callable[[], Any]:
-    """Returns a function that overwrites the whole cache, between the device's earlier and later work.
+    """Returns a function that overwrites the whole cache of a device, in the order of the device's other work.
 
-    It also reads, because writing zeros alone may bypass a cache. Its numbers are integers, which no precision
+    The function also reads memory, because writing zeros alone may bypass a cache. It adds integers, which no precision
     affects.
     """
     import torch
@@ -114,10 +116,10 @@ def make_rotation(
 class Prepared:
     """A case that is ready to be timed.
 
-    `started` are the threads and processes that its preparation has started. Calls use the `states` in turn, and a
-    replay steps all of them. Before each call, outside of the timing, `flush` runs and the data of a replay is
-    loaded. `meet` waits for the other ranks, so that all begin a slot at the same time. `any_rank` returns whether
-    the answer of any rank is true.
+    `started` are the threads and processes that the preparation has started. Calls use the `states` in turn; a replay
+    takes a step of every state. Before each call, outside of the timing, `flush` empties the cache, and if `loaded`,
+    the workload loads the data of the step. `meet` waits for the other ranks, so that all ranks begin a slot at the
+    same time. `any_rank` returns whether its argument is true on any rank.
     """
 
     workload: Workload
@@ -132,12 +134,13 @@ class Prepared:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
-    # One of this many steps has marks of its phases.
+    # Phases are marked in one of this many steps.
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
     meet: Callable[[], object] = begin_without_ranks
     any_rank: Callable[[bool], bool] = bool
-    # For each slot, the least seconds of a call that neither the stamps of its step nor the clock's work explain.
+    # For each slot, the seconds that neither the stamps of its steps nor the clock's work explain: on a CPU those of
+    # the call with the fewest such seconds, on an accelerator those of the slot.
     _missing: list[float] = field(default_factory=list)
     # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
     _switches: Sequence[Any] | None = None
@@ -179,15 +182,16 @@ class Prepared:
         return clocks
 
     def capture(self) -> str:
-        """Captures a step of each state, so that `replay` runs all in one launch. Returns why this is impossible, or
-        ''.
+        """Captures a step of each state, so that `replay` runs all these steps in one launch. Returns why this is
+        impossible, or ''.
 
-        Several states together must be larger than the last cache, or each would find its data in the cache.
+        If there are several states, they must be larger together than the last-level cache, or each step would find its
+        data in the cache.
         """
         from fp8bench.numerics.operands import explain_host_dependence
 
         if len(self.states) > 1 and (held := sum(count_bytes(state.held) for state in self.states)) <= self.cache_bytes:
-            return f"its {len(self.states)} states have {held} bytes, and fit the last cache of {self.cache_bytes}"
+            return f"its {len(self.states)} states of {held} bytes fit in the last cache of {self.cache_bytes} bytes"
 
         def take_steps() -> None:
             for state in self.states:
@@ -206,9 +210,10 @@ class Prepared:
         return ""
 
     def replay_phases(self) -> RawStep | None:
-        """Captures a step again, with its marks as events of the graph. Returns the fastest of a few replays.
+        """Captures a step again, this time with events of the graph that mark its phases. Returns the fastest of a few
+        replays.
 
-        Returns None if the device does not have such events.
+        Returns None if the device has no events that can be captured.
         """
         stamper = self.device.captured_stamper(self.index)
         if stamper is None:
@@ -270,7 +275,7 @@ class Prepared:
         with self._watching_steps(), slot_inspection:
             self.meet()
             retries_before = self.device.retried(self.index)
-            # read these counters before the discarded calls, because reading leaves the caches cold
+            # read the host's counters before the discarded calls, because reading leaves the caches cold
             counters_before = counters()
             for _ in range(discard):
                 state = make_ready()
@@ -327,8 +332,8 @@ class Prepared:
         )
 
     def _space_marks(self, steps: Sequence[RawStep]) -> None:
-        """Leaves steps without marks on an accelerator, if time stamps would take more than MARKS_SHARE of a step.
-        With several ranks all steps have marks, because waiting for other ranks is a phase of every step.
+        """Marks phases in fewer steps on an accelerator, if time stamps would take more than MARKS_SHARE of a step.
+        With several ranks, phases are marked in all steps, because waiting for other ranks is a phase of every step.
         """
         if self._between_calls is None or self.meet is not begin_without_ranks or not steps:
             return
@@ -340,7 +345,9 @@ class Prepared:
 
     @contextmanager
     def _watching_steps(self) -> Iterator[None]:
-        """Runs timed steps in their precision. Raises an error if the steps have forbidden side effects."""
+        """Runs the `with` block, which takes timed steps, with the settings of the case's precision. Raises an error if
+        the steps have forbidden side effects.
+        """
         watched_switches = restore_switches(self._switches)
         with (
             precision_scope(self.precision),
@@ -353,9 +360,9 @@ class Prepared:
             yield
 
     def _make_ready_on_device(self, number: int, filling: Filling | None) -> Any:
-        """Prepares a step, and returns its state. On an accelerator, may also measure how long the device works on the
-        preparation. With `filling`, keeps the device busy before every `filling.calls`-th step, so that the host can
-        queue work ahead.
+        """Prepares the call with the index `number`, and returns its state. With `filling`, keeps the device busy
+        before every `filling.calls`-th call, so that the host can queue work ahead. On an accelerator, measures how
+        long the device works on this preparation, if there is such work.
         """
         fills_queue = filling is not None and number % filling.calls == 0
         between_calls = self._between_calls if fills_queue or self.flush is not None or self.loaded else None
@@ -369,9 +376,9 @@ class Prepared:
         return state
 
     def _limit_waited_seconds(self, counted_seconds: float | None, off_core_seconds: float) -> float | None:
-        """Returns the seconds that timed calls waited for a core, or None if unknown. `counted_seconds` includes
-        discarded calls, so it is limited by the time of the timed calls off the core. The time is unknown on an
-        accelerator, and with cache flushes between calls.
+        """Returns the seconds that timed calls waited for a core; None if unknown, as on an accelerator, or with cache
+        flushes between calls. `counted_seconds` includes discarded calls, so the result is at most the time that timed
+        calls spent without a core.
         """
         if counted_seconds is None or self.device.kind != "cpu" or self.flush is not None:
             return None
@@ -389,7 +396,7 @@ class Prepared:
         return self._late_slots is not None and self._late_slots.is_due
 
     def end_late(self) -> LateSteps:
-        """Restores the state, and returns what the inspected steps did."""
+        """Restores the state, and returns what the late steps (those after the timing) did."""
         late_slots = self._late_slots
         self._late_slots = None
         return LateSteps() if late_slots is None else late_slots.end()
@@ -463,7 +470,7 @@ class Prepared:
 
 
 _MOVED_STAMPS_REASON = (
-    "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
+    "its steps take a different time than the phase clock counted: a step changes the clock's stamps, or leaves work "
     "on a stream that it opens. Mark phases only by `with phase.gemm:` and the like, wait for streams, and measure "
     "again."
 )
@@ -474,17 +481,15 @@ def _divide_step(step: RawStep, count: int) -> RawStep:
 
 
 def _compute_missing_in_call(call_seconds: float, step: RawStep) -> float:
-    """Returns by how much a call's time differs from the time between its step's stamps, beyond the time that the
-    clock may take.
-    """
+    """Returns by how many seconds a call's time differs from the time between its stamps, beyond the clock's cost."""
     allowed_seconds = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed_seconds
 
 
 def _compute_missing_in_slot(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
-    """Returns by how much a slot's time differs from its stamped and untimed parts, beyond the allowed time: the
-    stamped parts are longer than the slot, or both together are shorter. An accelerator may be late or idle for a
-    while, but not for most of a slot.
+    """Returns by how many seconds, beyond an allowed time, the stamps of a slot contradict its duration. Either the
+    stamped time is longer than the slot, or stamped and untimed time together are shorter. An accelerator may be late
+    or idle for a while, but not for most of a slot.
     """
     stamped_seconds = sum(step.seconds for step in steps)
     allowed_seconds = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall_seconds)

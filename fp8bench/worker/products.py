@@ -35,9 +35,10 @@ from fp8bench.worker.state_tensors import find_models, get_address, get_version,
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.tracing import record_trace
 
-# The most products that are inspected before one has an operand in a format of the case. This takes about a second.
+# If none of this many products has an operand in a format of the case, no more products are inspected. Inspecting them
+# takes about a second.
 _MAX_INSPECTED = 256
-# Only a step of at most this many seconds is taken a second time.
+# A step is taken a second time only if it takes less than this many seconds.
 _MAX_STEP_SECONDS = 1.0
 
 
@@ -82,8 +83,8 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
 
 
 class _HeldWeights:
-    """Finds tensors of a state that have a format of the case, are the right operand of a product, and are written by
-    no step. Excluded are the parameters of a model, and tensors whose role the state declares.
+    """Finds tensors of a state that may be weights stored in a format of the case: they are the right operand of a
+    product, and no step writes them. Leaves out the parameters of models, and tensors whose purpose the state declares.
     """
 
     def __init__(self, state: object, formats: Sequence[Format]) -> None:
@@ -98,8 +99,8 @@ class _HeldWeights:
         self._read = set[int]()
 
     def inspect(self, operands: Sequence[Any]) -> None:
-        """Inspects the operands of a product in forward. Products of backward are skipped, because they multiply
-        gradients with the inputs of forward.
+        """Inspects the operands of a product of the forward pass. Skips products of the backward pass, because they
+        multiply gradients with the inputs of the forward pass.
         """
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
             if any(has_dtype_of(weight, fmt) for fmt in self._formats):
@@ -116,7 +117,7 @@ def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Fo
     """
     precision_by_key = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
-    # keys of layers only: elementwise operations have none
+    # only layers have keys in a precision map, elementwise operations do not
     keys = [(layer, key_of(layer, precision_by_key)) for layer in layers]
     modes = [precision_by_key[key] for _, key in keys if key is not None]
     if not layers or any(key is None and not layer.high for layer, key in keys):
@@ -186,9 +187,9 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
 
 @dataclass
 class _OperandInspection:
-    """Inspects the products of a step, up to the first one with an operand in one of the formats. If products take
-    codes, `low` is true once an operand has the format's dtype. `wide` is true once the values of an operand fit the
-    format although its dtype is wider.
+    """Inspects the products of a step, until a product has an operand in one of the formats (`has_low_operand`). If
+    products take codes, such an operand must have the dtype of a format. `has_wide_operand` is true once an operand has
+    values of a format, but a wider dtype.
     """
 
     formats: Sequence[Format]
@@ -200,8 +201,8 @@ class _OperandInspection:
     seen: dict[str, None] = field(default_factory=dict)
 
     def inspect(self, operands: Sequence[Any]) -> None:
-        """Inspects the operands of a product. Backward calls it from a different thread, but only one product at a
-        time.
+        """Inspects the operands of a product. The backward pass calls this method from a different thread, but for one
+        product at a time.
         """
         if self.low or self.count > _MAX_INSPECTED:
             return
@@ -219,14 +220,14 @@ class _OperandInspection:
 # CPU seconds for reading a state. A state that takes longer is not reported.
 SECONDS = 0.5
 _PIECE_ELEMENTS = 1 << 20
-# The number of shapes that are reported, the largest ones. They decide how long a step takes.
+# The most input shapes that are reported, largest first. The largest inputs decide how long a step takes.
 _MAX_SHAPES = 32
 
 
 class GivenState:
-    """Sums the tensors that a step takes as input, by shape. The sums must be equal in all precisions, up to
-    rounding. Only tensors that the next step does not write, or that it trains, are summed. Other tensors may be
-    uninitialised.
+    """Sums the numbers of the tensors that a step takes as input, by shape. The sums must be equal in all precisions,
+    up to rounding. A tensor counts as input if the step does not write it, or if it is trained. Tensors that the step
+    overwrites do not count, because they may be uninitialised.
     """
 
     def __init__(self, state: object) -> None:

@@ -43,8 +43,9 @@ _UNSEARCHED_TYPES = (
 
 
 def state_tensors(state: object) -> StateTensors:
-    """Returns the purposes of a state's memory, by address. It recognises parameters, gradients and the state of
-    optimisers. A holder may declare other purposes in `memory_roles`, which take precedence.
+    """Returns the purpose of each tensor that a state holds (None if unknown), by the address of its memory. Recognises
+    parameters, gradients and the states of optimisers. An object of the state may declare other purposes in its method
+    `memory_roles`, which take precedence.
     """
     import torch
 
@@ -139,10 +140,10 @@ def iterate_addresses(tensor: Any) -> Iterator[int]:
 
 
 def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
-    """Yields all tensors with memory that the roots hold, including gradients and the parts of wrappers. Each view is
-    yielded once.
+    """Yields all tensors with memory that the objects `roots` hold, directly or indirectly, including gradients and the
+    parts of wrappers. Yields each view once.
 
-    The search ends when the thread's CPU time reaches `until`. Time in which the thread waits for a core does not
+    The search ends when the CPU time of the thread reaches `until`. Time in which the thread waits for a core does not
     count.
     """
     import torch
@@ -180,7 +181,9 @@ def is_foreign(tensor: Any) -> bool:
 
 
 def save_generators(state: object) -> list[Callable[[], object]]:
-    """Returns functions that reset torch's random generator, and those of the state, to their present position."""
+    """Returns functions that later reset torch's random generator, and the random generators of the state, to their
+    present position.
+    """
     import torch
 
     restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]

@@ -1,4 +1,6 @@
-"""Calibrates scales with data, in untimed steps of a separate state. So all timed states start in the same way."""
+"""Calibrates static scales with data. The steps for this are untimed and use a separate state, so that all timed states
+start in the same way.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class Calibrations:
     _amax_by_case: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def apply(self, workload: Workload, setup: Setup) -> Setup:
-        """Returns the setup with a new book of the case's static scales, or the same setup if the case has none."""
+        """Returns the setup with a new `ScaleBook` of the case's static scales, or the same setup if the case has no
+        static scales.
+        """
         static_rule = setup.case.static
         if static_rule is None:
             return setup
@@ -34,8 +38,8 @@ class Calibrations:
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:
-    """Takes one step of a state and returns its result. Before the step, calls `begin_step` of the book of scales, if
-    the state has one.
+    """Takes one step of a state and returns the step's result. If the state has static scales, their `begin_step` is
+    called before the step.
     """
     if scales is not None:
         scales.begin_step()

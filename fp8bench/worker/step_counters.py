@@ -27,16 +27,16 @@ MEASURED_STEPS = 8
 _WARM_UP_STEPS = 2
 _CALIBRATING_CALLS = 1001
 NO_PROBE = "the system's loader preloads no library into the worker"
-# The metrics of the numbers in a reading, in the same order.
+# The metrics that a reading of the host's counters has, in this order.
 HOST_METRICS = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
-# The metric of each count of torch's allocator.
+# The metric for each counter of torch's allocator, by the counter's name.
 _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS,
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
 # Calls of the driver that allocate or free memory. The cuMem calls belong to torch's expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-# The measured counts of steps, and the reasons for missing ones.
+# The measured counts of allocations, and the reasons why other counts are missing.
 AllocationCounts = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 
@@ -72,8 +72,8 @@ def find_probe() -> Probe | None:
 class PhaseReadings:
     """Readings of counters that only grow, by the phase of the step.
 
-    At each change of phase the counters are read twice. Between the two readings nothing is counted, so that the cost
-    of reading is excluded.
+    At each change of phase the counters are read twice. What happens between these two readings is not counted, so that
+    the cost of reading is excluded.
     """
 
     read: Callable[[], Sequence[float]]

@@ -48,7 +48,7 @@ from fp8bench.worker.state_tensors import (
 )
 from fp8bench.worker.static_scales import step as take_step
 
-# The most seconds of a step that is repeated, and of reading a state that is read again.
+# Steps that take longer than this are not repeated, and states that take longer to read are not compared.
 MAX_STEP_SECONDS = 1.0
 # In Python, a step that does nothing takes less than this many seconds. A step whose work torch does not see takes
 # more.
@@ -75,7 +75,7 @@ class _TooSlow(Exception):
 
 
 class _Steps:
-    """A state of a case, which takes steps and reads the contents of its memory afterwards."""
+    """Takes steps of a case's state, and reads the contents of the state's memory after a step."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
@@ -136,7 +136,7 @@ class _Steps:
 
 
 def find_memories(*roots: object) -> dict[int, list[Any]]:
-    """Returns the tensors that the roots hold, by the address of their memory. Leaves out memory that is not
+    """Returns the tensors that the objects `roots` hold, by the address of their memory. Leaves out memory that is not
     torch's.
     """
     memories: dict[int, list[Any]] = {}
@@ -207,10 +207,10 @@ def _check_effect(steps: _Steps) -> StepEffect:
 
 @dataclass(frozen=True)
 class _StepHistory:
-    """The contents of memory after each step except the first. The last step repeats an earlier result.
+    """The contents of memory after each step except the first. The last step repeats the result of an earlier step.
 
-    Single numbers that changed nevertheless may count steps: `changed_numbers` has their addresses. `recreated` is
-    true if such numbers also changed in memory that each step allocates at a new address.
+    Tensors of one element (single numbers) that differ nevertheless may count steps: `changed_numbers` has their
+    addresses. `has_new_counters` is true if single numbers also differ in memory that each step allocates again.
     """
 
     history: list[list[_MemoryContents]]
@@ -247,9 +247,9 @@ def _step_until_repeat(steps: _Steps) -> _StepHistory | None:
 def _find_changed_numbers(
     old: Sequence[_MemoryContents], new: Sequence[_MemoryContents]
 ) -> tuple[set[int], bool] | None:
-    """Compares the memory after two steps, and returns which single numbers differ. These are the addresses of
-    numbers in lasting memory, and whether numbers at new addresses differ. Returns None if more than single numbers
-    differ. Lasting memory is compared by address. Memory that each step allocates again is compared as a whole.
+    """Compares the memory after two steps. Returns None if more than single numbers differ. Otherwise returns the
+    addresses of single numbers that differ in lasting memory, and whether single numbers differ in memory that each
+    step allocates again. Lasting memory is compared by address, and memory that is allocated again as a whole.
     """
     old_by_address = {tensor.address: tensor for tensor in old}
     lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
@@ -268,8 +268,8 @@ def _find_changed_numbers(
 def _count_digests(
     memories: Sequence[_MemoryContents], lasting_memories: Mapping[int, object]
 ) -> tuple[Counter[int], Counter[int]]:
-    """Counts the digests of memory that did not last. Returns the counts of tensors with several elements, then those
-    of single numbers.
+    """Counts the digests of memory that each step allocates again. Returns the counts of tensors with several elements,
+    and the counts of single numbers.
     """
     tensor_counts = Counter[int]()
     number_counts = Counter[int]()
@@ -280,12 +280,12 @@ def _count_digests(
 
 
 def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
-    """Returns whether a step gives a new result after the numbers in the chosen memories were replaced. Numbers that
-    change in every step are not compared.
+    """Returns whether a step gives a new result after the numbers at `chosen_addresses` were replaced. Single numbers
+    that change in every step are not compared.
 
-    A chosen memory that still holds the new numbers is compared only with `with_results`, because the step may work
-    in place. Such a memory may nevertheless be a result. Before the first step it may hold results of an earlier
-    state at this address. This happens if torch did not count that it was written.
+    If a chosen memory still holds the new numbers, it is compared only with `with_results`, because the step may work
+    in place. A chosen memory may itself be a result: it may have held the results of an earlier state at this address
+    before the first step, and torch may not have counted that a step wrote it.
     """
     memory_before = steps.read_memory()
     replaced_digests = dict[int, int]()
@@ -313,9 +313,9 @@ def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHis
 
 
 def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
-    """Returns whether a step works in place in a way that torch does not notice. `written_once` is memory that only
-    the first step changed: rounding, for example, changes nothing when it is repeated. Its numbers are replaced, and
-    the next step must change them again.
+    """Returns whether a step works in place in a way that torch does not notice. `written_once` is memory that only the
+    first step changed: rounding, for example, changes nothing when it is repeated. This function replaces the numbers
+    in this memory. A step that works in place changes them again.
     """
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
@@ -349,18 +349,18 @@ def _is_idle(steps: _Steps) -> bool:
 # The order of timed slots (True) and counted slots. A step that drifts steadily, or that repeats after 2, 3, 4 or 8
 # slots, does not follow this order.
 _SLOT_ORDER = (True, False, False, True, False, True, True, False)
-# Kernels that round differently change a tensor by less than _ROUNDING_SHARE of the step's effect on the tensor. A
-# tensor that changes by less than _LEAST_CHANGE_SHARE of the largest change may contain rounding errors only.
+# Kernels may round differently in two slots. So differences below _ROUNDING_SHARE of the step's effect on a tensor do
+# not count, nor differences below _LEAST_CHANGE_SHARE of the largest effect on any tensor.
 _ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
-# Counted operators may take up to this many times as long as a timed step. The most seconds that counting takes for
-# each operator are subtracted first.
+# A step may take this many times as long when its operators are counted as when it is timed, or the reverse. Before
+# this comparison, _COUNTING_SECONDS are subtracted for each counted operator.
 _MAX_SLOWDOWN = 1.5
 _COUNTING_SECONDS = 30e-6
 # The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
 MAX_BYTES = 1 << 26
 
-# For each tensor, a few sums that describe how a step changed it (bits.sketch). A new tensor is described by its
-# content. The order is that of `find_memories`.
+# For each tensor, a few sums that describe how a step changed the tensor (bits.sketch), or the content of a new tensor.
+# The tensors are in the order of `find_memories`.
 Sketches = list[Any]
 
 
@@ -376,18 +376,16 @@ class Slot(NamedTuple):
 
 
 def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> Slot:
-    """Makes a Slot from the seconds of its steps, the slowest of which took `most` seconds. If operators were
-    counted, `seconds` are those of the operators, and `operators` is their number in a step. Otherwise `operators` is
-    0.
+    """Makes a Slot whose slowest step took `most` seconds. If operators were counted, `seconds` has the time of the
+    operators in each step, and a step has `operators` operators. Otherwise `seconds` has the time of each step, and
+    `operators` is 0.
     """
     return Slot(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
 
 
 def compare_slots() -> Generator[bool, Slot | None, str]:
-    """Yields whether the next slot must be timed (True) or counted (False), and receives that slot. Returns how timed
-    and counted slots differ.
-
-    The result is '' if they do not differ, or if this is unknown. Most cases need only two slots.
+    """A generator that yields whether the next slot must be timed (True), or its operators counted (False), and
+    receives this slot. It returns how timed and counted slots differ; '' if they do not differ, or if this is unknown.
     """
     timed: list[Slot] = []
     counted: list[Slot] = []
@@ -406,15 +404,15 @@ def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
     fastest_counted = min(slot.least for slot in counted)
     if fastest_counted > _MAX_SLOWDOWN * slowest_timed:
         return (
-            f"timed, a step takes {units.seconds(slowest_timed)}, and its operators {units.seconds(fastest_counted)} "
-            "or more while they are counted"
+            f"a step takes {units.seconds(slowest_timed)} when it is timed, and its operators take "
+            f"{units.seconds(fastest_counted)} or more when they are counted"
         )
     fastest_timed = min(slot.least for slot in timed)
     slowest_counted = max(slot.most for slot in counted)
     if fastest_timed > _MAX_SLOWDOWN * slowest_counted:
         return (
-            f"timed, a step takes {units.seconds(fastest_timed)}, and {units.seconds(slowest_counted)} while its "
-            "operators are counted"
+            f"a step takes {units.seconds(fastest_timed)} when it is timed, and {units.seconds(slowest_counted)} when "
+            "its operators are counted"
         )
     # A tensor shows that a step cheats only if all timed slots agree about the tensor, and all counted slots do.
     sketches = [slot.sums for slot in (*timed, *counted)]
@@ -426,7 +424,7 @@ def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
         counted_sums = tensor_sums[len(timed) :]
         is_settled = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
         if is_settled and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
-            return "timed, a step leaves other numbers than while its operators are counted"
+            return "a step leaves other results when it is timed than when its operators are counted"
     return ""
 
 
@@ -443,7 +441,7 @@ def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
 
 
 class Beginning:
-    """The contents of a state's memory, and the positions of its random generators, at the beginning of every slot."""
+    """The contents of a state's memory, and the positions of its random generators, when a late slot begins."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state = state
@@ -468,7 +466,7 @@ class Beginning:
 
     def sketch_changes(self, answer: object) -> Sketches:
         """Returns sketches of how the state has changed since `restore`, and of the contents of an answer. Returns []
-        if the beginning is unknown.
+        if the contents of the state were not stored.
         """
         memories = find_memories(self._state, answer) if self._is_known else {}
         sketches = []
@@ -483,7 +481,8 @@ class Beginning:
 
 @contextmanager
 def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
-    """Replaces the numbers of the inputs during the body. Restores the state's memory and generators afterwards.
+    """Replaces the numbers of the inputs within the `with` block. Restores the state's memory and generators
+    afterwards.
 
     A state of more than MAX_BYTES is left unchanged.
     """

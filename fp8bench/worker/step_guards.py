@@ -65,7 +65,9 @@ def untimed_pass() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
-    """Runs timed steps in the body. Raises an error if one of them printed, or left a thread or a process running."""
+    """Runs the `with` block, which takes timed steps. Raises an error if a step printed, or left a thread or a process
+    running.
+    """
     already_running = list_running()
     stdout_size = _measure_stdout()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
@@ -73,7 +75,7 @@ def silent_step() -> Iterator[None]:
     lines = captured_output.getvalue().strip().splitlines()
     bypassed_bytes = _measure_stdout() - stdout_size
     if lines or bypassed_bytes:
-        shown_output = repr(lines[0][:60]) if lines else f"{bypassed_bytes} bytes past Python's own stdout"
+        shown_output = repr(lines[0][:60]) if lines else f"{bypassed_bytes} bytes that bypass sys.stdout"
         further_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
             f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
@@ -103,8 +105,8 @@ _step_processes: list[int] = []
 
 @contextlib.contextmanager
 def _end_forked_children() -> Iterator[None]:
-    """If the body forks a child process, ends the child as soon as it leaves the body. Otherwise the child would time
-    steps itself, and fork in each step.
+    """If the `with` block forks a child process, ends the child when it leaves the block. Otherwise the child would
+    time steps itself, and fork in each step.
     """
     _step_processes.append(os.getpid())
     try:

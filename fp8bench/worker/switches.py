@@ -1,9 +1,10 @@
-"""Watches all switches of the process, including torch's. A switch that a body leaves changed is restored and named
-in an error.
+"""Watches all switches (global settings) of the process, including those of torch. If code leaves a switch changed, the
+switch is restored, and an error names it.
 
-All cases of a group run in the same process, so a case that changes the default dtype would affect the measurements
-of other cases. Random states are not watched, because a step may draw numbers. A precision's switches are set outside
-of the watched body, because restoring them would hide that a step has changed them.
+All cases of a group run in the same process, so a case that changes the default dtype would affect the measurements of
+other cases. Random states are not watched, because a step may draw numbers. The switches of a precision are set before
+watching begins and reset after it ends: otherwise the precision would restore them, and hide that a step has changed
+them.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class SwitchesChanged(RuntimeError):
 
 @contextlib.contextmanager
 def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
-    """Restores the switches that the body leaves changed. Raises SwitchesChanged if there are any, unless the body
-    itself has raised. Yields the values from before the body. A later call under the same precision may get these
-    values as `known_values`, and then need not read them again.
+    """Restores the switches that the `with` block leaves changed. Raises SwitchesChanged if there are any, unless the
+    block itself raises an error. Yields the values of all switches before the block. A later call under the same
+    precision may pass these values as `known_values`, so that they need not be read again.
     """
     old_values = read_values(switches()) if known_values is None else known_values
     try:
@@ -51,8 +52,8 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
 
 @contextlib.contextmanager
 def precision_scope(precision: Precision) -> Iterator[None]:
-    """Sets the switches of a precision during the body. A precision must restore what it sets. This is checked here
-    for a user's precision. For fp8bench's precisions, tests check it.
+    """Sets the switches of a precision within the `with` block. A precision must restore the switches that it sets.
+    This function checks this for a user's precision; tests check it for fp8bench's precisions.
     """
     is_fp8bench = type(precision).__module__.startswith("fp8bench.")
     with contextlib.nullcontext() if is_fp8bench else restore_switches(), precision.scope():
@@ -83,7 +84,7 @@ def switches() -> tuple[Switch, ...]:
 
 
 _OWN_FUNCTIONS = "fp8bench's own functions"
-# The begins of the names of modules that time or inspect steps.
+# Prefixes of the names of modules that time or inspect steps.
 _MEASURING_MODULES = tuple(
     f"fp8bench.{room}"
     for room in ("devices.", "numerics.operands", "protocols.measuring", "tape.", "user_code.switches", "worker.")
@@ -91,12 +92,12 @@ _MEASURING_MODULES = tuple(
 
 
 def watch_own_functions() -> Callable[[], tuple[str, ...]]:
-    """Remembers the functions that measure. Returns a function that names those which were replaced since then. A
-    step that replaces such a function changes its measured time, or what is observed of it.
+    """Remembers the functions of fp8bench that measure steps. Returns a function that names those that were replaced
+    since then. A step that replaces such a function could falsify its measured time, or what is observed of the step.
     """
     function_places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
-        # List the functions only once, because a function that a step adds to a module later is not fp8bench's.
+        # List the functions before any step runs, because a function that a step adds to a module is not fp8bench's.
         if name.startswith(_MEASURING_MODULES):
             classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
             for holder in (module, *classes):
@@ -149,7 +150,7 @@ def refuse_distorted_reference() -> None:
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():
-            scope.enter_context(float32_products("highest"))  # the scope of the reference sets these as well
+            scope.enter_context(float32_products("highest"))  # the scope of the reference sets float32 products as well
             values = {switch: switch.read() for switch in switches()}
     wrong_switches = [
         (switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)

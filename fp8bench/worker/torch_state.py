@@ -129,8 +129,9 @@ def read_if_gpu_active(read: Callable[[], Any], default: Any) -> Any:
 def get_attention_order() -> list[int]:
     """Returns the order of torch's attention kernels, after torch has chosen a kernel for the first time.
 
-    With the first choice for a GPU, torch may move cuDNN's kernel to the front, once per process. Without this first
-    choice here, the first case would seem to have changed the order, and later cases would run without the change.
+    When torch first chooses a kernel on a GPU, it may move cuDNN's kernel to the front of the order, once per process.
+    If this happened in a case, the case would seem to have changed the order, and later cases would run with the order
+    restored.
     """
     _choose_attention()
     return torch._C._get_sdp_priority_order()
@@ -138,7 +139,7 @@ def get_attention_order() -> list[int]:
 
 @cache
 def _choose_attention() -> None:
-    # The smallest attention inputs that all kernels accept.
+    # Choose a kernel for small inputs that all attention kernels accept.
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
 

@@ -34,7 +34,7 @@ def list_torch_switches() -> Iterator[Switch]:
 
 def list_arithmetic_switches() -> Iterator[Switch]:
     """Yields the switches that change how fast, or how exactly, torch computes an operator."""
-    # Modes and hooks are excluded: they run code, but do not change operators.
+    # Do not list modes and hooks, because they run additional code, but do not change how an operator computes.
     yield from _list_number_switches()
     yield from _list_library_switches()
     yield from _list_product_switches()
@@ -165,7 +165,7 @@ def _list_library_switches() -> Iterator[Switch]:
     ):
         get_or_set = getattr(cuda, function)
         yield Switch(switch_name, get_or_set, get_or_set, names=(f"torch.backends.cuda.{function}",))
-    if hasattr(torch.backends, "python_native"):  # since torch 2.12
+    if hasattr(torch.backends, "python_native"):  # torch.backends.python_native exists since torch 2.12
         setters = (
             "DSLController.enabled",
             "DSLController.enable",
@@ -265,7 +265,8 @@ def _list_gpu_switches() -> Iterator[Switch]:
     """
     if not torch.cuda.is_available():
         return
-    # Name, function that reads, function that writes, default, public name.
+    # For each switch: its name, the function that reads it, the function that sets it, its default, and the public name
+    # of that function.
     cuda = torch.cuda
     tunable = torch.cuda.tunable
     libraries = torch.backends.cuda
@@ -305,7 +306,7 @@ def _list_gpu_switches() -> Iterator[Switch]:
         ),
         ("cuFFT's plans", lambda: plans.max_size, lambda size: setattr(plans, "max_size", size), Unset, name),
     ]
-    # Older versions of torch do not have these.
+    # Older versions of torch do not report the workspaces of cuBLAS and cuBLASLt.
     rows += [
         (f"the workspace of {library_name}", size, size, Unset, f"torch.backends.cuda.{function}")
         for library_name, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
@@ -369,7 +370,8 @@ def _list_product_switches() -> Iterator[Switch]:
         ("oneDNN's float32 convolutions", "mkldnn.conv.", "mkldnn", "conv"),
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
     ):
-        # Use the private functions, because some public attributes write a different setting than they read.
+        # Read and set by torch's private functions, because some public attributes set a different setting than they
+        # read.
         yield Switch(
             switch_name,
             partial(torch._C._get_fp32_precision_getter, backend, operators),
@@ -393,8 +395,8 @@ def _make_function_switch(
 ) -> Switch:
     """Makes a switch that is set by a function of torch.
 
-    If it has a `usual` value, any other value distorts the reference. `recorded_as` is a default value for a switch
-    whose value may differ without harm.
+    If the switch has a `usual` value, any other value distorts the reference. Otherwise its value may differ without
+    harm, and `recorded_as` is its default value.
     """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))

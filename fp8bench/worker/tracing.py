@@ -113,20 +113,20 @@ _ANNOTATION_CATEGORY = "user_annotation"
 
 
 class TracedStretch(NamedTuple):
-    """An interval of a thread in nanoseconds."""
+    """An interval of a thread in a trace (an operator or a phase), in nanoseconds."""
 
     start: int
     end: int
 
 
-# For each time in nanoseconds, the stretches of a thread that are open then.
+# For each time in nanoseconds, the intervals of a thread that have begun and not ended at this time.
 OpenStretches = dict[int, list[TracedStretch]]
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
-    """Shortens phases so that no two intervals of a thread overlap partly, because viewers drop such intervals. If
-    operators are differentiated, the phase around them opens in one node of the backward pass, and closes in a later
-    node. So it may begin within an operator and end after it. The cut parts are microseconds long.
+    """Shortens phases so that no two intervals of a thread overlap partly, because viewers drop such intervals. In the
+    backward pass, a phase begins in one node and ends in a later node, so it may begin within an operator and end after
+    this operator. The parts that are cut off are microseconds long.
     """
     all_events = list(events)
     stretches = defaultdict[object, list[TracedStretch]](list)
@@ -142,7 +142,7 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
 
 
 def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -> OpenStretches:
-    """Returns for each time the stretches that are open at it."""
+    """Returns for each time the intervals that have begun before it and end after it."""
     later_stretches = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
     open_now: list[TracedStretch] = []
     open_by_time = {}

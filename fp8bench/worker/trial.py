@@ -137,7 +137,9 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
 
 
 def _compare_with_codes(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
-    """Returns each product's largest difference from the product of the same codes in fp64."""
+    """Returns, for each product of a layer, the largest difference from an fp64 product of the same low-precision
+    operands.
+    """
     a, b, g = (
         arithmetic.cast(tensor, role)
         for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
@@ -177,7 +179,7 @@ def _compare_group_products(
     cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
     row_pairs = zip(torch.split_with_sizes(restore_exact(a), part_sizes), map(restore_exact, cast_weights), strict=True)
     turned_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
-    # 3. Compute them as grouped products: forward, and for the gradients of weights.
+    # 3. Compute the same products by the library's grouped kernels: forward, and for the gradients of weights.
     forward_products = torch.split_with_sizes(
         arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
     )
@@ -186,7 +188,7 @@ def _compare_group_products(
         transpose_parts(arithmetic, a, x, Role.INPUT, part_sizes),
         part_ends,
     ).unbind()
-    # 4. Return the larger error of the two parts.
+    # 4. Return the larger error of the two parts, for each product.
     errors = {}
     for name, parts, pairs in (
         ("forward", forward_products, row_pairs),
@@ -227,7 +229,7 @@ def _compare_with_emulation(
     names = ("forward", "input gradient's", "weight gradient's")
     errors = {}
     for name, result, expected in zip(names, *outputs_by_side, strict=True):
-        # Results that should all be zero prove nothing.
+        # If all results should be zero, correct results prove nothing.
         errors[name] = relative_frobenius(result, expected) if bool(expected.any()) else math.nan
     return errors
 

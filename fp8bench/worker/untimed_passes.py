@@ -38,7 +38,7 @@ from fp8bench.worker.tracing import mark_slot, record_trace, write_trace
 
 # The number of warm-up steps. The first step creates objects that later steps use again.
 _WARM_UP_STEPS = 2
-# After this many seconds no further step is timed.
+# `pace` times no further step after this many seconds.
 _MAX_PACE_SECONDS = 10.0
 
 
@@ -74,8 +74,8 @@ class UntimedPasses:
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        # Cases that differ only in precision share their exact results. Any other request deletes these results, and
-        # so does `_run_apart`.
+        # Cases that differ only in precision share their exact results. Read the stored results first, because
+        # `_run_apart` deletes them, as every request does.
         key = case.workload, case.params, facts.key, case.ranks
         stored_exact = self._exact
 
@@ -221,12 +221,12 @@ class UntimedPasses:
     def _run_apart(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """Runs a pass apart from timed steps, in the case's precision. Yields the workload, the device, and a
-        function that makes a new setup.
+        """Runs a pass that times nothing, with the settings of the case's precision. Yields the workload, the device,
+        and a function that makes a new setup.
 
-        The body may print, and must leave switches and threads unchanged. At the end this waits for the device,
-        because a device reports errors late, and the next request must not fail by them. With `frees`, it then
-        returns memory to the device.
+        The `with` block may print, and must leave switches and threads unchanged. At the end, waits for the device: a
+        device reports errors late, and the error of this pass must not fail the next request. With `frees`, then
+        returns unused memory to the device.
         """
         device = self._select_device(facts)
         workload = workloads.get(case.workload)

@@ -139,7 +139,7 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("H200 tf32 312", False, ("WRONG: 312 TFLOP/s is not tf32 of", "494.5 TFLOP/s, dense", "sparse tf32 of A100")),
         ("H200 fp8 3958", False, ("operands with 2:4 sparsity", "1979 TFLOP/s, dense")),
-        ("H200 tf32 989.5", False, ("that is bf16 and fp16 of H200 SXM",)),
+        ("H200 tf32 989.5", False, ("that is the peak of bf16 and fp16 on H200 SXM",)),
         ("H100 SXM bandwidth 4800", False, ("that is bandwidth of H200 SXM", "3350 GB/s")),
         ("NVIDIA H200 bf16 989", True, ("right of H200 SXM", "https://www.nvidia.com/en-us/data-center/h200/")),
         ("H200 NVL bf16 835.5", True, ("datasheet, unverified",)),

@@ -306,7 +306,7 @@ def test_memory_is_measured_in_the_last_pass() -> None:
     ("name", "what"),
     [
         ("statistics", "statistics of the data"),
-        ("effect", "look at what a step does"),
+        ("effect", "check of what a step does"),
         ("memory", "peak memory"),
         ("trace", "trace"),
     ],

@@ -74,9 +74,15 @@ def test_statistics_become_plain_values_of_their_own() -> None:
         ((None, "r", 1, 1.0), "kind is NoneType None; expected a text"),
         (("k", "r", 1, "x"), "amax is str 'x'; expected a number"),
         (("k", "r", 1, 1.0, 5), "outside of TensorStatistics holds int 5; expected a tuple"),
-        (("k", "r", 1, 1.0, (("fp8", 1),)), "outside holds tuple ('fp8', 1); expected (format, share above, "),
+        (
+            ("k", "r", 1, 1.0, (("fp8", 1),)),
+            "TensorStatistics.outside holds tuple ('fp8', 1); expected (format, ",
+        ),
         (("k", "r", 1, 1.0, ((1, 1, 1),)), "a format in outside is int 1; expected a text"),
-        (("k", "r", 1, 1.0, (("fp8", "x", 1),)), "a share in outside of 'k' is str 'x'; expected a number"),
+        (
+            ("k", "r", 1, 1.0, (("fp8", "x", 1),)),
+            "a share in TensorStatistics.outside of 'k' is str 'x'; expected",
+        ),
     ],
 )
 def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:

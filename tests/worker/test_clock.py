@@ -249,7 +249,7 @@ def test_stamps_of_an_accelerator_are_held_against_the_wall_clock(moved: float, 
     for _ in range(3):
         prepared.slot(8, 0, filling)
     wrong = prepared.check().wrong
-    assert wrong.startswith("its steps take another time than the phase clock has counted") if moved else not wrong
+    assert wrong.startswith("its steps take a different time than the phase clock counted") if moved else not wrong
 
 
 class Late(Waiting):

@@ -270,7 +270,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
                 "talk",
                 "StepPrinted: a step printed 'words of a step' and 1 more lines: printing is timed with the step.",
             ),
-            ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
+            ("write", "StepPrinted: a step printed 15 bytes that bypass sys.stdout"),
             ("thread", "LeftRunning: a step left 1 running (stayer)"),
             ("prefetch", "that its preparation started still run after its state was freed (stayer"),
             ("nan", "its numbers are not finite: some_error is nan"),

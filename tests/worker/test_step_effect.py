@@ -359,18 +359,18 @@ def test_turns_are_no_lie(period: int, run: int) -> None:
     ],
 )
 def test_what_differs_each_time_is_a_difference(timed: Sketches, counted: Sketches, lies: bool) -> None:
-    said = "timed, a step leaves other numbers than while its operators are counted" if lies else ""
+    said = "a step leaves other results when it is timed than when its operators are counted" if lies else ""
     assert told(lambda n, is_timed: timed if is_timed else counted) == said
 
 
 def test_time_that_only_counted_steps_take() -> None:
     assert told(lambda n, timed: [], lambda n, timed: MS if timed else 3 * MS) == (
-        "timed, a step takes 1.00 ms, and its operators 2.97 ms or more while they are counted"
+        "a step takes 1.00 ms when it is timed, and its operators take 2.97 ms or more when they are counted"
     )
     assert told(lambda n, timed: [], lambda n, timed: MS if timed else 1.5 * MS) == ""
     assert told(lambda n, timed: [], lambda n, timed: MS if timed or n == 4 else 3 * MS) == ""
     assert told(lambda n, timed: [], lambda n, timed: 3 * MS if timed else MS) == (
-        "timed, a step takes 2.97 ms, and 1.00 ms while its operators are counted"
+        "a step takes 2.97 ms when it is timed, and 1.00 ms when its operators are counted"
     )
 
 

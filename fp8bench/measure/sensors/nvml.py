@@ -153,7 +153,7 @@ def read_field(ask: AskLibrary, number: int) -> float:
         raise NoReading(describe_error(value.nvmlReturn))
     field_names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
     if not 0 <= value.valueType < len(field_names):
-        raise NoReading(f"field {number} is of a type that fp8bench does not know ({value.valueType})")
+        raise NoReading(f"NVML's field {number} has a type that fp8bench does not know ({value.valueType})")
     return float(getattr(value.value, field_names[value.valueType]))
 
 

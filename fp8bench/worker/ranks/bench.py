@@ -54,8 +54,8 @@ class Heart:
         self.phase(OUTSIDE)
 
     def phase(self, code: int) -> None:
-        """Records the phase of a step. After an exception it records nothing, because the rank failed in the last
-        phase.
+        """Writes a heartbeat with the code of the current phase. While an exception is handled it writes nothing, so
+        that the last heartbeat has the phase in which the rank failed.
         """
         if sys.exception() is not None:
             return
@@ -77,7 +77,7 @@ class StartLine:
         file = folder / _START_LINE_FILE
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(ranks * _COUNT_BYTES)  # all ranks set the same size, which keeps existing contents
+            opened.truncate(ranks * _COUNT_BYTES)  # the same size on all ranks, so it keeps their counts
             self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
@@ -116,9 +116,10 @@ class _ConnectionEnd(NamedTuple):
 
 
 def watch_groups(c10d: Any) -> None:
-    """Makes torch raise an error when it creates a process group to which a different user is connected.
+    """Makes torch raise an error when it creates a process group, if a process of another user has connected to this
+    rank.
 
-    All connections of a group exist once it is created, and none is added later. So no bytes of other users are read.
+    A group gets all its connections when it is created, so this check is in time: no bytes from other users are read.
     """
     make: Callable[..., Any] = c10d._new_process_group_helper
 
@@ -169,14 +170,15 @@ def _list_own_sockets() -> Iterator[str]:
             yield number.strip("[]")
 
 
-# The seconds of a part of the step in each round, by the part's name.
+# For each part of a step, by name: the seconds that it takes in each round.
 Rounds = dict[str, list[float]]
-# The least and the most rounds. With fewer rounds, chance would decide too often. After the least rounds, more follow
-# until the slowest rank has taken _ROUNDS_SECONDS.
+# The least and the most rounds of timing the parts of a step. With fewer rounds, chance would decide too often. After
+# the least rounds, more rounds follow until the slowest rank has taken _ROUNDS_SECONDS.
 _MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
-# The least seconds of a part. They are long compared with the differences in which ranks leave a barrier.
+# The least seconds that a part of a step must take. Ranks leave a barrier at slightly different times, and these
+# differences must be short in comparison.
 _MIN_PART_SECONDS = 3e-3
-# These parts consist of other parts, so they need no warm-up.
+# Parts that consist of the parts `compute` and `communication`, so that they need no separate warm-up.
 _COMBINED_PARTS = {"both", "in_turn"}
 
 
@@ -233,7 +235,9 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
 
 
 def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
-    """Times each part in each round. All ranks begin each part together, in the same random order."""
+    """Times each part of a step in each round. All ranks begin each part at the same time, and take the parts in the
+    same random order.
+    """
     generator = random.Random(seed)
     seconds = {name: list[float]() for name in parts}
     for name, part in parts.items():  # a warm-up
@@ -275,7 +279,8 @@ def _find_largest_of_ranks(value: float) -> float:
     return float(largest_value)
 
 
-# The messages of a rank in a step, and the seconds of the step's parts by round; or the reason why they are unknown.
+# What a rank sends in a step, and the seconds of each part of the step by round; or the reason why these are unknown;
+# or None if the suite has no such parts.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_PREFIXES = (
@@ -356,7 +361,7 @@ class RankBench(Bench):
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
         return StepEffect(
-            None, "several ranks take its steps together, and the inputs of all would have to be replaced alike"
+            None, "several ranks take its steps together, so the inputs of all ranks would have to be replaced alike"
         )
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:

@@ -48,7 +48,7 @@ def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) 
     folder = Path(sys.argv[1])
     wait_seconds = float(sys.argv[2])
     rank = int(os.environ["RANK"])
-    if os.getpgrp() != os.getpid():  # so that the children of this rank are ended together with its process group
+    if os.getpgrp() != os.getpid():  # with its own process group, this rank's children are ended together with it
         os.setsid()
     with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
