@@ -99,9 +99,9 @@ def _measure_device(
     ceilings.
     """
     with open_meter(device) as meter:
-        state = read_device_settings(device, meter)
-    environment = gather(worker.software(), __version__, threads).also(state)
-    return state, remeasure_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
+        settings = read_device_settings(device, meter)
+    environment = gather(worker.software(), __version__, threads).also(settings)
+    return settings, remeasure_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
 def _make_record(rate: Rate, device: DeviceFacts) -> Record:
@@ -115,8 +115,8 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     rates = Measurement(
         specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
-    amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
-    times = Measurement(specs.CEILING_TIME, "s", tuple(amount / run for run in rate.runs))
+    work_per_time = 1.0 if rate.limit is Limit.LAUNCH else 1e9
+    times = Measurement(specs.CEILING_TIME, "s", tuple(work_per_time / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -196,10 +196,10 @@ def parse_quote(text: str) -> Quote:
     if figure not in _DATASHEET_FIGURES and not product_kind_of(figure):
         raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_QUOTE_SYNTAX}.")
     # 2. Find the datasheets of devices whose names contain these words.
-    device_words = {word.lower() for word in name} - set(_VENDORS)
+    name_words = {word.lower() for word in name} - set(_VENDORS)
     sheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
     matching_sheets = [
-        sheet for name, sheet in sheets_by_name.items() if device_words and device_words <= {*name.lower().split()}
+        sheet for name, sheet in sheets_by_name.items() if name_words and name_words <= {*name.lower().split()}
     ]
     if not matching_sheets:
         raise UsageError(
@@ -207,13 +207,13 @@ def parse_quote(text: str) -> Quote:
         )
     # 3. Of these, select the datasheets that publish the figure.
     quote = Quote(text, tuple(matching_sheets), figure, number)
-    published = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
-    if not published:
+    publishing_sheets = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
+    if not publishing_sheets:
         sheet = matching_sheets[0]
         if reason := sheet.lacks.get(product_kind_of(figure)):
             raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {reason} ({sheet.source}).")
         raise UsageError(f"--peak {text!r:.80}: the vendor of {sheet.name} publishes no {figure}.")
-    return replace(quote, devices=published)
+    return replace(quote, devices=publishing_sheets)
 
 
 def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
@@ -252,9 +252,9 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
     for device in quote.devices:
         if quote.equals(quote.of(device, sparse=True)):
             yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
-        equal_paths = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
-        if equal_paths and quote.figure not in _DATASHEET_FIGURES:
-            yield f"that is the peak of {' and '.join(equal_paths)} on {device.name}"
+        equal_peaks = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
+        if equal_peaks and quote.figure not in _DATASHEET_FIGURES:
+            yield f"that is the peak of {' and '.join(equal_peaks)} on {device.name}"
     other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
         if names := [sheet.name for sheet in other_sheets if quote.equals(quote.of(sheet, sparse))]:

@@ -41,19 +41,19 @@ def compare_runs(
     # have several machines in common, choose the machine with the newest run of the new side.
     old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
     if len(old_machines) > 1 or len(new_machines) > 1:
-        comparable = [run for run in new if hardware_of(run) in old_machines]
-        if not comparable:
+        comparable_runs = [run for run in new if hardware_of(run) in old_machines]
+        if not comparable_runs:
             machine_texts = [" and ".join(name_machines(machines)) for machines in (old_machines, new_machines)]
             raise UsageError(
                 f"{old_name!r:.80} was measured on {machine_texts[0]}, and {new_name!r:.80} on {machine_texts[1]}: "
                 "runs of several machines are not combined. Give the runs of one by their ids, with commas (`fp8bench "
                 "history list --runs`)."
             )
-        machine = hardware_of(max(comparable, key=lambda run: run.started))
-        excluded = [hardware_of(run) for run in (*old, *new) if hardware_of(run) != machine]
-        name, *excluded_names = name_machines([machine, *excluded])
+        machine = hardware_of(max(comparable_runs, key=lambda run: run.started))
+        excluded_machines = [hardware_of(run) for run in (*old, *new) if hardware_of(run) != machine]
+        name, *excluded_names = name_machines([machine, *excluded_machines])
         observer.note(
-            f"comparing only runs of {name}, and leaving out {many(len(excluded), 'run')} of "
+            f"comparing only runs of {name}, and leaving out {many(len(excluded_machines), 'run')} of "
             f"{' and '.join(excluded_names)}. Name runs by their ids to compare runs of other machines"
         )
         old = [run for run in old if hardware_of(run) == machine]

@@ -43,9 +43,9 @@ def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
         return _describe_cpu(cpuinfo)
     if facts.hip:
         return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"the units of {facts.arch or facts.name} are unknown")
-    for min_capability, units in _TENSOR_CORES:
+    for min_capability, unit_names in _TENSOR_CORES:
         if (facts.capability or (0, 0)) >= min_capability:
-            return units
+            return unit_names
     return "no tensor cores"
 
 
@@ -54,6 +54,6 @@ def _describe_cpu(cpuinfo: Path) -> str:
         lines = cpuinfo.read_text(errors="replace").splitlines()
     except OSError:
         return "not known: the system has no /proc/cpuinfo"
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
-    units = [unit for flag, unit in _CPU_UNITS.items() if flag in flags]
-    return ", ".join(units) or "none for less than fp32"
+    cpu_flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    unit_names = [unit for flag, unit in _CPU_UNITS.items() if flag in cpu_flags]
+    return ", ".join(unit_names) or "none for less than fp32"

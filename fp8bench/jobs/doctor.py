@@ -67,8 +67,10 @@ def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
     count = facts["cpu_count"]
     is_busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
     yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if is_busy else "")
-    governor = facts["cpu_governor"]
-    yield f"clocks    governor {governor}" if governor else "clocks    governor not readable (a virtual machine?)"
+    cpu_governor = facts["cpu_governor"]
+    yield (
+        f"clocks    governor {cpu_governor}" if cpu_governor else "clocks    governor not readable (a virtual machine?)"
+    )
     processor_quota = facts["cgroup_cpu_max"]
     if processor_quota and not str(processor_quota).startswith("max"):
         yield f"quota     cgroup cpu.max is {processor_quota}: slots may be cut short"

@@ -66,11 +66,11 @@ def read_history(store: Path, observer: JobObserver) -> History:
     many runs.
     """
 
-    def progress(done: int, count: int) -> None:
+    def report_reading(done: int, count: int) -> None:
         if count > _MANY_RUNS and not done:
             observer.note(f"reading {count} runs")
 
-    history = open_history(store, progress)
+    history = open_history(store, report_reading)
     for trouble in history.troubles:
         observer.note(trouble)
     return history
@@ -80,7 +80,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
     """Returns the parts of a store that are neither needed nor in use, with their bytes. With `remove`, also deletes
     these parts. Raises StoreError.
     """
-    removable = []
+    removable_parts = []
     for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
         with ExitStack() as locks:
             if part.lock is not None:
@@ -88,11 +88,11 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
                     file = locks.enter_context(open_file(part.lock, most=None))
                     if not lock(file, 0):
                         continue
-            removable.append((part.what, sum(map(_count_bytes, part.paths))))
+            removable_parts.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
                 with keeping(path, "You can delete it yourself."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    return removable
+    return removable_parts
 
 
 def _count_bytes(path: Path) -> int:
@@ -162,17 +162,17 @@ def acknowledge(
     time_text = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
         names = {(trend.series.name, trend.cell): trend.name for trend in trends}
-        withdrawn = [ack for ack in acks if (ack.series, ack.cell) in names]
-        if not withdrawn:
+        withdrawn_acks = [ack for ack in acks if (ack.series, ack.cell) in names]
+        if not withdrawn_acks:
             raise UsageError(f"{series!r:.80} has no acknowledged changes.")
-        append_acks(store, [Undo(ack.id, time_text) for ack in withdrawn])
-        return [(names[ack.series, ack.cell], ack.since, ack.until) for ack in withdrawn]
-    chosen_changes = _choose_open(series, apply_acks(changes, acks))
+        append_acks(store, [Undo(ack.id, time_text) for ack in withdrawn_acks])
+        return [(names[ack.series, ack.cell], ack.since, ack.until) for ack in withdrawn_acks]
+    chosen_changes = _choose_open_changes(series, apply_acks(changes, acks))
     append_acks(store, [make_ack(change, time_text, because or "") for change in chosen_changes])
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen_changes]
 
 
-def _choose_open(series: str, search: Found) -> list[Change]:
+def _choose_open_changes(series: str, search: Found) -> list[Change]:
     """Returns the changes for the worse that nobody has acknowledged. If there are none, returns the other changes that
     nobody has acknowledged.
     """

@@ -61,9 +61,9 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
     """Profiles a model as a run of the suite `model`. Unless the run is quick or the model is compiled, also measures
     how much of a step's time each part of the model takes.
     """
-    compiled = ("compile", ("yes",)) in request.axes
+    is_compiled = ("compile", ("yes",)) in request.axes
     try:
-        request = replace(request, shares=request.shares or not (request.quick or compiled))
+        request = replace(request, shares=request.shares or not (request.quick or is_compiled))
         return execute(request, store, observer, command, PROFILE, note=note)
     finally:
         LOADED_MODELS.clear()
@@ -77,9 +77,13 @@ def find_model_coverage(maker: str) -> Coverage:
         plan = make_plan(request, facts, None)
         limits = Limits()
         examine(plan, facts, worker, limits)
-        planned = next(planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
+        planned_case = next(
+            planned_case for planned_case in plan.groups[0].cases if planned_case.case.precision == "fp8"
+        )
         device = next(fact for fact in facts if fact.key == "cpu")
-        return worker.within(limits.for_untimed_pass(planned.work)).coverage(planned.case, device) or Coverage()
+        return (
+            worker.within(limits.for_untimed_pass(planned_case.work)).coverage(planned_case.case, device) or Coverage()
+        )
 
 
 def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:

@@ -117,10 +117,12 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 def _compare_two_runs(runs: Sequence[Run], verdicts: Sequence[FindingsById]) -> Page | None:
     """Returns the page of `fp8bench compare`, the earlier run first. Returns None if the runs share no case."""
     dated_runs = sorted(zip(runs, verdicts, strict=True), key=lambda pair: pair[0].started)
-    compared = compare(*(make_side(show_start(run), [(run, findings_of_run)]) for run, findings_of_run in dated_runs))
-    if not compared.comparisons:
+    comparison_of_runs = compare(
+        *(make_side(show_start(run), [(run, findings_of_run)]) for run, findings_of_run in dated_runs)
+    )
+    if not comparison_of_runs.comparisons:
         return None
-    page = comparison_page(compared, with_reasons=True)
+    page = comparison_page(comparison_of_runs, with_reasons=True)
     sides, comparison, *lists = page.parts
     elements = (*comparison.elements, *sides.elements)
     return replace(page, parts=(replace(comparison, title=page.title, elements=elements), *lists))

@@ -92,7 +92,7 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
         request = Request(
             "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_CASE_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
         )
-        logs: list[float] = []
+        ratio_logs: list[float] = []
         with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
             for number in range(_STANDARD_CASE_RUNS):
                 run = execute(
@@ -106,17 +106,17 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
                     break
                 store_ratios(run.records, run, store)
                 ratios = (finding.ratio for finding in findings(run).values())
-                logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
+                ratio_logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
         yield f"difference between runs on {device}"
-        if len(logs) < 2:
-            yield "  unknown: the standard case, a product of 512 in fp32 and bf16, gave fewer than two ratios"
+        if len(ratio_logs) < 2:
+            yield "  unknown: the standard case, a 512x512x512 GEMM in fp32 and bf16, gave fewer than two ratios"
             continue
-        largest_difference = math.exp(max(logs) - min(logs)) - 1
-        spread = math.expm1(statistics.stdev(logs))
+        largest_difference = math.exp(max(ratio_logs) - min(ratio_logs)) - 1
+        spread = math.expm1(statistics.stdev(ratio_logs))
         yield (
-            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(largest_difference, 2)} at "
-            f"most, a standard deviation of {percent(spread, 2)}; stored for the intervals of later runs, and each run "
-            "adds to it"
+            f"  the speed-up of bf16 over fp32 for a 512x512x512 GEMM, in {len(ratio_logs)} fresh processes, differs "
+            f"by at most {percent(largest_difference, 2)}, with a standard deviation of {percent(spread, 2)}; stored, "
+            "because it widens the intervals of later runs"
         )
 
 

@@ -19,35 +19,35 @@ from fp8bench.plan.resolve import resolve
 def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
     """Records a tape of every case of a request. Nothing is timed or stored."""
     corpus = resolve(request, os.environ).corpus(store)
-    taped: list[Taped] = []
+    taped_cases: list[Taped] = []
     with worker_for(request, corpus) as worker, observer.counting() as report_progress:
         facts = worker.probe()
         facts_by_device = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)
-        planned = list(chain.from_iterable(group.cases for group in plan))
-        for planned_case in planned:
+        planned_cases = list(chain.from_iterable(group.cases for group in plan))
+        for planned_case in planned_cases:
             case = planned_case.case
-            report_progress(len(taped), len(planned), "cases", case.id)
+            report_progress(len(taped_cases), len(planned_cases), "cases", case.id)
             tape = None
             reason = planned_case.skip
             if planned_case.runs:
                 try:
-                    limit = Limits(request.case_timeout).for_untimed_pass(planned_case.work)
-                    tape = worker.within(limit).tape(case, facts_by_device[case.device])
+                    time_limit = Limits(request.case_timeout).for_untimed_pass(planned_case.work)
+                    tape = worker.within(time_limit).tape(case, facts_by_device[case.device])
                 except WorkerError as error:
                     reason = str(error)
                     worker.restart()
-            taped.append(Taped(case.setting, case.mode, tape, reason, planned_case.work.flops))
-    return taped
+            taped_cases.append(Taped(case.setting, case.mode, tape, reason, planned_case.work.flops))
+    return taped_cases
 
 
 def read_tapes(run: Run) -> list[Taped]:
-    tapes = []
+    taped_cases = []
     for record in run.records:
         reason = "" if record.tape is not None else record.reason or record.detail or "no tape was recorded"
-        tapes.append(Taped(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
-    if not any(taped.tape for taped in tapes):
+        taped_cases.append(Taped(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
+    if not any(taped_case.tape for taped_case in taped_cases):
         raise UsageError(
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again with --tape."
         )
-    return tapes
+    return taped_cases

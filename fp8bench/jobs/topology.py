@@ -94,20 +94,20 @@ def _make_topology_lines(
         "MiB",
         "nvidia-smi" if is_number else "the driver does not report it",
     )
-    measured = find_measured_bandwidth(store, len(gpus))
+    measured_bandwidth = find_measured_bandwidth(store, len(gpus))
     links = sum_link_rates(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
-    rate: float | None
-    if measured is not None:
-        rate = measured[0] / 1e9
-        source = f"bus bandwidth of all_reduce, measured in run {measured[1]}"
+    link_rate: float | None
+    if measured_bandwidth is not None:
+        link_rate = measured_bandwidth[0] / 1e9
+        source = f"bus bandwidth of all_reduce, measured in run {measured_bandwidth[1]}"
     elif links:
-        rate = links * _DATA_SHARE
+        link_rate = links * _DATA_SHARE
         source = "the data rate of its NVLinks, not measured"
     else:
-        rate = _compute_pcie_rate(*pcie)
+        link_rate = _compute_pcie_rate(*pcie)
         source = f"PCIe {pcie[0]} x{pcie[1]}, not measured"
-    yield TopologyLine("inside", rate, "GB/s", source)
-    port_rate_per_gpu = sum(rate for _, rate in list_active_ports(infiniband)) / 8 / len(gpus)
+    yield TopologyLine("inside", link_rate, "GB/s", source)
+    port_rate_per_gpu = sum(port_rate for _, port_rate in list_active_ports(infiniband)) / 8 / len(gpus)
     source = (
         "a GPU's share of the active InfiniBand or RoCE ports, not measured" if port_rate_per_gpu else "no active port"
     )
@@ -185,10 +185,10 @@ def list_active_ports(folder: Path) -> list[tuple[str, float]]:
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
-            active = "ACTIVE" in (port / "state").read_text()
+            is_active = "ACTIVE" in (port / "state").read_text()
         except OSError:
             continue
-        if rate and active:
+        if rate and is_active:
             named_rates.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
     return named_rates
 

@@ -158,9 +158,9 @@ class MeasuredArm:
         Cases that compile their step get none either, because preparing them takes long.
         """
         is_short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
-        has_copies = is_short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
+        needs_copies = is_short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
         step_limit = self.limits.for_first_step(self.planned.work)
-        for copy_number in range(1, STATES_PER_SHORT_STEP if has_copies else 1):
+        for copy_number in range(1, STATES_PER_SHORT_STEP if needs_copies else 1):
             try:
                 worker.within(step_limit).prepare(f"{self.key} #{copy_number}", self.planned.case, self.facts)
             except WorkerFault as fault:
@@ -205,7 +205,7 @@ class MeasuredArm:
         max_marks = max(len(step.codes) for step in slot.steps)
         return min((step for step in slot.steps if len(step.codes) == max_marks), key=lambda step: step.seconds)
 
-    def match_cells(self, leader: MeasuredArm) -> None:
+    def match_cells(self, leading_arm: MeasuredArm) -> None:
         """Gives this arm cells that are comparable with those of the leader, the first arm of the session. If the steps
         of both have equal marks, this arm takes over the leader's cells. Otherwise its step is cut into about as many
         blocks as the leader's step.
@@ -213,11 +213,13 @@ class MeasuredArm:
         The best case of a step is the sum of the fastest time of each cell, so an arm with more and shorter cells would
         look faster.
         """
-        assert self.calibrated is not None and leader.calibrated is not None and leader.segmentation is not None
-        if self.calibrated.codes == leader.calibrated.codes:
-            self.segmentation = leader.segmentation
+        assert (
+            self.calibrated is not None and leading_arm.calibrated is not None and leading_arm.segmentation is not None
+        )
+        if self.calibrated.codes == leading_arm.calibrated.codes:
+            self.segmentation = leading_arm.segmentation
             return
-        step_ns, leader_ns = sum(self.calibrated.intervals_ns), sum(leader.calibrated.intervals_ns)
+        step_ns, leader_ns = sum(self.calibrated.intervals_ns), sum(leading_arm.calibrated.intervals_ns)
         block_ns = max(1, round(choose_block_ns(leader_ns) * step_ns / max(leader_ns, 1)))
         self.segmentation = cut_into_cells(
             self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_end_phase
@@ -274,13 +276,13 @@ class MeasuredArm:
                     bench.slot(key, self.calls, self.discard, self.filling)
             finally:
                 late_steps = bench.end_late(key)
-        fields: dict[str, Any] = {"late": late_steps}
+        late_fields: dict[str, Any] = {"late": late_steps}
         # FLOPs that vary from step to step cannot be reported as one number.
         if late_steps.flops is not None and not late_steps.varies:
-            fields["late_flops"] = round(late_steps.flops)
+            late_fields["late_flops"] = round(late_steps.flops)
         if late_steps.told_apart:
-            fields["effect"] = StepEffect(False, late_steps.told_apart)
-        return fields
+            late_fields["effect"] = StepEffect(False, late_steps.told_apart)
+        return late_fields
 
     def release(self, worker: Worker) -> ArmFailed | None:
         """Frees the states in the worker. Returns an ArmFailed if threads of the case still run, because they would
@@ -352,10 +354,10 @@ class MeasuredArm:
     def timing(self) -> Timing:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         phase_counts = Counter(self.segmentation.codes if self.segmentation else ())
-        phase_entries = tuple((CELL_PHASES[code], count) for code, count in sorted(phase_counts.items()))
+        phase_entry_counts = tuple((CELL_PHASES[code], count) for code, count in sorted(phase_counts.items()))
         eager_reason = (self.why_eager or _REQUESTED_LATE) if self.ran_eager and self.why_eager is not None else ""
         slots, vector_bits = tuple(self.slots), tuple(sorted(self.vector_bits))
-        return Timing(segments, slots, phase_entries, self.marks_vary, eager_reason, self.ran_fused, vector_bits)
+        return Timing(segments, slots, phase_entry_counts, self.marks_vary, eager_reason, self.ran_fused, vector_bits)
 
 
 def _divide_into_cells(

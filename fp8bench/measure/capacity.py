@@ -82,20 +82,22 @@ class Search:
         fitting_number = fitting.number if fitting is not None else 0
         if failing.number - fitting_number <= 1:
             return None
-        prediction = self._predict_largest()
-        if prediction is None or prediction >= failing.number or self._prediction_count >= _MAX_PREDICTIONS:
+        predicted_number = self._predict_largest()
+        if predicted_number is None or predicted_number >= failing.number or self._prediction_count >= _MAX_PREDICTIONS:
             return (fitting_number + failing.number) // 2
         self._prediction_count += 1
-        return max(prediction, fitting_number + 1)
+        return max(predicted_number, fitting_number + 1)
 
     def _choose_larger(self, fitting_number: int) -> int:
-        prediction = self._predict_largest()
-        if prediction is None:
+        predicted_number = self._predict_largest()
+        if predicted_number is None:
             return min(2 * fitting_number, self.top)
-        if prediction <= fitting_number:
-            prediction = fitting_number + self._stride
+        if predicted_number <= fitting_number:
+            predicted_number = fitting_number + self._stride
             self._stride *= 2
-        return min(prediction if prediction <= _MAX_JUMP * fitting_number else prediction // 3, self.top)
+        return min(
+            predicted_number if predicted_number <= _MAX_JUMP * fitting_number else predicted_number // 3, self.top
+        )
 
     def _predict_largest(self) -> int | None:
         """Predicts the largest number that fits. A line through the two largest attempts with known memory shows
@@ -151,8 +153,8 @@ class CapacityPass:
     def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._facts[outcome.planned.case.device]
-            search = _BatchSearch(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
-            outcome.note(capacity=search.find_capacity())
+            batch_search = _BatchSearch(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            outcome.note(capacity=batch_search.find_capacity())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # Counting memory may leave a profiler attached to the process. It would slow down launches, so the timing
             # needs a new process.
@@ -202,14 +204,14 @@ class _BatchSearch:
                 raise NoSearch(f"its {axis} is {first_batch!r}: the search needs a whole number from 1 to begin with")
             batch_multiple = self._find_batch_multiple()
             largest_number = self._find_plan_limit(batch_multiple)
-            search = Search(
+            number_search = Search(
                 min(max(1, first_batch // batch_multiple), largest_number), largest_number, room_bytes, attempts
             )
-            search.run(lambda number: self._try_number(number, batch_multiple))
+            number_search.run(lambda number: self._try_number(number, batch_multiple))
         except NoSearch as cause:
             return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
-        largest, smallest_failing = search.largest_fitting, search.smallest_failing
+        largest, smallest_failing = number_search.largest_fitting, number_search.smallest_failing
         beyond, reason = (
             (smallest_failing.number * batch_multiple, smallest_failing.why)
             if smallest_failing is not None

@@ -118,10 +118,10 @@ class GroupMeasurement:
                 self._untimed_worker.begin()
         passes = self._make_passes(self._worker)
         # 3. Run the untimed passes of each case. If there is a second worker, it measures memory.
-        with self._measuring_memory_in_second_worker() as measured:
-            self._run_untimed_passes(passes, timed_reference, measured is None)
-        if measured is not None:
-            self._store_memory(passes, measured)
+        with self._measuring_memory_in_second_worker() as memory_outcomes:
+            self._run_untimed_passes(passes, timed_reference, memory_outcomes is None)
+        if memory_outcomes is not None:
+            self._store_memory(passes, memory_outcomes)
         # 4. Run passes that need an idle second worker. Searching the largest batch, for example, may need all memory.
         if self._untimed_worker is self._second_worker:
             self._record_operators(passes)
@@ -140,7 +140,7 @@ class GroupMeasurement:
     def _run_untimed_passes(self, passes: Passes, timed_reference: CaseOutcome | None, with_memory: bool) -> None:
         """Runs the untimed passes in both workers. `timed_reference` is the reference of the rounds."""
         # 1. Measure numerical errors first. A case that fails here skips the other passes.
-        untimed = self._select_untimed_passes() or passes
+        untimed_passes = self._select_untimed_passes() or passes
         passes.measure_errors(self._list_alive(), self._errors)
         reference = self._find_reference()
         # If the reference has failed, the other cases have nothing to be compared with.
@@ -150,12 +150,12 @@ class GroupMeasurement:
             passes.ask("statistics", [reference])
         # 2. Measure memory last of these passes, because it uses torch's profiler, which could disturb the others.
         passes.ask("products", self._list_alive())
-        untimed.check_effects(self._list_alive())
+        untimed_passes.check_effects(self._list_alive())
         passes.measure_transfers(self._list_alive())
         examined = [outcome for outcome in self._list_alive() if workloads.get(outcome.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
-            untimed.measure_memory(self._list_alive(), self._meter, self._method.looks_again)
+            untimed_passes.measure_memory(self._list_alive(), self._meter, self._method.looks_again)
         # 3. Record traces and operators at the end, because these tools run code around every operation of a step.
         if self._method.traces is not None:
             passes.record_traces(self._list_alive(), self._method.traces)
@@ -166,10 +166,10 @@ class GroupMeasurement:
         """Records the operators of steps (tapes) and their shares of the time, at the end: it slows a process down."""
         method = self._method
         if self._untimed_worker is not None and (method.tapes or method.shares):
-            untimed = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
-            untimed.ask("tape", self._list_alive() if method.tapes and method.tapes_apart else ())
-            untimed.measure_shares(self._list_alive() if method.shares else ())
-            untimed.leave_gpus(self._list_alive())
+            untimed_passes = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
+            untimed_passes.ask("tape", self._list_alive() if method.tapes and method.tapes_apart else ())
+            untimed_passes.measure_shares(self._list_alive() if method.shares else ())
+            untimed_passes.leave_gpus(self._list_alive())
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._list_alive() if not outcome.planned.work.setup_seconds])
 
@@ -191,12 +191,14 @@ class GroupMeasurement:
     @contextmanager
     def _measuring_errors_in_second_worker(self) -> Iterator[None]:
         """While the `with` block runs, the second worker measures numerical errors of small cases."""
-        small = [CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)]
-        if self._second_worker is None or self._errors or not small:
+        small_cases = [
+            CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)
+        ]
+        if self._second_worker is None or self._errors or not small_cases:
             yield
             return
         passes = self._make_passes(self._second_worker, SilentObserver(), True)
-        with self._running_in_second_worker(passes.measure_errors, small, self._errors):
+        with self._running_in_second_worker(passes.measure_errors, small_cases, self._errors):
             yield
 
     def _is_small(self, planned: PlannedCase) -> bool:
@@ -232,17 +234,17 @@ class GroupMeasurement:
         """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
         passes = self._make_passes(worker, SilentObserver(), True)
         while waiting:
-            timed = waiting.pop(0)
-            case, timing = timed.planned.case, timed.draft.timing
+            timed_outcome = waiting.pop(0)
+            case, timing = timed_outcome.planned.case, timed_outcome.draft.timing
             try:
                 if timing is not None and timing.fused:
-                    arm = MeasuredArm(case.id, timed.planned, self._facts[case.device], self._method.limits)
+                    arm = MeasuredArm(case.id, timed_outcome.planned, self._facts[case.device], self._method.limits)
                     arm.prepare(worker, Quantisers())
                     arm.release(worker)
             except (WorkerError, CompilingFailed):
                 return  # the first worker measures the cases that are still waiting
             # Use a separate outcome, because passes of the first worker write into the case's outcome at the same time.
-            results[case.id] = CaseOutcome(timed.planned)
+            results[case.id] = CaseOutcome(timed_outcome.planned)
             passes.measure_memory([results[case.id]], self._meter, self._method.looks_again)
 
     def _make_passes(self, worker: Worker, observer: Observer | None = None, is_untimed: bool = False) -> Passes:
@@ -286,10 +288,10 @@ class GroupMeasurement:
 
     def _find_reference(self) -> CaseOutcome | None:
         planned_reference = self._outcomes[self._group.reference]
-        alive = self._list_alive()
-        if planned_reference in alive:
+        remaining = self._list_alive()
+        if planned_reference in remaining:
             return planned_reference
-        eligible_outcomes = [outcome for outcome in alive if outcome.planned.support.is_native] or alive
+        eligible_outcomes = [outcome for outcome in remaining if outcome.planned.support.is_native] or remaining
         return min(eligible_outcomes, key=lambda one: precisions.get(one.planned.case.precision).rank, default=None)
 
     def _time_sessions(self) -> str:
@@ -328,26 +330,26 @@ class GroupMeasurement:
             case = outcome.planned.case
             return MeasuredArm(case.id + suffix, outcome.planned, self._facts[case.device], self._method.limits)
 
-        leader, with_control, candidates = session_plan
-        reference = make_arm(leader) if leader else None
-        control = make_arm(leader, "'") if leader and with_control and leader.planned.support.is_native else None
+        base, with_control, candidates = session_plan
+        reference = make_arm(base) if base else None
+        control = make_arm(base, "'") if base and with_control and base.planned.support.is_native else None
         return RoundSession(reference, control, list(map(make_arm, candidates)))
 
     def _find_outcome(self, arm: MeasuredArm) -> CaseOutcome:
         return next(outcome for outcome in self._outcomes if outcome.planned is arm.planned)
 
-    def _make_progress_callback(self, doing: str) -> Callable[[MeasuredArm, float], None]:
-        return lambda arm, share: self._observer.working(arm.planned.case, doing, share)
+    def _make_progress_callback(self, activity: str) -> Callable[[MeasuredArm, float], None]:
+        return lambda arm, share: self._observer.working(arm.planned.case, activity, share)
 
     def _measure_session(self, session: RoundSession, session_count: int) -> None:
         # 1. Build the states of all arms, and choose how many calls a slot has.
         for arm in session.arms:
-            doing = "finding scales" if arm.planned.case.static else "preparing"
-            self._observer.working(arm.planned.case, doing, 0.0)
+            activity = "finding scales" if arm.planned.case.static else "preparing"
+            self._observer.working(arm.planned.case, activity, 0.0)
         method = self._method
         with self._measuring_errors_in_second_worker():
             session.prepare(
-                self._worker, method.quantisers, lambda arm, doing: self._observer.working(arm.planned.case, doing, 0.0)
+                self._worker, method.quantisers, lambda arm, text: self._observer.working(arm.planned.case, text, 0.0)
             )
         # 2. Time rounds until the stopping rule ends them.
         watch = self._start_watch(session)
@@ -369,15 +371,15 @@ class GroupMeasurement:
         session.check(self._worker)
         pairing_fields = {}
         # 4. Store the timings.
-        if (leader := session.reference) is not None:
-            reference, control = leader.timing(), session.control.timing() if session.control else None
-            if self._find_outcome(leader).draft.timing is None:
-                self._find_outcome(leader).note(**leader.record_fields(), control=control, stopped=end_reason)
+        if (base_arm := session.reference) is not None:
+            reference, control = base_arm.timing(), session.control.timing() if session.control else None
+            if self._find_outcome(base_arm).draft.timing is None:
+                self._find_outcome(base_arm).note(**base_arm.record_fields(), control=control, stopped=end_reason)
             else:  # the reference already has a timing, so these samples belong to the candidates of this session
                 pairing_fields = {"paired_with": reference, "control": control}
         for arm in session.candidates:
             record_fields = {**arm.record_fields(), **pairing_fields}
-            self._find_outcome(arm).note(**record_fields, stopped=end_reason, paired=leader is not None)
+            self._find_outcome(arm).note(**record_fields, stopped=end_reason, paired=base_arm is not None)
         if fastest is not None:
             self._find_outcome(fastest[0]).note(fresh=fastest[1])
         # 5. Measure energy and replays of captured steps last, so that they cannot disturb the timing.
@@ -394,11 +396,11 @@ class GroupMeasurement:
     def _measure_replays(self, session: RoundSession) -> None:
         """Times replays of captured steps. Runs last, because a capture may damage the state of an arm."""
         arms = [arm for arm in session.arms if arm is not session.control]
-        pending = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
+        pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = ReplayPass(self._seed, self._make_progress_callback("replaying steps"))
-        replays = replay_pass.measure(pending, self._worker)
-        for arm in pending:
-            self._find_outcome(arm).note(replays=replays[arm.key])
+        replay_results = replay_pass.measure(pending_arms, self._worker)
+        for arm in pending_arms:
+            self._find_outcome(arm).note(replays=replay_results[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: DeviceReader) -> Settling | None:
         """Runs the reference until its device has settled. Skips an emulated reference, whose time is not a speed."""
@@ -416,9 +418,9 @@ class GroupMeasurement:
         device = self._meter.device
         if device.silent and not session.arms[0].facts.accelerated:
             return None
-        idle_worker, settling = self._timing_free_worker, self._warm_up(session.arms[0], device)
+        idle_worker, warm_up = self._timing_free_worker, self._warm_up(session.arms[0], device)
         idle_workers = int(idle_worker is not None and idle_worker.pid is not None)
-        return Watch(device, settling, pid=self._worker.pid, idle_workers=idle_workers)
+        return Watch(device, warm_up, pid=self._worker.pid, idle_workers=idle_workers)
 
     def _store_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
         # Leave out the control, because it repeats the reference.
@@ -430,8 +432,8 @@ class GroupMeasurement:
         if self._meter is None or rule is None:
             return
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
-        doing = "running for seconds" if rule.turn_seconds else "measuring energy"
-        window_pass = WindowPass(self._meter, rule, self._seed, self._make_progress_callback(doing))
+        activity = "running for seconds" if rule.turn_seconds else "measuring energy"
+        window_pass = WindowPass(self._meter, rule, self._seed, self._make_progress_callback(activity))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
         for outcome, arm in pending:
             outcome.note(energy=results[arm.key].use if rule.energy else None, sustained=tuple(results[arm.key].turns))
@@ -439,23 +441,23 @@ class GroupMeasurement:
         if rule.phases:
             pending = [(outcome, arm) for outcome, arm in pending if results[arm.key].windows]
             report_progress = self._make_progress_callback("measuring energy of phases")
-            phase_pass = WindowPass(self._meter, rule, self._seed + 2, report_progress)
-            energies = phase_pass.measure_phases([arm for _, arm in pending], self._worker)
-            limits = self._meter.read_power_limits()
+            phase_window_pass = WindowPass(self._meter, rule, self._seed + 2, report_progress)
+            phase_energies = phase_window_pass.measure_phases([arm for _, arm in pending], self._worker)
+            power_limits = self._meter.read_power_limits()
             for outcome, arm in pending:
-                if (use := outcome.draft.energy) is not None:
-                    outcome.note(energy=replace(use, phases=energies[arm.key], power_limits=limits))
+                if (energy_use := outcome.draft.energy) is not None:
+                    outcome.note(energy=replace(energy_use, phases=phase_energies[arm.key], power_limits=power_limits))
 
     def _split_session(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
-        leader, with_control, candidates = session_plan
-        if leader is None:
+        reference, with_control, candidates = session_plan
+        if reference is None:
             return []
         if len(candidates) > 1:
-            return [(leader, with_control, [candidate]) for candidate in candidates]
+            return [(reference, with_control, [candidate]) for candidate in candidates]
         if with_control:
-            return [(leader, False, candidates)]
+            return [(reference, False, candidates)]
         if candidates:
-            return [(leader, False, [])] * (leader.draft.timing is None) + [(None, False, candidates)]
+            return [(reference, False, [])] * (reference.draft.timing is None) + [(None, False, candidates)]
         return []
 
     def _record_failure(self, failure: ArmFailed) -> None:

@@ -53,14 +53,14 @@ class Orders(Generic[T]):
         follows each other arm exactly once. With an odd number this is impossible: the mirrored rows are added, and
         each arm follows each other arm twice.
         """
-        arm_numbers = list(range(count))
-        self._draw.shuffle(arm_numbers)
+        shuffled_numbers = list(range(count))
+        self._draw.shuffle(shuffled_numbers)
         zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
-        rows = [[arm_numbers[(start + step) % count] for step in zigzag] for start in range(count)]
-        mirrored = [row[::-1] for row in rows] if count % 2 else []
-        for square in (rows, mirrored):
+        rows = [[shuffled_numbers[(start + step) % count] for step in zigzag] for start in range(count)]
+        mirrored_rows = [row[::-1] for row in rows] if count % 2 else []
+        for square in (rows, mirrored_rows):
             self._draw.shuffle(square)
-        return [*mirrored, *rows]
+        return [*mirrored_rows, *rows]
 
 
 # The arms of steps shorter than this many seconds discard their first call. Refilling a cache of some megabytes takes
@@ -102,9 +102,9 @@ class RoundSession:
         for arm in self.arms:
             with raise_as_arm_failure(arm):
                 arm.prepare_copies(worker)
-        leader = self.arms[0]
+        leading_arm = self.arms[0]
         for arm in self.arms[1:]:
-            arm.match_cells(leader)
+            arm.match_cells(leading_arm)
         # The first call of a slot finds cold caches, and the second call warm caches. So if any arm has several calls
         # in a slot, all arms with short steps discard their first call.
         if any(arm.calls > 1 for arm in self.arms if not arm.is_emulated):
@@ -138,10 +138,10 @@ class RoundSession:
         orders: Orders[MeasuredArm] = Orders(random.Random(seed))
         started_at = clock()
         rounds, emulated_seconds = 0, 0.0
-        undecided = self._compared_arms()
+        undecided_arms = self._compared_arms()
         # A round times every undecided arm once, so that drift affects all of them alike.
         while True:
-            round_arms = self._select_arms(rounds, undecided, rule)
+            round_arms = self._select_arms(rounds, undecided_arms, rule)
             if not round_arms:
                 return f"answered after {rounds} rounds"
             for position, arm in enumerate(orders.next_round(round_arms)):
@@ -158,7 +158,7 @@ class RoundSession:
             # Judging after every round would find a chance difference sooner or later, so the rule judges after a few
             # rounds only.
             if rule.looks(rounds):
-                undecided = [arm for arm in undecided if not self._is_decided(arm, judge)]
+                undecided_arms = [arm for arm in undecided_arms if not self._is_decided(arm, judge)]
             end_reason = rule.reason_to_end(rounds, clock() - started_at, emulated_seconds)
             if end_reason:
                 return end_reason
@@ -205,19 +205,19 @@ class RoundSession:
         native_candidates = [arm for arm in self.candidates if not arm.is_emulated]
         return native_candidates or [arm for arm in (self.control,) if arm is not None]
 
-    def _select_arms(self, rounds: int, undecided: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
+    def _select_arms(self, rounds: int, undecided_arms: Sequence[MeasuredArm], rule: StoppingRule) -> list[MeasuredArm]:
         emulated_arms = [arm for arm in self.arms if arm.is_emulated and rounds < EMULATED_ROUNDS]
         timed_arms = [arm for arm in self.arms if not arm.is_emulated]
         if rule.fixed is not None:
             return timed_arms + emulated_arms
-        if undecided:
+        if undecided_arms:
             return [
-                arm for arm in timed_arms if arm in (self.reference, self.control) or arm in undecided
+                arm for arm in timed_arms if arm in (self.reference, self.control) or arm in undecided_arms
             ] + emulated_arms
         # If nothing is compared, native arms get a fixed number of rounds. This happens to an arm that is alone in
         # memory, and with an emulated reference.
-        is_alone = not self._compared_arms() and rounds < 2 * rule.least
-        return (timed_arms if is_alone else []) + emulated_arms
+        has_fixed_rounds = not self._compared_arms() and rounds < 2 * rule.least
+        return (timed_arms if has_fixed_rounds else []) + emulated_arms
 
     def _is_decided(self, arm: MeasuredArm, judge: Judge) -> bool:
         if self.reference is None:
@@ -269,15 +269,15 @@ class ReplayPass:
         # If a replay damaged its state, store the reason instead of a time.
         replays = {arm.key: self._check_replays(arm, worker, slots[arm.key]) for arm in captured_arms}
         # Times of phases need a second capture, with marks. If this capture fails, only these times are missing.
-        failed = len(captured_arms) < len(arms)
+        has_failed_capture = len(captured_arms) < len(arms)
         for arm in captured_arms:
             if replays[arm.key].timing is not None:
                 try:
                     replays[arm.key] = replace(replays[arm.key], phases=self._time_phases(arm, worker))
                 except WorkerError:
-                    failed = True
+                    has_failed_capture = True
                     break
-        if failed:
+        if has_failed_capture:
             worker.restart()  # a failed capture may have damaged the process
         return {arm.key: replays.get(arm.key) or Replays(why=reasons[arm.key]) for arm in arms}
 
@@ -285,8 +285,8 @@ class ReplayPass:
         self._tell(arm, 0.0)
         static_scales = arm.planned.case.static
         if arm.cache_mode == ROTATING and _data_loaded_by_host(arm):
-            loaded = _data_loaded_by_host(arm)
-            return f"its states rotate, and {loaded} would have to be loaded between the steps of a replay"
+            loaded_data = _data_loaded_by_host(arm)
+            return f"its states rotate, and {loaded_data} would have to be loaded between the steps of a replay"
         if static_scales is not None and static_scales.refresh:
             return "its scales are renewed after a number of steps, which only the host counts"
         try:

@@ -63,8 +63,8 @@ def choose_filling(host_seconds: float, calls: int) -> Filling | None:
     """
     if host_seconds <= 0:
         return None
-    filled_calls = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
-    return Filling(filled_calls, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * filled_calls))
+    covered_calls = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
+    return Filling(covered_calls, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * covered_calls))
 
 
 MIN_BLOCK_NS = 100_000

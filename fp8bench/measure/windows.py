@@ -171,17 +171,17 @@ class WindowPass:
         if not arms:
             return results
         # Idle power drifts as a device warms up, so it is measured before and after the windows.
-        idle_before = self._measure_idle() if has_energy_source else None
-        results_by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
-        self._run_all_windows([(arm, "") for arm in arms], results_by_turn, worker)
-        idle_after = self._measure_idle() if has_energy_source else None
+        idle_energy_before = self._measure_idle() if has_energy_source else None
+        results_by_arm_and_phase = {(arm.key, ""): results[arm.key] for arm in arms}
+        self._run_all_windows([(arm, "") for arm in arms], results_by_arm_and_phase, worker)
+        idle_energy_after = self._measure_idle() if has_energy_source else None
         # Without an energy source, store no energy, but only the speed in the turns (long windows).
         for result in (results[arm.key] for arm in arms):
-            if idle_before is None or idle_after is None:
+            if idle_energy_before is None or idle_energy_after is None:
                 result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
                 result.use = replace(
-                    result.make_energy_use(source, idle_before, idle_after),
+                    result.make_energy_use(source, idle_energy_before, idle_energy_after),
                     power_limits=self._meter.read_power_limits(),
                 )
         return results
@@ -197,40 +197,52 @@ class WindowPass:
 
         If a phase cannot run alone, or if repeating it gives wrong numbers, its energy is replaced by this reason.
         """
-        turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
-        results = {(arm.key, phase): WindowResult() for arm, phase in turns}
-        self._run_all_windows(turns, results, worker)
-        energies: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
+        arms_and_phases = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
+        results = {(arm.key, phase): WindowResult() for arm, phase in arms_and_phases}
+        self._run_all_windows(arms_and_phases, results, worker)
+        energies_by_arm: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
         for (key, phase), result in results.items():
-            energies[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
-        return energies
+            energies_by_arm[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
+        return energies_by_arm
 
     def _run_all_windows(
-        self, all_turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
+        self, arms_and_phases: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> None:
         """Runs all windows of the arms or phases, in random and balanced orders. After a fault, the remaining windows
         get the fault as the reason why they are missing.
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
-        turns: list[ArmAndPhase] = []
+        windows_in_order: list[ArmAndPhase] = []
         orders: Orders[ArmAndPhase] = Orders(random.Random(self._seed))
         for round_number in range(self._rule.windows):
             if round_number == 1 and self._rule.brisk:
-                turns += [turn for turn in reversed(turns) if not turn[0].is_emulated]
+                windows_in_order += [
+                    arm_and_phase for arm_and_phase in reversed(windows_in_order) if not arm_and_phase[0].is_emulated
+                ]
             else:
-                turns += orders.next_round([turn for turn in all_turns if round_number == 0 or not turn[0].is_emulated])
-        if self._run_turns(turns, results, worker) and self._rule.brisk:
-            third_turns = [turn for turn in all_turns if results[turn[0].key, turn[1]].needs_third_window]
-            self._run_turns(orders.next_round(third_turns), results, worker)
+                windows_in_order += orders.next_round(
+                    [
+                        arm_and_phase
+                        for arm_and_phase in arms_and_phases
+                        if round_number == 0 or not arm_and_phase[0].is_emulated
+                    ]
+                )
+        if self._run_turns(windows_in_order, results, worker) and self._rule.brisk:
+            arms_with_third_window = [
+                arm_and_phase
+                for arm_and_phase in arms_and_phases
+                if results[arm_and_phase[0].key, arm_and_phase[1]].needs_third_window
+            ]
+            self._run_turns(orders.next_round(arms_with_third_window), results, worker)
 
     def _run_turns(
-        self, turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
+        self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
         """Runs one window for each arm or phase in `windows_in_order`. Returns False after a fault, which destroys the
         states of all arms.
         """
-        for position, (arm, phase) in enumerate(turns):
-            self._tell(arm, position / len(turns))
+        for position, (arm, phase) in enumerate(windows_in_order):
+            self._tell(arm, position / len(windows_in_order))
             result = results[arm.key, phase]
             try:
                 if phase:
@@ -243,7 +255,7 @@ class WindowPass:
                 worker.restart()
                 culprit = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
                 reason = f"{culprit} ended the windows: {cause}"
-                for missed_arm, missed_phase in turns[position:]:
+                for missed_arm, missed_phase in windows_in_order[position:]:
                     results[missed_arm.key, missed_phase].reasons.append(reason)
                 return False
         return True
@@ -253,27 +265,27 @@ class WindowPass:
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
         time_limit = arm.limits.for_slot(arm.step_seconds, steps)
-        settling = self._settle(arm, worker, turn_seconds)
+        settling_readings = self._settle(arm, worker, turn_seconds)
         chunk_times: list[float] = []
         with self._meter.window(every_tick=self._rule.brisk) as window:
             while not window.is_enough or sum(chunk_times) < turn_seconds:
                 chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
         clock_reading = self._meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
-        done_steps = steps * len(chunk_times)
+        window_steps = steps * len(chunk_times)
         # In a long loop, numbers of the state may grow to infinity. The energy of such a window is not used.
         state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
         if state_fault:
-            result.reasons.append(f"after {done_steps} more steps: {state_fault}")
+            result.reasons.append(f"after {window_steps} more steps: {state_fault}")
             return
         if isinstance(energy, Unavailable):
             result.reasons.append(energy.reason)
         else:
-            result.windows.append(_convert_to_energy_window(energy, done_steps))
+            result.windows.append(_convert_to_energy_window(energy, window_steps))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
             clock_hertz = clock_reading.number if isinstance(clock_reading, Reading) else None
-            result.turns.append(SustainedTurn(steps, tuple(chunk_times), settling, clock_hertz, watts))
+            result.turns.append(SustainedTurn(steps, tuple(chunk_times), settling_readings, clock_hertz, watts))
 
     def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
@@ -304,10 +316,10 @@ class WindowPass:
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
-            if (settling := settler.settle(arm, worker)) is not None:
-                return settling
-        warm_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
-        warm_up_steps = max(1, round(max(warm_seconds, turn_seconds / 2) / arm.step_seconds))
+            if (settling_readings := settler.settle(arm, worker)) is not None:
+                return settling_readings
+        warm_up_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
+        warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))
         worker.within(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
         return None
 

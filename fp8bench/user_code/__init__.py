@@ -18,7 +18,7 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code.switches import Switch, list_process_switches, read_values, restore_values
 
 # stdout and the switches belong to the whole process, so only one thread may import at a time.
-_importing = threading.RLock()
+_import_lock = threading.RLock()
 
 
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
@@ -32,13 +32,13 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
         registry.names()
     watched = [switch for switch in watched or list_process_switches() if not switch.set_by_imports]
-    with _importing:
+    with _import_lock:
         for name in names:
-            _import(name, watched)
+            _import_module(name, watched)
 
 
-def _import(name: str, watched_switches: Sequence[Switch]) -> None:
-    values_before = read_values(watched_switches)
+def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
+    old_values = read_values(watched_switches)
     try:
         with _stdout_to_stderr():
             if name.endswith(".py"):
@@ -53,7 +53,7 @@ def _import(name: str, watched_switches: Sequence[Switch]) -> None:
             "can import."
         ) from error
     finally:
-        changed_switches = restore_values(watched_switches, values_before)
+        changed_switches = restore_values(watched_switches, old_values)
     if changed_switches:
         # remove the module, so that a second import fails in the same way
         sys.modules.pop(user_module(name), None)

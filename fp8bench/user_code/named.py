@@ -14,7 +14,7 @@ from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature, Takes
 from fp8bench.user_code import import_user_modules, user_module
 
 F = TypeVar("F", bound=Callable[..., Any])
-_DECLARED = "__fp8bench_audited__"
+_SIGNATURE_ATTRIBUTE = "__fp8bench_audited__"
 
 
 def audited(
@@ -29,11 +29,11 @@ def audited(
     """Declares the promises of a kernel for `fp8bench audit module:function`. The function itself is not changed."""
     signature = signed(kind, precision, takes, second, multiple, causal)
 
-    def declare(function: F) -> F:
-        setattr(function, _DECLARED, signature)
+    def attach_signature(function: F) -> F:
+        setattr(function, _SIGNATURE_ATTRIBUTE, signature)
         return function
 
-    return declare
+    return attach_signature
 
 
 audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_WORDS.items())))
@@ -43,24 +43,26 @@ def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
     """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
     invalid.
     """
-    raw_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
+    unchecked_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
     for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
-        if (word := getattr(raw_signature, name)) not in tuple(valid_words):
+        if (word := getattr(unchecked_signature, name)) not in tuple(valid_words):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
-    if type(raw_signature.multiple) is not int or not 1 <= raw_signature.multiple <= 1024:
-        raise UsageError(f"an audit's multiple is {raw_signature.multiple!r:.80}. Give a whole number from 1 to 1024.")
-    if raw_signature.takes == Takes.CODES and kind != AuditKind.PRODUCT:
+    if type(unchecked_signature.multiple) is not int or not 1 <= unchecked_signature.multiple <= 1024:
+        raise UsageError(
+            f"an audit's multiple is {unchecked_signature.multiple!r:.80}. Give a whole number from 1 to 1024."
+        )
+    if unchecked_signature.takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
-    if raw_signature.second != "nk" and kind != AuditKind.PRODUCT:
+    if unchecked_signature.second != "nk" and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
-    if raw_signature.causal and kind != AuditKind.ATTENTION:
+    if unchecked_signature.causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    signature: Signature = replace(raw_signature, kind=AuditKind(kind), takes=Takes(raw_signature.takes))
+    signature: Signature = replace(unchecked_signature, kind=AuditKind(kind), takes=Takes(unchecked_signature.takes))
     return signature
 
 
 def find_declared_signature(function: Callable[..., Any]) -> Signature | None:
-    signature = getattr(function, _DECLARED, None)
+    signature = getattr(function, _SIGNATURE_ATTRIBUTE, None)
     return signature if isinstance(signature, Signature) else None
 
 
@@ -94,8 +96,8 @@ def named(target: str) -> Callable[..., Any]:
         callable_names = [
             word for word, member in vars(module).items() if callable(member) and not word.startswith("_")
         ]
-        close_names = difflib.get_close_matches(name, callable_names, n=1)
-        hint = f" Did you mean {close_names[0]!r}?" if close_names else ""
+        similar_names = difflib.get_close_matches(name, callable_names, n=1)
+        hint = f" Did you mean {similar_names[0]!r}?" if similar_names else ""
         raise ImportFailed(
             f"{module_or_file} has no {name!r:.80}.{hint} Callables in it: {', '.join(callable_names[:12]) or 'none'}."
         ) from None

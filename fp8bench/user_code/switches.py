@@ -69,10 +69,10 @@ def read_values(switches: Iterable[Switch]) -> tuple[Any, ...]:
 
 
 def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    values_after = read_values(switches)
-    if values_after == before:
+    new_values = read_values(switches)
+    if new_values == before:
         return []
-    switch_values = zip(switches, before, values_after, strict=True)
+    switch_values = zip(switches, before, new_values, strict=True)
     changed_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in changed_switches:

@@ -135,10 +135,10 @@ class Bench(UntimedPasses):
         device = self._select_device(facts)
         workload = workloads.get(case.workload)
         precision = precisions.get(case.precision)
-        already_running = list_running()
+        running_before = list_running()
         fusing.forget_waiting()  # quantisers that only untimed passes requested need no compilation
         cache_mode = CACHE.of(dict(case.params))
-        marks: list[int] = []
+        mark_codes: list[int] = []
         sharing_indices: list[int] = []
         # 1. Run the first step, which allocates memory, and chooses or compiles kernels.
         with precision_scope(precision), restore_switches(), stdout_to_stderr(), end_processes_on_error():
@@ -150,17 +150,17 @@ class Bench(UntimedPasses):
             # torch. It is not used for compiled models either, because their first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"
             if facts.accelerated and not is_compiled and _is_own_workload(workload):
-                marks, sharing_indices = find_shared_marks(
+                mark_codes, sharing_indices = find_shared_marks(
                     partial(step, workload, first_state.held, first_state.scales)
                 )
         # 2. For a cold cache, make the function that flushes the cache before each call.
-        flush = make_cache_flush(facts) if cache_mode == COLD else None
+        flush_cache = make_cache_flush(facts) if cache_mode == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
         clock = self._make_clock(stamper)
         if sharing_indices:
-            clock.share(marks, sharing_indices)
-        started_processes = list_running() - already_running
+            clock.share(mark_codes, sharing_indices)
+        started_processes = list_running() - running_before
         # 3. Store the state for slots. Store the threads and processes that its preparation has started as well,
         # because `release` reports them.
         self._prepared[key] = Prepared(
@@ -172,7 +172,7 @@ class Bench(UntimedPasses):
             clock,
             stamper,
             started_processes,
-            flush,
+            flush_cache,
             facts.cache_bytes,
             meet=self._meet_ranks,
             any_rank=self._any_rank,
@@ -213,13 +213,13 @@ class Bench(UntimedPasses):
         are slow.
         """
         prepared = self._select_case(key)
-        already_running = list_running()
+        running_before = list_running()
         with precision_scope(prepared.precision), restore_switches(), stdout_to_stderr():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
         # also waits for the compiler's background work, which would disturb the timing
-        wait_and_name_running(list_running() - already_running)
+        wait_and_name_running(list_running() - running_before)
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
@@ -260,21 +260,21 @@ class Bench(UntimedPasses):
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         prepared = self._prepared[key]
-        book_scales = prepared.scales.states() if prepared.scales is not None else ()
+        static_scales = prepared.scales.states() if prepared.scales is not None else ()
         arithmetics = prepared.states[0].arithmetics
-        return (*book_scales, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
+        return (*static_scales, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
         """Frees a state. Returns the names of the threads and processes that it leaves running; () for an unknown
         key.
         """
-        released = self._kept.pop(key, None) or self._prepared.pop(key, None)
-        if released is None:
+        released_case = self._kept.pop(key, None) or self._prepared.pop(key, None)
+        if released_case is None:
             return ()
-        device = released.device
-        started_processes = released.started
+        device = released_case.device
+        started_processes = released_case.started
         # The last reference to the state must be deleted before its memory can be freed.
-        del released
+        del released_case
         gc.collect()
         device.empty_cache()
         return tuple(wait_and_name_running(started_processes))

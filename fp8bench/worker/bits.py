@@ -46,14 +46,14 @@ def sketch(tensor: Any, original: Any = None) -> Any:
     sums = torch.zeros(_SKETCH_SUMS, dtype=torch.float64, device=tensor.device)
     wide_dtype = torch.float64 if dtype is torch.float64 else torch.float32
     signs = _make_sign_table(tensor.device, wide_dtype)
-    end_signs = _make_sign_table(tensor.device, torch.float64)
+    piece_signs = _make_sign_table(tensor.device, torch.float64)
     for number, piece in enumerate(_view_storage(tensor, dtype).split(_SIGN_TABLE_ROWS)):
         numbers = piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
         # subtract element by element, because rounding errors of the sums would hide a small step
         if original is not None:
             original_piece = _view_storage(original, dtype)[number * _SIGN_TABLE_ROWS :][: piece.numel()]
             numbers = numbers - original_piece.to(wide_dtype).nan_to_num(0.0, 0.0, 0.0)
-        sums += (numbers @ signs[: piece.numel()]) * end_signs[number % _SIGN_TABLE_ROWS]
+        sums += (numbers @ signs[: piece.numel()]) * piece_signs[number % _SIGN_TABLE_ROWS]
     return sums
 
 

@@ -52,9 +52,9 @@ def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
     else:
         # Each array is larger than the cache. On a CPU only one size is tried, because new memory is mapped slowly,
         # page by page.
-        least_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
-        most_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
-        sizes = [size for size in (least_bytes, 2 * least_bytes)[: 1 + facts.accelerated] if size <= most_bytes]
+        min_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
+        max_bytes = facts.memory_bytes / _MEMORY_PER_ARRAY
+        sizes = [size for size in (min_bytes, 2 * min_bytes)[: 1 + facts.accelerated] if size <= max_bytes]
     return tuple((size,) for size in sizes)
 
 

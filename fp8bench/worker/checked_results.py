@@ -17,7 +17,8 @@ from fp8bench.model.specs import reserved_name_reason
 def check_errors(returned: object) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise TypeError(
-            f"error() returned {_describe(returned)}; expected a mapping of names to numbers, like {{'loss': 0.1}}"
+            f"error() returned {_describe_value(returned)}; "
+            "expected a mapping of names to numbers, like {'loss': 0.1}"
         )
     errors = {
         _require_text(name, "a name that error() gives"): _require_number(value, f"error()[{name!r}]")
@@ -52,24 +53,24 @@ def check_gradient_error(returned: object) -> float | None:
 
 def _copy_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
-        raise TypeError(f"statistics() gave {_describe(returned)}; expected a TensorStatistics")
+        raise TypeError(f"statistics() gave {_describe_value(returned)}; expected a TensorStatistics")
     outside = []
-    error_words = ("outside of TensorStatistics holds", "a tuple")
-    for row in _require_iterable(returned.outside, *error_words):
+    subject_and_expectation = ("outside of TensorStatistics holds", "a tuple")
+    for row in _require_iterable(returned.outside, *subject_and_expectation):
         # A row of `outside` may be any sequence of a format name and two numbers.
-        match tuple(_require_iterable(row, *error_words)):
+        match tuple(_require_iterable(row, *subject_and_expectation)):
             case (name, over, under):
-                share_words = f"a share in TensorStatistics.outside of {returned.kind!r}"
+                share_subject = f"a share in TensorStatistics.outside of {returned.kind!r}"
                 outside.append(
                     (
                         _require_text(name, "a format in outside"),
-                        _require_number(over, share_words),
-                        _require_number(under, share_words),
+                        _require_number(over, share_subject),
+                        _require_number(under, share_subject),
                     )
                 )
             case wrong:
                 raise TypeError(
-                    f"TensorStatistics.outside holds {_describe(wrong)}; "
+                    f"TensorStatistics.outside holds {_describe_value(wrong)}; "
                     "expected (format, share above, share that becomes zero)"
                 )
     return TensorStatistics(
@@ -83,13 +84,13 @@ def _copy_statistics(returned: object) -> TensorStatistics:
 
 def _require_iterable(value: Any, subject: str, expected: str) -> Iterable[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{subject} {_describe(value)}; expected {expected}")
+        raise TypeError(f"{subject} {_describe_value(value)}; expected {expected}")
     return value
 
 
 def _require_text(value: object, subject: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{subject} is {_describe(value)}; expected a text")
+        raise TypeError(f"{subject} is {_describe_value(value)}; expected a text")
     # Make a plain text: a subclass of str may override methods, or be defined by torch.
     plain_text = str.__str__(value)
     try:
@@ -104,17 +105,17 @@ def _require_number(value: object, subject: str) -> float:
     if not isinstance(value, str | bytes | bool) and isinstance(value, SupportsFloat | SupportsIndex):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
-    raise TypeError(f"{subject} is {_describe(value)}; expected a number")
+    raise TypeError(f"{subject} is {_describe_value(value)}; expected a number")
 
 
 def _require_count(number: object) -> int:
     value = _require_number(number, "count")
     if value < 0 or not value.is_integer():
-        raise TypeError(f"count is {_describe(number)}; expected a whole number")
+        raise TypeError(f"count is {_describe_value(number)}; expected a whole number")
     return int(value)
 
 
-def _describe(value: object) -> str:
+def _describe_value(value: object) -> str:
     try:
         return f"{type(value).__name__} {value!r:.60}"
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text

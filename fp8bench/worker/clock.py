@@ -192,27 +192,27 @@ def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list
     """
     from fp8bench.tape.recorder import PhasedWatch
 
-    class Launches(PhasedWatch):  # type: ignore[no-untyped-call]
-        launched = True
+    class LaunchWatch(PhasedWatch):  # type: ignore[no-untyped-call]
+        has_launched = True
 
         def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            self.launched = True
+            self.has_launched = True
             return super().run_call(func, args, named)
 
-    launch_watch = Launches()
-    notes: list[int] = []
+    launch_watch = LaunchWatch()
+    mark_codes: list[int] = []
     sharing_indices: list[int] = []
 
     def note(code: int) -> None:
-        if code >= 0 and notes and notes[-1] < 0 and not launch_watch.launched:
-            sharing_indices.append(len(notes))
-        notes.append(code)
-        launch_watch.launched = False
+        if code >= 0 and mark_codes and mark_codes[-1] < 0 and not launch_watch.has_launched:
+            sharing_indices.append(len(mark_codes))
+        mark_codes.append(code)
+        launch_watch.has_launched = False
 
     phases = Markers(lambda name: Marker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
     with launch_watch:
         step(phases)
-    return notes, sharing_indices
+    return mark_codes, sharing_indices
 
 
 _CALLS_PER_LOOP = 500

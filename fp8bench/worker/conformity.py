@@ -31,11 +31,11 @@ _MAX_LINE_LENGTH = 300
 
 def compare_arithmetics(precision: Precision, facts: DeviceFacts, seed: int) -> tuple[Conformity, ...]:
     try:
-        native = _make_native(precision, facts)
-        emulated = _make_emulation(precision, facts)
+        make_native = _make_native(precision, facts)
+        make_emulated = _make_emulation(precision, facts)
     except (NotImplementedError, KeyError) as error:
         return (Conformity(precision.mode, "all of it", "", why=str(error.args[0])),)
-    compared = _Compared(precision, native, emulated, facts, seed)
+    compared = _ComparedPrecision(precision, make_native, make_emulated, facts, seed)
     return (*compared.compare_casts(), *compared.compare_products())
 
 
@@ -66,13 +66,13 @@ def _make_emulation(precision: Precision, facts: DeviceFacts) -> Callable[[], Ar
     if fmt is None and precision.arithmetic(facts).casts:
         raise NotImplementedError(f"{precision.mode} has no emulation: it is not a recipe, and no format has its name")
 
-    def round_plain(tensor: Tensor, role: Role) -> Tensor:
+    def round_to_format(tensor: Tensor, role: Role) -> Tensor:
         return tensor.to(torch.float32) if fmt is None else values(tensor, fmt, overflow=Overflow.INFINITY)
 
-    return lambda: EmulatedArithmetic(carrier, round_plain)
+    return lambda: EmulatedArithmetic(carrier, round_to_format)
 
 
-class _Compared:
+class _ComparedPrecision:
     """Compares a precision's native and emulated results on the same tensors.
 
     The emulation and the comparison run on the CPU, so that no device judges itself.
@@ -132,14 +132,14 @@ class _Compared:
         subject = f"cast of {cast_name}"
         shape = f"{x.shape[0]}x{x.shape[1]}"
         fmt = self._formats[role]
-        native = self._native()
-        emulated = self._emulated()
+        native_arithmetic = self._native()
+        emulation = self._emulated()
         try:
             native_values, emulated_values = (
                 arithmetic.restore(getattr(arithmetic, method_name)(x.to(device), role), torch.float32)
                 .cpu()
                 .contiguous()
-                for arithmetic, device in ((native, self._device), (emulated, "cpu"))
+                for arithmetic, device in ((native_arithmetic, self._device), (emulation, "cpu"))
             )
         except Exception as error:  # noqa: BLE001 - whatever torch raises where a device has no such kernel
             return Conformity(self.mode, subject, shape, why=_describe_refusal(error))
@@ -234,13 +234,15 @@ class _Compared:
         """Returns a sentence if a model of Hopper's FP8 units gives bitwise the same result, else ''."""
         from fp8bench.numerics.conformity import matches_hopper_units
 
-        native = self._native()
+        native_arithmetic = self._native()
         first, second = (operand.data.to(torch.float32).cpu() for operand in operands)
         ones_operands = [
             replace(operand, data=torch.ones_like(operand.data, dtype=torch.float32).to(operand.data.dtype))
             for operand in operands
         ]
-        row_scales, column_scales = (native.restore(operand, torch.float32).cpu() for operand in ones_operands)
+        row_scales, column_scales = (
+            native_arithmetic.restore(operand, torch.float32).cpu() for operand in ones_operands
+        )
         for promoted, sum_words in ((True, "and added to a float32 sum after every 128"), (False, "all along")):
             if matches_hopper_units(result, (first, second), (row_scales, column_scales), promoted):
                 return f"as Hopper's FP8 units sum: 14 bits are kept after every 32 products, {sum_words}"

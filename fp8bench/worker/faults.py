@@ -44,10 +44,10 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
     device_kinds = devices.names() if asks_devices else ()
     try:
         message = str(error)
-        exhausted = any(devices.get(kind).is_out_of_memory(error) for kind in device_kinds)
+        is_memory_exhausted = any(devices.get(kind).is_out_of_memory(error) for kind in device_kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text
         message = "an exception that has no text"
-        exhausted = False
+        is_memory_exhausted = False
     # Characters that cannot be encoded (half a surrogate pair) are escaped.
     message, trace = (
         part.encode("utf-8", "backslashreplace").decode()
@@ -62,4 +62,4 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
         message = str(UnknownName("phase", str(error.name), map(str, PHASES)))
     if len(message) > _MAX_TEXT_LENGTH:
         message = f"{message[:_MAX_TEXT_LENGTH]}... ({len(message) - _MAX_TEXT_LENGTH} more characters)"
-    return DescribedFault(type(error).__name__, message, trace, exhausted)
+    return DescribedFault(type(error).__name__, message, trace, is_memory_exhausted)

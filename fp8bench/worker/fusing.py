@@ -84,10 +84,10 @@ def try_to_compile(device: str) -> str:
     seconds = time.perf_counter() - start
     if reason := explain_eager():
         return reason
-    calls_before = count_calls()
+    earlier_calls = count_calls()
     values(torch.ones(64, device=device), E4M3)
     description = f"a quantiser compiles in {seconds:.1f} s"
-    for bits in filter(None, count_calls_since(calls_before)[1]):
+    for bits in filter(None, count_calls_since(earlier_calls)[1]):
         description += f", with vectors of {bits} bits"
     torch_device = torch.device(device)
     return f"{description}; {_try_triton(torch_device)}" if torch_device.type == "cuda" else description

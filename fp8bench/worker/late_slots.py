@@ -75,9 +75,9 @@ class LateSlots:
             if not self._is_timed:
                 self._compiled = stack.enter_context(without_compiling())
             stack.callback(self._call.close)
-            waits_before = _count_waits()
+            earlier_waits = _count_waits()
             yield
-            self._wait_count = _count_waits() - waits_before
+            self._wait_count = _count_waits() - earlier_waits
 
     def begin_call(self) -> None:
         self._call.close()
@@ -111,7 +111,7 @@ class LateSlots:
         is_complete = all(tape.complete for tape in counted_tapes)
         first_tape = self._tapes[0]
         operator_seconds = _compute_mean_seconds(tapes)
-        on_host = self._device.kind == "cpu" and not self._compiled
+        has_operator_times = self._device.kind == "cpu" and not self._compiled
         return LateSteps(
             by_path=tuple((path, total / len(counted_tapes)) for path, total in sorted(flops_by_path.items()))
             if is_complete
@@ -120,9 +120,9 @@ class LateSlots:
             switches=tuple(first_tape.switches),
             subnormal=first_tape.subnormal / max(first_tape.looked, 1),
             seconds=tuple(sorted(operator_seconds.items(), key=lambda pair: -pair[1])[:_REPORTED_OPERATORS])
-            if on_host
+            if has_operator_times
             else (),
-            in_operators=sum(operator_seconds.values()) if on_host else None,
+            in_operators=sum(operator_seconds.values()) if has_operator_times else None,
             waits=self._wait_count / len(self._tapes),
         )
 

@@ -124,7 +124,7 @@ def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str],
     answer.
     """
     bench: Bench | None = None
-    own_pid = os.getpid()
+    worker_pid = os.getpid()
     while True:
         try:
             number, name, arguments = connection.recv()
@@ -132,7 +132,7 @@ def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str],
             return
         report(name)
         bench, reply = answer(bench, name, arguments, make_bench)
-        if os.getpid() != own_pid:
+        if os.getpid() != worker_pid:
             os._exit(0)  # this is a child that a workload has forked
         if name == "open":
             # Imported objects live as long as the process. Without freezing them, each garbage collection would spend

@@ -55,7 +55,7 @@ MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], 
 def make_preparer(
     workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = NO_EMULATION
 ) -> MakePrepare:
-    def make(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+    def make_prepare(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         setup = make_setup()
         workload.preload(setup)
         setup = setup if ledger is None else hardware.wrap_setup(setup, ledger)
@@ -67,7 +67,7 @@ def make_preparer(
 
         return prepare
 
-    return make
+    return make_prepare
 
 
 class _SecondStep(NamedTuple):
@@ -96,10 +96,10 @@ def measure_step_memory(
         # 2. Record the memory that hardware would hold instead of an emulation. If the emulation holds different
         # tensors, this needs a separate step.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
-        device_course = None
+        device_memory_course = None
         if ledger and hardware.needs_separate_step:
-            device_course = _measure_second_step(make, device, meter, ledger).course
-        second_step = _measure_second_step(make, device, meter, None if device_course else ledger)
+            device_memory_course = _measure_second_step(make, device, meter, ledger).course
+        second_step = _measure_second_step(make, device, meter, None if device_memory_course else ledger)
         if second_step.course is None:
             return "torch's profiler recorded nothing", None
         # 3. Sum up the memory of the step by its purpose.
@@ -107,7 +107,7 @@ def measure_step_memory(
             second_step.course, second_step.before, state_tensors(second_step.prepared.state), second_step.resident
         )
         # If nothing is emulated, hardware has the measured peak.
-        device_peak = (device_course or second_step.course).on_device if ledger else memory_use.peak
+        device_peak = (device_memory_course or second_step.course).on_device if ledger else memory_use.peak
         reason = ledger.why() if ledger else hardware.why
         memory_use = replace(memory_use, on_device=None if reason else device_peak, off_device=reason)
         # 4. Measure the growth of memory, which takes many more steps.
@@ -139,8 +139,8 @@ def _measure_second_step(
         if isinstance(resident_reading, Reading):
             resident_reading = memory()["rss_high_water"]
     finally:
-        course = meter.stop()
-    return _SecondStep(course, prepared, state_before, resident_reading, seconds)
+        memory_course = meter.stop()
+    return _SecondStep(memory_course, prepared, state_before, resident_reading, seconds)
 
 
 def _summarise_memory(
@@ -234,10 +234,10 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
     """Returns the purpose of an allocation. If the state holds the memory before or after the step, the state decides.
     Otherwise the reports of casts decide, or else the lifetime of the memory.
     """
-    existed_before = not block.phase
+    existed_before_step = not block.phase
     if block.lasting and (role := state_after.get(block.address)):
         return role
-    if existed_before and (role := state_before.get(block.address)):
+    if existed_before_step and (role := state_before.get(block.address)):
         return role
     for role in block.said:
         if role in _LOW_PRECISION_ROLES:
@@ -246,11 +246,11 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
         return MemoryRole.DATA
     # A weight existed before the step, or came from other ranks. Other tensors that are cast like weights are
     # intermediate results, such as moments, or a weight during its update.
-    may_be_weight = existed_before or block.phase == Phase.COMMUNICATION
+    may_be_weight = existed_before_step or block.phase == Phase.COMMUNICATION
     for role in block.said:
         if may_be_weight or role is not MemoryRole.WEIGHTS:
             return role
-    return MemoryRole.OTHER if existed_before else _find_role_by_lifetime(block)
+    return MemoryRole.OTHER if existed_before_step else _find_role_by_lifetime(block)
 
 
 def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
@@ -294,10 +294,10 @@ def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) 
                 for _ in range(2):
                     take_step(SilentPhases())
         finally:  # read the counter after the limit has ended, because reading needs memory
-            course = memory_counter.stop() if memory_counter is not None else None
+            memory_course = memory_counter.stop() if memory_counter is not None else None
         gc.collect(1)
     device.empty_cache()
-    return course.peak if course is not None else None
+    return memory_course.peak if memory_course is not None else None
 
 
 # FIRST_STEPS are always taken. If memory has grown in these steps, more follow: as many as fit into
@@ -329,10 +329,10 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
     replace those made before tracing began.
     """
     # After a few steps, most states hold the same bytes and need no more steps.
-    bytes_after_few = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_SECONDS else []
-    if not bytes_after_few:
+    bytes_after_first_steps = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_SECONDS else []
+    if not bytes_after_first_steps:
         return None
-    if bytes_after_few[-1] - bytes_after_few[0] < MIN_GROWTH_BYTES:
+    if bytes_after_first_steps[-1] - bytes_after_first_steps[0] < MIN_GROWTH_BYTES:
         return 0.0
     # Leave out the first count of held bytes, because it was read before the first step.
     step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
@@ -346,8 +346,8 @@ def compute_growth(held: Sequence[int]) -> float:
     quarter_length = len(held) // 4
     quarters = [held[start : start + quarter_length] for start in range(0, 4 * quarter_length, quarter_length)]
     minimum_rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
-    last_rise = min(minimum_rises[-1], max(quarters[3]) - max(quarters[2]))
-    growth_continues = min(minimum_rises) > 0 and last_rise >= max(minimum_rises) / 2
+    last_quarter_rise = min(minimum_rises[-1], max(quarters[3]) - max(quarters[2]))
+    growth_continues = min(minimum_rises) > 0 and last_quarter_rise >= max(minimum_rises) / 2
     bytes_per_step = sum(minimum_rises) / (len(minimum_rises) * quarter_length)
     return bytes_per_step if growth_continues and bytes_per_step >= MIN_GROWTH_BYTES else 0.0
 

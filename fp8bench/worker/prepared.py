@@ -84,8 +84,8 @@ def make_cache_flush(facts: DeviceFacts) -> Callable[[], Any]:
     """
     import torch
 
-    buffer = torch.zeros(CACHE_FLUSH_FACTOR * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
-    return partial(buffer.add_, 1)
+    flush_buffer = torch.zeros(CACHE_FLUSH_FACTOR * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
+    return partial(flush_buffer.add_, 1)
 
 
 def count_bytes(state: object) -> int:
@@ -100,9 +100,9 @@ def make_rotation(
 
     There is at least one further state. If memory runs out, there are fewer states than needed.
     """
-    needed_count = max(2, math.ceil(CACHE_FLUSH_FACTOR * facts.cache_bytes / max(count_bytes(first.held), 1)))
+    needed_state_count = max(2, math.ceil(CACHE_FLUSH_FACTOR * facts.cache_bytes / max(count_bytes(first.held), 1)))
     states = [first]
-    while len(states) < min(needed_count, MAX_STATES):
+    while len(states) < min(needed_state_count, MAX_STATES):
         try:
             states.append(make_state())
         except Exception as error:
@@ -270,7 +270,7 @@ class Prepared:
             (id, nullcontext()) if late_slots is None else (late_slots.keep, late_slots.slot())
         )
         marks: list[tuple[list[int], list[Any]]] = []
-        calls_seconds: list[float] = []
+        call_seconds: list[float] = []
         quantiser_calls = fusing.count_calls()
         with self._watching_steps(), slot_inspection:
             self.meet()
@@ -292,7 +292,7 @@ class Prepared:
                 begin()
                 keep_answer(take_step(state, silent_phases if number % steps_per_mark else clock))
                 marks.append(end())
-                calls_seconds.append(now() - call_start)
+                call_seconds.append(now() - call_start)
             host_seconds = time.perf_counter() - wall_start
             counters_at_end = counters_before if self._between_calls is None else counters()
             self.device.synchronise(self.index)
@@ -308,19 +308,19 @@ class Prepared:
         if late_slots is not None:
             late_slots.add_slot([step.seconds for step in steps], discard)
         if self._between_calls is None:
-            self._missing.append(min(map(_compute_missing_in_call, calls_seconds, steps)))
+            self._missing.append(min(map(_compute_missing_in_call, call_seconds, steps)))
         else:
             # If the host had to wait for a core, it noticed too late that the device was done.
             late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
-            between_seconds = max(0.0, host_seconds - sum(calls_seconds)) + self._between_calls.seconds()
-            self._missing.append(_compute_missing_in_slot(wall_seconds, between_seconds + late_seconds, steps))
+            seconds_between_calls = max(0.0, host_seconds - sum(call_seconds)) + self._between_calls.seconds()
+            self._missing.append(_compute_missing_in_slot(wall_seconds, seconds_between_calls + late_seconds, steps))
         eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
         preemptions = _get_number(counter_growth["preemptions"])
         return RawSlot(
             steps,
             wall_seconds,
             cpu_seconds,
-            min(calls_seconds),
+            min(call_seconds),
             eager_calls,
             sum(fused_calls.values()),
             thread_seconds,

@@ -88,12 +88,12 @@ class _HeldWeights:
     """
 
     def __init__(self, state: object, formats: Sequence[Format]) -> None:
-        declared_addresses = {address for address, role in state_tensors(state).items() if role is not None}
+        addresses_with_role = {address for address, role in state_tensors(state).items() if role is not None}
         for model in find_models(state):
-            declared_addresses.update(map(get_address, model.parameters()))
+            addresses_with_role.update(map(get_address, model.parameters()))
         tensors = ((get_address(tensor), tensor) for tensor in iterate_tensors(state))
         self._held = {
-            address: (tensor, get_version(tensor)) for address, tensor in tensors if address not in declared_addresses
+            address: (tensor, get_version(tensor)) for address, tensor in tensors if address not in addresses_with_role
         }
         self._formats = formats
         self._read = set[int]()
@@ -170,8 +170,8 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
     carrier_name = str(arithmetic.carrier).removeprefix("torch.")
     guesses: dict[str, tuple[Tensor, Tensor]] = {precision.mode: promised_operands, carrier_name: (x, weight)}
     if is_native:
-        wide_copies = promised_operands[0].to(arithmetic.carrier), promised_operands[1].to(arithmetic.carrier)
-        guesses[f"{carrier_name} copies of {precision.mode}'s values"] = wide_copies
+        carrier_copies = promised_operands[0].to(arithmetic.carrier), promised_operands[1].to(arithmetic.carrier)
+        guesses[f"{carrier_name} copies of {precision.mode}'s values"] = carrier_copies
     try:
         layer_function = arithmetic.whole(torch.nn.Parameter(weight.to(torch.float32)))
         layer = arithmetic.layer(_LAYER_NAME)

@@ -22,19 +22,19 @@ class Calibrations:
         """Returns the setup with a new `ScaleBook` of the case's static scales, or the same setup if the case has no
         static scales.
         """
-        static_rule = setup.case.static
-        if static_rule is None:
+        scale_rule = setup.case.static
+        if scale_rule is None:
             return setup
-        if static_rule.source:
-            return replace(setup, scales=ScaleBook(static_rule, static_rule.find_magnitudes(setup.case.precision)))
+        if scale_rule.source:
+            return replace(setup, scales=ScaleBook(scale_rule, scale_rule.find_magnitudes(setup.case.precision)))
         case_id = setup.case.id
         if case_id not in self._amax_by_case:
-            scale_book = ScaleBook(static_rule)
+            scale_book = ScaleBook(scale_rule)
             state = workload.prepare(replace(setup, scales=scale_book))
-            for _ in range(static_rule.batches):
+            for _ in range(scale_rule.batches):
                 step(workload, state, scale_book, SilentPhases())
             self._amax_by_case[case_id] = {(scale.layer, scale.role): scale.amax for scale in scale_book.states()}
-        return replace(setup, scales=ScaleBook(static_rule, self._amax_by_case[case_id]))
+        return replace(setup, scales=ScaleBook(scale_rule, self._amax_by_case[case_id]))
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:

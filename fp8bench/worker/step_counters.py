@@ -114,10 +114,10 @@ def count_step_allocations(
     workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = ""
 ) -> AllocationCounts:
     state = workload.prepare(setup)
-    run_once = partial(step, workload, state, setup.scales)
+    take_step = partial(step, workload, state, setup.scales)
 
     def run(phases: Phases) -> None:
-        run_once(phases)
+        take_step(phases)
         device.synchronise(index)
 
     with without_garbage_collection():

@@ -422,8 +422,8 @@ def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
     for tensor_sums in zip_longest(*sketches):
         timed_sums = tensor_sums[: len(timed)]
         counted_sums = tensor_sums[len(timed) :]
-        is_settled = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
-        if is_settled and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
+        all_slots_agree = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
+        if all_slots_agree and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
             return "a step leaves other results when it is timed than when its operators are counted"
     return ""
 
@@ -494,6 +494,6 @@ def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
         for draw_again in save_generators(state):
             stack.callback(draw_again)
         for seed, (address, (first, *_)) in enumerate(memories.items()):
-            is_replaced = address in inputs and first.dtype.is_floating_point
-            stack.enter_context(replace_numbers(first, seed) if is_replaced else restore_afterwards(first))
+            is_replaced_input = address in inputs and first.dtype.is_floating_point
+            stack.enter_context(replace_numbers(first, seed) if is_replaced_input else restore_afterwards(first))
         yield Beginning(state, memories)

@@ -188,9 +188,13 @@ def _is_torch_thread(thread: threading.Thread) -> bool:
     if any(module.startswith(("torch", "tqdm._monitor")) for module in module_names):
         return True
     # Threads of Inductor's pool wait for work as long as the process lives, and their names do not contain 'torch'.
-    inductor = sys.modules.get("torch._inductor.async_compile")
-    pool: Any = getattr(getattr(inductor, "AsyncCompile", None), "pool", None)
-    return pool is not None and pool.cache_info().currsize > 0 and thread in getattr(pool(), "_threads", ())
+    inductor_module = sys.modules.get("torch._inductor.async_compile")
+    thread_pool: Any = getattr(getattr(inductor_module, "AsyncCompile", None), "pool", None)
+    return (
+        thread_pool is not None
+        and thread_pool.cache_info().currsize > 0
+        and thread in getattr(thread_pool(), "_threads", ())
+    )
 
 
 def _has_no_child() -> bool:

@@ -23,7 +23,7 @@ from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
 from fp8bench.user_code.switches import Switch, Unset, list_process_switches, make_plain, read_values, restore_values
 
-_MAX_NAMED = 8
+_MAX_NAMED_SWITCHES = 8
 
 
 class SwitchesChanged(RuntimeError):
@@ -114,10 +114,10 @@ def watch_own_functions() -> Callable[[], tuple[str, ...]]:
         present_functions: list[Any] = [names.get(name) for names, name in function_places]
         if present_functions == functions and [function.__code__ for function in functions] == function_codes:
             return ()
-        functions_now = zip(functions, function_codes, present_functions, strict=True)
+        functions_and_codes = zip(functions, function_codes, present_functions, strict=True)
         return tuple(
             f"{function.__module__}.{function.__qualname__}"
-            for function, code, current in functions_now
+            for function, code, current in functions_and_codes
             if current is not function or function.__code__ is not code
         )
 
@@ -159,10 +159,12 @@ def refuse_distorted_reference() -> None:
         return
     wrong_texts = [
         f"{switch.name} at {make_plain(value)!s:.100} (expected {switch.wanted or make_plain(switch.usual)})"
-        for switch, value in wrong_switches[:_MAX_NAMED]
+        for switch, value in wrong_switches[:_MAX_NAMED_SWITCHES]
     ]
-    further_text = [f"{len(wrong_switches) - _MAX_NAMED} more"] if len(wrong_switches) > _MAX_NAMED else []
-    corrections = dict.fromkeys(switch.mend for switch, _ in wrong_switches[:_MAX_NAMED])
+    further_text = (
+        [f"{len(wrong_switches) - _MAX_NAMED_SWITCHES} more"] if len(wrong_switches) > _MAX_NAMED_SWITCHES else []
+    )
+    corrections = dict.fromkeys(switch.mend for switch, _ in wrong_switches[:_MAX_NAMED_SWITCHES])
     raise UsageError(
         f"the process that is to measure has {'; '.join([*wrong_texts, *further_text])}, "
         "which would distort the reference. "

@@ -73,9 +73,12 @@ def list_disabled_operators() -> tuple[tuple[str, str], ...]:
 def restore_disabled_operators(old: tuple[tuple[str, str], ...]) -> None:
     native = torch.backends.python_native
     method_names = {"operator": "operations", "device": "dispatch_keys"}
-    disabled = list_disabled_operators()
+    disabled_operators = list_disabled_operators()
     # Set only changed switches, because setting one may load a library.
-    for action, differences in (("enable", set(disabled) - set(old)), ("disable", set(old) - set(disabled))):
+    for action, differences in (
+        ("enable", set(disabled_operators) - set(old)),
+        ("disable", set(old) - set(disabled_operators)),
+    ):
         for kind, name in differences:
             if kind == "language":
                 getattr(native, name).enabled = action == "enable"
@@ -106,8 +109,8 @@ def set_stance(old: Any) -> None:
 
 
 def get_default_compiler() -> Any:
-    registry: Any = sys.modules.get("torch._dynamo.backends.registry")
-    return registry.get_default_backend() if hasattr(registry, "get_default_backend") else "inductor"
+    backend_registry: Any = sys.modules.get("torch._dynamo.backends.registry")
+    return backend_registry.get_default_backend() if hasattr(backend_registry, "get_default_backend") else "inductor"
 
 
 def set_default_compiler(old: Any) -> None:
@@ -169,12 +172,12 @@ def read_cublaslt_version() -> int | None:
 def describe_torch_build() -> dict[str, Scalar | None]:
     cudnn = torch.backends.cudnn
     # With Triton, casts to FP8 use different kernels, so times depend on whether it is installed.
-    cast_facts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
+    cast_kernel_facts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
     return {
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
         "torch_config": torch.__config__.show().strip(),
         "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
         "cublaslt": read_cublaslt_version(),
-        **cast_facts,
+        **cast_kernel_facts,
     }

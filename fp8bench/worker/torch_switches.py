@@ -163,10 +163,10 @@ def _list_library_switches() -> Iterator[Switch]:
         ("the library of products on a GPU", "preferred_blas_library"),
         ("the library of attention on ROCm", "preferred_rocm_fa_library"),
     ):
-        get_or_set = getattr(cuda, function)
-        yield Switch(switch_name, get_or_set, get_or_set, names=(f"torch.backends.cuda.{function}",))
+        library_setting = getattr(cuda, function)
+        yield Switch(switch_name, library_setting, library_setting, names=(f"torch.backends.cuda.{function}",))
     if hasattr(torch.backends, "python_native"):  # torch.backends.python_native exists since torch 2.12
-        setters = (
+        setter_names = (
             "DSLController.enabled",
             "DSLController.enable",
             "DSLController.disable",
@@ -180,7 +180,7 @@ def _list_library_switches() -> Iterator[Switch]:
             state.list_disabled_operators,
             state.restore_disabled_operators,
             usual=(),
-            names=tuple(f"torch.backends.python_native.{setter}" for setter in setters),
+            names=tuple(f"torch.backends.python_native.{setter}" for setter in setter_names),
         )
 
 
@@ -233,7 +233,7 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
     hook_dicts = [
         value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)
     ]
-    no_hooks = ((),) * len(hook_dicts)
+    empty_hooks = ((),) * len(hook_dicts)
 
     def restore_hooks(old: tuple[dict[int, Any], ...]) -> None:
         for holder, old_hooks in zip(hook_dicts, old, strict=True):
@@ -242,9 +242,9 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
 
     yield Switch(
         "hooks of all modules",
-        lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else no_hooks,
+        lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,
         restore_hooks,
-        usual=no_hooks,
+        usual=empty_hooks,
         bends=any,
         mend="remove the hooks",
     )
@@ -400,14 +400,14 @@ def _make_function_switch(
     """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))
-    distorts = None if usual is Unset else partial(_differs_from, usual)
+    is_distorting = None if usual is Unset else partial(_differs_from, usual)
     return Switch(
         name,
         read,
         partial(write, *first_arguments),
         names or (path,),
         recorded_as if usual is Unset else usual,
-        distorts,
+        is_distorting,
         mend=f"{path}({arguments})",
     )
 

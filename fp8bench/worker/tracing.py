@@ -79,7 +79,7 @@ def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = traces[0]
     trace["traceEvents"] = cut_overlaps(trace["traceEvents"])
-    if not any(str(event.get("name", "")).startswith(STEP_PREFIX) for event in trace["traceEvents"]):
+    if not any(str(event.get("name", "")).startswith(PROFILER_STEP_PREFIX) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
 
@@ -107,7 +107,7 @@ Event = dict[str, Any]
 
 RANGE_PREFIX = "fp8bench."
 _PHASE_RANGES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
-STEP_PREFIX = "ProfilerStep#"
+PROFILER_STEP_PREFIX = "ProfilerStep#"
 _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
 
@@ -130,28 +130,28 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     """
     all_events = list(events)
     stretches = defaultdict[object, list[TracedStretch]](list)
-    edges = defaultdict[object, set[int]](set)
+    phase_edges = defaultdict[object, set[int]](set)
     for event in all_events:
         if _is_phase(event):
-            phase_stretch = _make_stretch(event)
-            edges[event.get("tid")] |= {phase_stretch.start, phase_stretch.end}
-        elif _is_timed(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
+            phase_interval = _make_stretch(event)
+            phase_edges[event.get("tid")] |= {phase_interval.start, phase_interval.end}
+        elif _has_times(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
             stretches[event.get("tid")].append(_make_stretch(event))
-    open_stretches = {thread: _find_open_stretches(stretches[thread], times) for thread, times in edges.items()}
+    open_stretches = {thread: _find_open_stretches(stretches[thread], times) for thread, times in phase_edges.items()}
     return [_cut_phase(event, open_stretches[event.get("tid")]) if _is_phase(event) else event for event in all_events]
 
 
 def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -> OpenStretches:
     """Returns for each time the intervals that have begun before it and end after it."""
-    later_stretches = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
-    open_now: list[TracedStretch] = []
-    open_by_time = {}
+    later_intervals = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
+    open_intervals: list[TracedStretch] = []
+    open_intervals_by_time = {}
     for time in sorted(times):
-        while later_stretches and later_stretches[-1].start < time:
-            open_now.append(later_stretches.pop())
-        open_now = [stretch for stretch in open_now if stretch.end > time]
-        open_by_time[time] = open_now.copy()
-    return open_by_time
+        while later_intervals and later_intervals[-1].start < time:
+            open_intervals.append(later_intervals.pop())
+        open_intervals = [stretch for stretch in open_intervals if stretch.end > time]
+        open_intervals_by_time[time] = open_intervals.copy()
+    return open_intervals_by_time
 
 
 def _cut_phase(event: Event, open_stretches: OpenStretches) -> Event:
@@ -165,13 +165,13 @@ def _cut_phase(event: Event, open_stretches: OpenStretches) -> Event:
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
 
 
-def _is_timed(event: Event) -> bool:
+def _has_times(event: Event) -> bool:
     return event.get("ph") == "X" and all(isinstance(event.get(key), int | float) for key in ("ts", "dur"))
 
 
 def _is_phase(event: Event) -> bool:
     is_phase_name = str(event.get("name")) in _PHASE_RANGES
-    return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _is_timed(event)
+    return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_times(event)
 
 
 def _make_stretch(event: Event) -> TracedStretch:

@@ -77,28 +77,30 @@ def _try_precision(precision: Precision, facts: DeviceFacts, single: bool) -> st
     is_native = precision.support(facts).is_native
     if not precision.takes_backend or not (is_native or precision.whole_layers):
         return ""
-    is_unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
+    skips_check = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
     try:
         arithmetic = precision.arithmetic(facts)
         if single:
             arithmetic = arithmetic.separate()
         with precision.scope():
-            wrong_text = "" if is_unchecked else find_wrong_product(arithmetic, precision, facts)
+            error_text = "" if skips_check else find_wrong_product(arithmetic, precision, facts)
     except BackendMissing as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - it is foreign code, and its words are the reason
         return f"{precision.mode}: a product of {_TOKENS}x{_OUTPUTS}x{_INPUTS} fails: {type(error).__name__}: {error}"
-    return f"{precision.mode}: {wrong_text}" if wrong_text else ""
+    return f"{precision.mode}: {error_text}" if error_text else ""
 
 
 def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
     """Compares the three products of a layer with exact ones. Returns a sentence about a wrong product, or ''."""
     generator = torch.Generator(facts.key).manual_seed(0)
 
-    is_whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
+    has_whole_layers = (
+        arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
+    )
     # Use a narrower range for whole layers, because random rounding may correctly lose the smallest numbers of a wide
     # range.
-    magnitude_decades = 0.5 if is_whole else 2.0
+    magnitude_decades = 0.5 if has_whole_layers else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
         """Draws numbers whose magnitudes grow from the first to the last row, and from the first to the last column.
@@ -116,20 +118,20 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     weight = draw(_OUTPUTS, _INPUTS, 1, -0.5)
     gradient = draw(_TOKENS, _OUTPUTS, -1, -1)
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
-    if is_whole:
+    if has_whole_layers:
         errors = _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources)
         allowed_error = _MAX_LAYER_ERROR
-        compared_with = "fp8bench's emulation of it"
+        expected_text = "fp8bench's emulation of it"
         share_words = "that"
     else:
         errors = _compare_with_codes(arithmetic, *sources)
         allowed_error = _MAX_ERROR
-        compared_with = "the same product in fp64"
+        expected_text = "the same product in fp64"
         share_words = "the sum of its magnitudes"
     for name, error in errors.items():
         if not error <= allowed_error:  # true for NaN as well
             return (
-                f"its {name} product is wrong on {facts.key}: it differs from {compared_with} by {error:.3g} of "
+                f"its {name} product is wrong on {facts.key}: it differs from {expected_text} by {error:.3g} of "
                 f"{share_words}, where at most {allowed_error:g} is expected. Nothing is measured with it "
                 f"({PRODUCTS_VARIABLE}=unchecked measures nevertheless)"
             )
@@ -164,12 +166,12 @@ def _compare_group_products(
 ) -> dict[str, float]:
     from fp8bench.nn.linear import stack_operands, transpose_parts
 
-    def restore_exact(operand: Operand) -> Tensor:
+    def restore_in_fp64(operand: Operand) -> Tensor:
         return arithmetic.restore(operand, torch.float64)
 
     def cast_columns(source: Tensor, role: Role) -> list[Tensor]:
         parts = torch.split_with_sizes(source, part_sizes)
-        return [restore_exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
+        return [restore_in_fp64(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
     # 1. Split the tokens into two unequal parts, because equal parts would hide a wrong boundary.
     x, weight, gradient = sources
@@ -177,8 +179,10 @@ def _compare_group_products(
     part_ends = torch.tensor(part_sizes, device=x.device).cumsum(0).to(torch.int32)
     # 2. Compute the exact products of each part from the same operands.
     cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
-    row_pairs = zip(torch.split_with_sizes(restore_exact(a), part_sizes), map(restore_exact, cast_weights), strict=True)
-    turned_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
+    row_pairs = zip(
+        torch.split_with_sizes(restore_in_fp64(a), part_sizes), map(restore_in_fp64, cast_weights), strict=True
+    )
+    transposed_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
     # 3. Compute the same products by the library's grouped kernels: forward, and for the gradients of weights.
     forward_products = torch.split_with_sizes(
         arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
@@ -192,7 +196,7 @@ def _compare_group_products(
     errors = {}
     for name, parts, pairs in (
         ("forward", forward_products, row_pairs),
-        ("weight gradient's", gradient_products, turned_pairs),
+        ("weight gradient's", gradient_products, transposed_pairs),
     ):
         part_errors = [
             _find_largest_error(part, *_multiply_exactly(*pair)) for part, pair in zip(parts, pairs, strict=True)
@@ -216,7 +220,7 @@ def _compare_with_emulation(
     from fp8bench.numerics.norms import relative_frobenius
 
     emulation = RecipeArithmetic(recipe, arithmetic.carrier)
-    outputs_by_side = []
+    results_by_arithmetic = []
     for is_emulated in (False, True):
         inputs = x.detach().clone().requires_grad_()
         parameter = torch.nn.Parameter(weight.detach().clone())
@@ -225,10 +229,10 @@ def _compare_with_emulation(
             outputs = linear(inputs, parameter, emulation, SilentPhases())
         else:
             outputs = layer_function(inputs)
-        outputs_by_side.append((outputs, *torch.autograd.grad(outputs, (inputs, parameter), gradient)))
+        results_by_arithmetic.append((outputs, *torch.autograd.grad(outputs, (inputs, parameter), gradient)))
     names = ("forward", "input gradient's", "weight gradient's")
     errors = {}
-    for name, result, expected in zip(names, *outputs_by_side, strict=True):
+    for name, result, expected in zip(names, *results_by_arithmetic, strict=True):
         # If all results should be zero, correct results prove nothing.
         errors[name] = relative_frobenius(result, expected) if bool(expected.any()) else math.nan
     return errors

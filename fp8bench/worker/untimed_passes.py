@@ -77,18 +77,18 @@ class UntimedPasses:
         # Cases that differ only in precision share their exact results. Read the stored results first, because
         # `_run_apart` deletes them, as every request does.
         key = case.workload, case.params, facts.key, case.ranks
-        stored_exact = self._exact
+        stored_exact_results = self._exact
 
-        def share_exact(make: Callable[[], Any]) -> Any:
-            is_stored = stored_exact is not None and stored_exact[0] == key
-            self._exact = stored_exact if is_stored else (key, make())
+        def share_exact_results(make: Callable[[], Any]) -> Any:
+            is_stored = stored_exact_results is not None and stored_exact_results[0] == key
+            self._exact = stored_exact_results if is_stored else (key, make())
             return self._exact[1]
 
         with self._run_apart(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
             try:
-                return check_errors(workload.error(replace(setup(), shared=share_exact)))
+                return check_errors(workload.error(replace(setup(), shared=share_exact_results)))
             except NotRepeatable as error:
                 return str(error)
 
@@ -241,13 +241,13 @@ class UntimedPasses:
         precision = precisions.get(case.precision)
         layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         # Layers that a suite keeps in high precision use the carrier precision of the case.
-        high_arithmetic = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
+        high_precision_arithmetic = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         setup = Setup(
             case,
             facts,
             self._settings.seed,
             precision.arithmetic(facts),
-            high_arithmetic,
+            high_precision_arithmetic,
             layer_arithmetics,
             precision.loss_scale,
             self._settings.corpus,

@@ -58,7 +58,7 @@ def test_calibrating_adds_the_harness_own_costs() -> None:
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
     """The store keeps the spread of the runs, not the runs."""
     text = "\n".join(several_runs.measure_standard_case(tmp_path, TERMINAL))
-    assert "difference between runs on cpu" in text and "in 6 fresh processes: " in text
+    assert "difference between runs on cpu" in text and "in 6 fresh processes, " in text
     assert (tmp_path / "reruns").exists() and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)
     run = execute(request, tmp_path, SilentObserver(), "")

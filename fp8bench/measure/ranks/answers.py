@@ -44,7 +44,7 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
     steps_of_ranks = [slot.steps for slot in slots]
     calls = tuple(max(steps, key=_sum_step_ns) for steps in zip(*steps_of_ranks, strict=True))
     slowest_slot = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
-    rank_calls = tuple(
+    calls_by_rank = tuple(
         RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_communication_ns, slot.steps)))
         for rank, slot in enumerate(slots)
     )
@@ -54,7 +54,7 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
         slowest_slot,
         steps=calls,
         wall_seconds=wall_seconds,
-        ranks=rank_calls,
+        ranks=calls_by_rank,
         memory_retries=sum(retry_counts) if retry_counts else None,
     )
 

@@ -213,9 +213,9 @@ class RanksProcess(WorkerProcess):
     def _is_launcher_alive(self) -> bool:
         if self._lifeline < 0:
             return False
-        poller = select.poll()
-        poller.register(self._lifeline, 0)
-        return not poller.poll(0)  # `poll` reports POLLERR even though no event is requested
+        lifeline_poll = select.poll()
+        lifeline_poll.register(self._lifeline, 0)
+        return not lifeline_poll.poll(0)  # `poll` reports POLLERR even though no event is requested
 
     @property
     def _has_failed(self) -> bool:

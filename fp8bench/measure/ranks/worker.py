@@ -51,8 +51,8 @@ class RanksWorker(ProcessWorker):
             try:
                 return super().ask(limit, name, *arguments)
             except WorkerError as error:
-                has_no_culprit = error.rank is None and not error.undecided
-                if has_no_culprit or name not in _PLANNING_REQUESTS:
+                is_culprit_unknown = error.rank is None and not error.undecided
+                if is_culprit_unknown or name not in _PLANNING_REQUESTS:
                     raise
                 self.restart()
                 self._start_error = error
@@ -77,12 +77,12 @@ class RanksWorker(ProcessWorker):
             name: text for name, text in super()._environment().items() if name not in _REMOVED_VARIABLES
         }
         loopback_name = "lo0" if sys.platform == "darwin" else "lo"
-        interfaces = {
+        network_variables = {
             "GLOO_SOCKET_IFNAME": loopback_name,
             "NCCL_SOCKET_IFNAME": f"={loopback_name}",
             "NCCL_RAS_ENABLE": "0",
         }
-        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **interfaces}
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **network_variables}
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:

@@ -105,11 +105,11 @@ def describe_driver(library: Library = LIBRARY) -> str:
     try:
         library.open()
         with closing(library):
-            driver = library.within_timeout(lambda: library.call("nvmlSystemGetDriverVersion"))
+            driver_version = library.within_timeout(lambda: library.call("nvmlSystemGetDriverVersion"))
             devices, reasons = library.within_timeout(lambda: list_devices(library.call))
     except NoReading as failure:
         return f"NVML says: {failure.reason}"
-    return "; ".join([f"driver {driver}, {len(devices)} device(s)", *reasons])
+    return "; ".join([f"driver {driver_version}, {len(devices)} device(s)", *reasons])
 
 
 def describe_energy_source(meter: Meter) -> str:

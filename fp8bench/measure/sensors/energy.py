@@ -82,8 +82,10 @@ class Polling:
         period = self._rhythm.period
         if count == 1:
             self._first_tick_at = tick.time
-        is_sharp = tick.time_range < period / 2
-        last_tick_at = tick.time if is_sharp else self._first_tick_at + (now - self._first_tick_at) // period * period
+        has_precise_time = tick.time_range < period / 2
+        last_tick_at = (
+            tick.time if has_precise_time else self._first_tick_at + (now - self._first_tick_at) // period * period
+        )
         if count < MIN_INTERVALS and not self._every_tick:
             return max(last_tick_at + 1.5 * period - now, self._pause)
         if (self._every_tick or count > MIN_INTERVALS) and (
@@ -212,46 +214,46 @@ class Sampler:
 
     def _sample_counter(self) -> None:
         clock, read = self._clock, self._source.read
-        asked_at = clock.now()
+        read_start = clock.now()
         last_joules, tick = read(), None
-        changed_at = clock.now()
+        last_change_at = clock.now()
         while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
-            previous_asked_at, asked_at = asked_at, clock.now()
+            previous_read_start, read_start = read_start, clock.now()
             joules = read()
-            answered_at = clock.now()
+            read_end = clock.now()
             if joules < last_joules:
                 raise NoReading(f"the energy counter went back from {last_joules:.6g} J to {joules:.6g} J")
             # The tick came after the last reading with the old value began, and before the reading with the new value
             # ended.
             tick = (
-                Tick(max(previous_asked_at, asked_at - self._max_age), answered_at, joules)
+                Tick(max(previous_read_start, read_start - self._max_age), read_end, joules)
                 if joules > last_joules
                 else None
             )
-            if tick is None and asked_at - changed_at > self._max_age:
+            if tick is None and read_start - last_change_at > self._max_age:
                 # The counter is slower than its measured period, so the times of its ticks are wrong.
                 self.ticks.clear()
                 self._max_age = math.inf
                 self._polling = Polling(counts=True)
             if tick is not None:
-                last_joules, changed_at = joules, answered_at
+                last_joules, last_change_at = joules, read_end
                 if not self._polling.blind:
                     self.ticks.append(tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
-                    self._read_state_if_due(answered_at)
-            self._check_if_due(answered_at)
+                    self._read_state_if_due(read_end)
+            self._check_if_due(read_end)
 
     def _sample_sensor(self) -> None:
         clock, read = self._clock, self._source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
-            asked_at = clock.now()
+            read_start = clock.now()
             watts = read()
-            answered_at = clock.now()
+            read_end = clock.now()
             # The sensor measured at an unknown time within the call, so the sample gets the time in the middle of the
             # call.
-            self.samples.append(PowerSample((asked_at + answered_at) / 2, watts))
-            self._read_state_if_due(answered_at)
-            self._check_if_due(answered_at)
+            self.samples.append(PowerSample((read_start + read_end) / 2, watts))
+            self._read_state_if_due(read_end)
+            self._check_if_due(read_end)
 
     def _read_state_if_due(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
@@ -288,9 +290,9 @@ def summarise_readings(looks: Sequence[Readings]) -> Readings:
 def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]], float]) -> Read:
     if not reads:
         return Unavailable("the window ended before the first reading")
-    unavailable = next((read for read in reads if isinstance(read, Unavailable)), None)
-    if unavailable is not None:
-        return unavailable
+    unavailable_read = next((read for read in reads if isinstance(read, Unavailable)), None)
+    if unavailable_read is not None:
+        return unavailable_read
     readings = [read for read in reads if isinstance(read, Reading)]
     return Reading(summarise([read.number for read in readings]), readings[0].unit, readings[0].source)
 

@@ -94,8 +94,8 @@ class Meter(AbstractContextManager["Meter"]):
     def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
         """Measures the energy while the caller does nothing. The device keeps the contexts that are open on it."""
         with self.window() as window:
-            idle_end = self._clock.now() + seconds
-            self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_end)
+            idle_until = self._clock.now() + seconds
+            self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_until)
         return window.energy
 
     def measure_idle_once(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:

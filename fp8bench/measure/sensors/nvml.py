@@ -391,18 +391,18 @@ class NvmlDevice(DeviceReader):
         )
 
     def _read(self, queries: tuple[Query, ...]) -> Readings:
-        finished_reads: dict[str, Read] = {}
+        reads_by_name: dict[str, Read] = {}
 
-        def read_all() -> None:
+        def run_all_queries() -> None:
             for query in queries:
-                finished_reads[query.name] = self._try_query(query)
+                reads_by_name[query.name] = self._try_query(query)
 
         try:
-            self._library.within_timeout(read_all)
+            self._library.within_timeout(run_all_queries)
         except NoReading as failure:
-            unavailable = Unavailable(failure.reason)
-            return {query.name: finished_reads.get(query.name, unavailable) for query in queries}
-        return finished_reads
+            missing_read = Unavailable(failure.reason)
+            return {query.name: reads_by_name.get(query.name, missing_read) for query in queries}
+        return reads_by_name
 
 
 def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:

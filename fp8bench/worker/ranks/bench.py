@@ -84,13 +84,13 @@ class StartLine:
 
     def meet(self) -> None:
         arrival_counts = self._arrival_counts
-        count_here = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
+        meeting_number = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
         start = time.monotonic()
-        while min(arrival_counts) < count_here:
+        while min(arrival_counts) < meeting_number:
             waited_seconds = time.monotonic() - start
             if waited_seconds > self._wait_seconds:
                 late_ranks = ", ".join(
-                    f"rank {rank}" for rank, count in enumerate(arrival_counts) if count < count_here
+                    f"rank {rank}" for rank, count in enumerate(arrival_counts) if count < meeting_number
                 )
                 raise TimeoutError(f"{late_ranks} did not reach the start line within {self._wait_seconds:g} s")
             if waited_seconds < _SPINNING_SECONDS:
@@ -123,23 +123,23 @@ def watch_groups(c10d: Any) -> None:
     """
     make: Callable[..., Any] = c10d._new_process_group_helper
 
-    def make_and_check(*arguments: Any, **named: Any) -> Any:
+    def make_checked_group(*arguments: Any, **named: Any) -> Any:
         group = make(*arguments, **named)
         refuse_strangers()
         return group
 
-    c10d._new_process_group_helper = make_and_check
+    c10d._new_process_group_helper = make_checked_group
 
 
 def refuse_strangers() -> None:
     """Raises PermissionError if another user owns the other end of a connection that this process has accepted."""
     connection_ends = list(_read_connection_ends())
     own_inodes = set(_list_own_sockets())
-    own_ends = [end for end in connection_ends if end.inode in own_inodes]
-    listening_addresses = {connection.here for connection in own_ends if connection.state == _LISTENING}
+    own_connections = [end for end in connection_ends if end.inode in own_inodes]
+    listening_addresses = {connection.here for connection in own_connections if connection.state == _LISTENING}
     accepted_connections = {
         (connection.there, connection.here)
-        for connection in own_ends
+        for connection in own_connections
         if connection.state == _ESTABLISHED and connection.here in listening_addresses
     }
     for end in connection_ends:
@@ -226,12 +226,12 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
         for _ in range(repetitions):
             parts.compute()
 
-    def run_both() -> None:
-        sending = parts.communicate()
+    def run_at_same_time() -> None:
+        transfer = parts.communicate()
         run_products()
-        sending.wait()
+        transfer.wait()
 
-    return StepParts(run_products, lambda: parts.communicate().wait(), run_both)
+    return StepParts(run_products, lambda: parts.communicate().wait(), run_at_same_time)
 
 
 def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
@@ -244,9 +244,9 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
         if name not in _COMBINED_PARTS:
             part()
     together.synchronise()
-    start_of_all = time.perf_counter()
+    first_round_start = time.perf_counter()
     for number in range(_MAX_ROUNDS):
-        if number >= _MIN_ROUNDS and _find_largest_of_ranks(time.perf_counter() - start_of_all) > _ROUNDS_SECONDS:
+        if number >= _MIN_ROUNDS and _find_largest_of_ranks(time.perf_counter() - first_round_start) > _ROUNDS_SECONDS:
             break
         for name in generator.sample(list(parts), len(parts)):
             together.meet()
@@ -369,15 +369,15 @@ class RankBench(Bench):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
-        sent_case = replace(case, params=workloads.get(case.workload).sent_by(case))
-        if sent_case not in self._parts:
-            self._parts[sent_case] = self._step_parts(case, facts)
-        return self._parts[sent_case]
+        communication_case = replace(case, params=workloads.get(case.workload).sent_by(case))
+        if communication_case not in self._parts:
+            self._parts[communication_case] = self._measure_step_parts(case, facts)
+        return self._parts[communication_case]
 
-    def _step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
+    def _measure_step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
         with self._run_apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts
-            meeting = RankMeeting(partial(device.synchronise, facts.index), self._meet_ranks)
-            return parts.sent, time_step_parts(parts, meeting, self._settings.seed)
+            rank_meeting = RankMeeting(partial(device.synchronise, facts.index), self._meet_ranks)
+            return parts.sent, time_step_parts(parts, rank_meeting, self._settings.seed)

@@ -53,10 +53,15 @@ def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) 
     with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
-    heart = Heart(folder / beat_file(rank))
+    heartbeat_writer = Heart(folder / beat_file(rank))
     connection = Connection(_connect(folder, rank, "requests"))
     lifeline = _connect(folder, rank, "lifeline")
-    run(connection, lifeline, lambda settings: make_bench(settings, heart, wait_seconds), heart.request)
+    run(
+        connection,
+        lifeline,
+        lambda settings: make_bench(settings, heartbeat_writer, wait_seconds),
+        heartbeat_writer.request,
+    )
 
 
 if __name__ == "__main__":
