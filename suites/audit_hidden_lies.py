@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit import operands
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit_kernels import (
     ATTENTION,
     BF16,
@@ -37,7 +37,7 @@ from suites.audit_kernels import (
     wide_gradients,
 )
 
-_LINEAR = signed("linear", "bf16")
+_LINEAR = make_signature("linear", "bf16")
 _remembering = partial(Kernel, remembers=True)
 
 

@@ -25,7 +25,7 @@ from fp8bench.formats.recipes import (
     Treatment,
 )
 from fp8bench.model.promises import Signature
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 
 BF16 = torch.bfloat16
 FP8, ROWS = Treatment(E4M3, TENSOR), Treatment(E4M3, ROW_POWER_OF_TWO)
@@ -36,7 +36,7 @@ Step = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
 Memory = dict[Any, Any]
 LARGEST, _LEAST = 448.0, 1e-30
-ATTENTION, CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
+ATTENTION, CAUSAL = make_signature("attention", "bf16"), make_signature("attention", "bf16", causal=True)
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Kernel:
 
     @property
     def signature(self) -> Signature:
-        return signed("product", self.promise) if isinstance(self.promise, str) else self.promise
+        return make_signature("product", self.promise) if isinstance(self.promise, str) else self.promise
 
     def made(self) -> Callable[..., Any]:
         """Returns the kernel's function with a new, empty memory."""

@@ -11,7 +11,7 @@ from fp8bench.features.audit import operands
 from fp8bench.formats.grids import E4M3, E4M3FNUZ, E5M2
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import MX, TENSOR, TENSOR_POWER_OF_TWO, ScaleRounding, Scaling, Treatment
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit_kernels import (
     ATTENTION,
     BF16,
@@ -164,7 +164,7 @@ def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ last.transpose(-1, -2)).to(BF16).view(q.shape)
 
 
-_LINEAR, _EXACT_ROWS = signed("linear", "fp8"), "fp8-rowwise:scale=exact"
+_LINEAR, _EXACT_ROWS = make_signature("linear", "fp8"), "fp8-rowwise:scale=exact"
 _remembering, _row = partial(Kernel, remembers=True), partial(Operand, amax=rows_amax)
 
 LIES: tuple[Kernel, ...] = (
@@ -243,7 +243,7 @@ LIES: tuple[Kernel, ...] = (
     ),
     Kernel("values of a different head", ATTENTION, lambda q, k, v: attend(q, k, v.roll(1, 1)),
            "too-bad", "kekzl/imp #654"),
-    Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), attend,
+    Kernel("attention in bf16 for mxfp8", make_signature("attention", "mxfp8"), attend,
            "not-cast", "vllm-project/vllm #51828"),
     # Everyday mistakes that no public issue reports.
     Kernel("rows are taken to follow one another", "fp8", kernel(Operand(_row_stride)), "strides"),
@@ -303,13 +303,13 @@ HONEST: tuple[Kernel, ...] = (
     Kernel("sums backwards", "fp8", kernel(sums=lambda a, b: a.flip(1) @ b.flip(1).t())),
     Kernel("scales after the sum", "fp8-rowwise", kernel(_row(scale=exponent))),
     Kernel(
-        "torch's scaled product", signed("product", "fp8", "codes", "kn", 16),
+        "torch's scaled product", make_signature("product", "fp8", "codes", "kn", 16),
         lambda a, b, down, across: torch._scaled_mm(a, b, scale_a=down, scale_b=across, out_dtype=BF16),
     ),
     Kernel("torch's attention", ATTENTION, attend),
     Kernel("torch's causal attention", CAUSAL, partial(attend, is_causal=True)),
     Kernel("attention that is not fused", ATTENTION, _unfused),
-    Kernel("attention in mxfp8", signed("attention", "mxfp8"), _low_attention),
+    Kernel("attention in mxfp8", make_signature("attention", "mxfp8"), _low_attention),
     Kernel("a linear layer", _LINEAR, layer(product, _gradients)),
     Kernel("torchao's linear layer, emulated", _LINEAR, _torchao),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import TextIO
 from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import complain, terminal_width
-from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.jobs.observer import JobObserver, ReportProgress
 from fp8bench.model import Case, Plan, Record
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
@@ -313,7 +313,7 @@ class TerminalJob:
             yield observer
 
     @contextmanager
-    def counting(self) -> Iterator[Tell]:
+    def counting(self) -> Iterator[ReportProgress]:
         if not is_watched(sys.stderr, os.environ):
             lines = CountedLines(complain)
             with call_in_thread(lines.print_if_due):
@@ -336,7 +336,7 @@ class SilentJob:
     def measuring(self) -> AbstractContextManager[Observer]:
         return nullcontext(SilentObserver())
 
-    def counting(self) -> AbstractContextManager[Tell]:
+    def counting(self) -> AbstractContextManager[ReportProgress]:
         return nullcontext(lambda *_: None)
 
 

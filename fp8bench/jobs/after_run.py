@@ -28,7 +28,7 @@ from fp8bench.store.figures.history import cache_figures
 from fp8bench.store.runs.listing import store_of
 
 # A callback that gets a sentence about the outcome of a step.
-Note = Callable[[str], None]
+ReportNote = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class RequestedOutputs:
     log: Sequence[LogTarget] = ()
 
 
-def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> bool:
+def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote) -> bool:
     """Runs all steps after a run (history, report, scalars), and reports their outcomes by `note`. Returns False after
     an interrupt. A run that is not finished is only added to the history.
     """
@@ -62,7 +62,7 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> b
     return True
 
 
-def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: Note) -> bool:
+def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote) -> bool:
     """Writes the report of a run and logs the run's scalars. Returns False after an interrupt."""
     if outputs.pages is not None:
         try:
@@ -87,21 +87,21 @@ def add_to_history(run: Run, store: Path, view: bool = True) -> str:
     return sentence
 
 
-def log_run(run: Run, targets: Sequence[LogTarget], note: Note) -> bool:
+def log_run(run: Run, targets: Sequence[LogTarget], note: ReportNote) -> bool:
     """Logs the scalars of a run. Returns False after an interrupt."""
     if not targets:
         return True
     return _log_scalars("run", run_log_source(run), run_scalars(run, findings(run)), targets, note)
 
 
-def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: Note) -> bool:
+def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: ReportNote) -> bool:
     source = kind.log_source(result) if targets else None
     if source is None:
         return True
     return _log_scalars(kind.name, source, kind.scalars(result), targets, note)
 
 
-def report_result(result: Any, store: Path, note: Note) -> None:
+def report_result(result: Any, store: Path, note: ReportNote) -> None:
     """Writes the page of a result that a command has just stored, if results of this kind have a page."""
     path = Path(getattr(result, "path", ""))
     for kind in kinds():
@@ -120,7 +120,7 @@ def _log_scalars(
     source: LogSource,
     scalars: Iterable[LoggedScalar],
     targets: Sequence[LogTarget],
-    note: Note,
+    note: ReportNote,
 ) -> bool:
     advice = f"`fp8bench show {source.id}` also takes --log"
     try:

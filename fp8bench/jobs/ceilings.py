@@ -173,7 +173,7 @@ class Quote:
             value = getattr(device, field)
         return None if value is None else float(value) / factor
 
-    def equals(self, value: float | None) -> bool:
+    def is_equal_to(self, value: float | None) -> bool:
         return (
             value is not None
             and self.number is not None
@@ -225,7 +225,7 @@ def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
 
 
 def is_wrong(quote: Quote) -> bool:
-    return quote.number is not None and not any(quote.equals(quote.of(device)) for device in quote.devices)
+    return quote.number is not None and not any(quote.is_equal_to(quote.of(device)) for device in quote.devices)
 
 
 def _describe_quote(quote: Quote) -> Iterator[str]:
@@ -238,7 +238,7 @@ def _describe_quote(quote: Quote) -> Iterator[str]:
         for explanation in _explain_wrong_number(quote):
             yield f"  {explanation}"
     else:
-        names = " or ".join(device.name for device in quote.devices if quote.equals(quote.of(device)))
+        names = " or ".join(device.name for device in quote.devices if quote.is_equal_to(quote.of(device)))
         yield f"{quote.text}: right of {names}"
     for device in quote.devices:
         figure = f"{quote.of(device):g} {unit}{', dense' * (field == _PEAK_FIELD)}"
@@ -250,12 +250,12 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
     sparsity, or a figure of another dtype or device.
     """
     for device in quote.devices:
-        if quote.equals(quote.of(device, sparse=True)):
+        if quote.is_equal_to(quote.of(device, sparse=True)):
             yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
-        equal_peaks = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
+        equal_peaks = [path for path, peak in device.dense.items() if quote.is_equal_to(peak / 1e12)]
         if equal_peaks and quote.figure not in _DATASHEET_FIGURES:
             yield f"that is the peak of {' and '.join(equal_peaks)} on {device.name}"
     other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
-        if names := [sheet.name for sheet in other_sheets if quote.equals(quote.of(sheet, sparse))]:
+        if names := [sheet.name for sheet in other_sheets if quote.is_equal_to(quote.of(sheet, sparse))]:
             yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

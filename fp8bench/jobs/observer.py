@@ -10,7 +10,7 @@ from fp8bench.protocols import Observer
 
 # A callback that gets the number of finished items, the number of all items, a word for the items, and the current
 # activity.
-Tell = Callable[[int, int, str, str], None]
+ReportProgress = Callable[[int, int, str, str], None]
 
 
 class JobObserver(Protocol):
@@ -22,5 +22,5 @@ class JobObserver(Protocol):
     def measuring(self) -> AbstractContextManager[Observer]:
         """Returns the observer for the measurement of a run."""
 
-    def counting(self) -> AbstractContextManager[Tell]:
+    def counting(self) -> AbstractContextManager[ReportProgress]:
         """Returns a callback by which a job reports its progress while it processes many items one by one."""

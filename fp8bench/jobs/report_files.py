@@ -41,9 +41,9 @@ from fp8bench.report.panels import FindingsById
 from fp8bench.report.words.naming import show_start
 from fp8bench.store.runs.listing import load_stored_run, remove_copies, store_of
 
-PAGE = "report.html"
-ROWS = "results.csv"
-INDEX = "index.html"
+PAGE_NAME = "report.html"
+TABLE_NAME = "results.csv"
+INDEX_NAME = "index.html"
 _MAX_NAME_LENGTH = 120
 
 
@@ -134,16 +134,16 @@ def result_report_folder(name: str, store: Path) -> Path:
 
 def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
     text = as_html(page)
-    _replace_report_file(folder / PAGE, text)
-    _replace_report_file(folder / ROWS, csv_text(*rows))
+    _replace_report_file(folder / PAGE_NAME, text)
+    _replace_report_file(folder / TABLE_NAME, csv_text(*rows))
     if pages.html is not None:
         _replace_report_file(pages.html, text)
     if pages.markdown is not None:
         _replace_report_file(pages.markdown, as_markdown(page))
-    _replace_report_file(folder.parent / INDEX, as_html(_make_index(folder.parent)))
+    _replace_report_file(folder.parent / INDEX_NAME, as_html(_make_index(folder.parent)))
     if pages.plots is not None:
         _write_plots(page, pages.plots, pages.plots_formats)
-    return folder / PAGE
+    return folder / PAGE_NAME
 
 
 def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
@@ -160,7 +160,7 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 def _make_index(reports: Path) -> Page:
     dated_pages = []
-    for path in reports.glob(f"*/{PAGE}"):
+    for path in reports.glob(f"*/{PAGE_NAME}"):
         # The folder of a page about losses that `fp8bench.watch` has written has no start time in its name. Use the
         # time when the page was written.
         start = show_folder_time(path.parent.name)
@@ -195,7 +195,7 @@ def short_path(page: Path) -> str:
 
 def find_report_page(run: Run) -> str:
     store = store_of(Path(run.path)) if run.path else None
-    page = report_folder([run], store) / PAGE if store is not None else None
+    page = report_folder([run], store) / PAGE_NAME if store is not None else None
     return short_path(page) if page is not None and page.is_file() else ""
 
 

@@ -120,7 +120,7 @@ def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
         )
 
 
-ORIGIN = "fleet"
+FLEET_ORIGIN = "fleet"
 
 
 def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
@@ -148,7 +148,7 @@ def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, 
                 return resume(Path(head.path), store, observer, command)
             except UsageError:
                 continue  # this run was started on a different machine, or with different software
-        return True, execute(plan.request, store, observer, command, ORIGIN, cell=(cell_name, plan.cells[number]))
+        return True, execute(plan.request, store, observer, command, FLEET_ORIGIN, cell=(cell_name, plan.cells[number]))
 
 
 @contextmanager

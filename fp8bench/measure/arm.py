@@ -66,7 +66,7 @@ _CALIBRATING_CALLS = 3
 _MAX_RECOMPILATIONS = 2
 # The phase codes of a step that sets no marks between phases.
 _UNMARKED_STEP_CODES = (CELL_PHASES.index(UNATTRIBUTED),)
-_REQUESTED_LATE = "they were first requested during the timing"
+_REQUESTED_LATE_REASON = "they were first requested during the timing"
 
 # A callback that gets an arm and a text about what is being done with this arm.
 ActivityCallback = Callable[["MeasuredArm", str], None]
@@ -83,7 +83,7 @@ class MeasuredArm:
     facts: DeviceFacts
     limits: Limits = DEFAULT_LIMITS
     calls: int = 1
-    discard: int = 0
+    discard_count: int = 0
     step_seconds: float = 0.0
     host_seconds: float = 0.0
     filling: Filling | None = None
@@ -96,8 +96,8 @@ class MeasuredArm:
     scales: tuple[LayerScale, ...] = ()
     not_finite: float = 0.0
     why_eager: str | None = None
-    ran_eager: bool = False
-    ran_fused: bool = False
+    has_eager_calls: bool = False
+    has_fused_calls: bool = False
     vector_bits: frozenset[int] = frozenset()
 
     @property
@@ -147,7 +147,7 @@ class MeasuredArm:
             fastest_step.codes, fastest_step.intervals_ns, part_ends=self._part_end_phase
         )
         slot_shape = choose_slot_shape(self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue)
-        self.calls, self.discard, self.filling = slot_shape.calls, slot_shape.discard, slot_shape.filling
+        self.calls, self.discard_count, self.filling = slot_shape.calls, slot_shape.discard_count, slot_shape.filling
         if self.cache_mode == ROTATING:
             self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
 
@@ -232,7 +232,7 @@ class MeasuredArm:
         disturbance that comes every n calls would hit a discarded call always or never.
         """
         generator = random.Random(f"{self.key} {round_number}")
-        discarded_calls = self.discard and self.discard + generator.randrange(2)
+        discarded_calls = self.discard_count and self.discard_count + generator.randrange(2)
         slot_limit = self.limits.for_slot(self.step_seconds, self.calls + discarded_calls)
         state_key = generator.choice([self.key, *self.copy_keys])
         self.add_slot(
@@ -273,7 +273,7 @@ class MeasuredArm:
                 # Run slots without storing their times, until the worker has examined enough of these late steps.
                 bench.begin_late(key)
                 while bench.is_late_due(key):
-                    bench.slot(key, self.calls, self.discard, self.filling)
+                    bench.slot(key, self.calls, self.discard_count, self.filling)
             finally:
                 late_steps = bench.end_late(key)
         late_fields: dict[str, Any] = {"late": late_steps}
@@ -307,8 +307,8 @@ class MeasuredArm:
         """
         assert self.segmentation is not None
         # One step with eager quantisers is enough to report the whole case as eager.
-        self.ran_eager |= raw.eager_quantisers > 0
-        self.ran_fused |= raw.fused_quantisers > 0
+        self.has_eager_calls |= raw.eager_quantisers > 0
+        self.has_fused_calls |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
         step_cells = _divide_into_cells(raw.steps, self.segmentation.cells)
         # A step with different marks does not have the cells of the calibrating step.
@@ -355,9 +355,13 @@ class MeasuredArm:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
         phase_counts = Counter(self.segmentation.codes if self.segmentation else ())
         phase_entry_counts = tuple((CELL_PHASES[code], count) for code, count in sorted(phase_counts.items()))
-        eager_reason = (self.why_eager or _REQUESTED_LATE) if self.ran_eager and self.why_eager is not None else ""
+        eager_reason = (
+            (self.why_eager or _REQUESTED_LATE_REASON) if self.has_eager_calls and self.why_eager is not None else ""
+        )
         slots, vector_bits = tuple(self.slots), tuple(sorted(self.vector_bits))
-        return Timing(segments, slots, phase_entry_counts, self.marks_vary, eager_reason, self.ran_fused, vector_bits)
+        return Timing(
+            segments, slots, phase_entry_counts, self.marks_vary, eager_reason, self.has_fused_calls, vector_bits
+        )
 
 
 def _divide_into_cells(

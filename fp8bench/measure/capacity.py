@@ -40,17 +40,17 @@ class BatchAttempt:
 
 
 @dataclass
-class Search:
+class NumberSearch:
     """Searches the largest number from 1 to `largest_number` that fits in memory. The first attempt is `start`.
 
     `room` is the available memory in bytes, None if unknown.
     """
 
     start: int
-    top: int
+    largest_number: int
     room: int | None
     attempts: list[BatchAttempt] = field(default_factory=list)
-    _stride: int = 1
+    _increment: int = 1
     _prediction_count: int = 0
 
     @property
@@ -78,7 +78,7 @@ class Search:
         fitting, failing = self.largest_fitting, self.smallest_failing
         if failing is None:
             assert fitting is not None
-            return self._choose_larger(fitting.number) if fitting.number < self.top else None
+            return self._choose_larger_number(fitting.number) if fitting.number < self.largest_number else None
         fitting_number = fitting.number if fitting is not None else 0
         if failing.number - fitting_number <= 1:
             return None
@@ -88,15 +88,16 @@ class Search:
         self._prediction_count += 1
         return max(predicted_number, fitting_number + 1)
 
-    def _choose_larger(self, fitting_number: int) -> int:
+    def _choose_larger_number(self, fitting_number: int) -> int:
         predicted_number = self._predict_largest()
         if predicted_number is None:
-            return min(2 * fitting_number, self.top)
+            return min(2 * fitting_number, self.largest_number)
         if predicted_number <= fitting_number:
-            predicted_number = fitting_number + self._stride
-            self._stride *= 2
+            predicted_number = fitting_number + self._increment
+            self._increment *= 2
         return min(
-            predicted_number if predicted_number <= _MAX_JUMP * fitting_number else predicted_number // 3, self.top
+            predicted_number if predicted_number <= _MAX_JUMP * fitting_number else predicted_number // 3,
+            self.largest_number,
         )
 
     def _predict_largest(self) -> int | None:
@@ -146,14 +147,16 @@ class CapacityPass:
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
-    _limits: Limits
+    _time_limits: Limits
     _observer: Observer
-    _rule: CapacityRule
+    _capacity_rule: CapacityRule
 
     def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._facts[outcome.planned.case.device]
-            batch_search = _BatchSearch(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
+            batch_search = _BatchSearch(
+                outcome.planned, facts, self._worker, self._time_limits, self._observer, self._capacity_rule
+            )
             outcome.note(capacity=batch_search.find_capacity())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # Counting memory may leave a profiler attached to the process. It would slow down launches, so the timing
@@ -170,11 +173,11 @@ class CapacityPass:
         facts = self._facts[planned.case.device]
         if capacity is None or not capacity.batch or planned.support.is_emulated:
             return
-        planned_batch = self._rule.plan_with_batch(planned, capacity.batch, facts)
+        planned_batch = self._capacity_rule.plan_with_batch(planned, capacity.batch, facts)
         assert planned_batch is not None
         self._observer.working(planned.case, f"timing a batch of {capacity.batch}", 1.0)
         try:
-            time_limit = self._limits.for_first_step(planned_batch.work, 2 * _TIMED_STEPS)
+            time_limit = self._time_limits.for_first_step(planned_batch.work, 2 * _TIMED_STEPS)
             step_seconds = self._worker.within(time_limit).pace(planned_batch.case, facts, _TIMED_STEPS)
         except WorkerError as error:
             self._worker.restart()
@@ -185,16 +188,16 @@ class CapacityPass:
 
 @dataclass(frozen=True)
 class _BatchSearch:
-    _planned: PlannedCase
+    _planned_case: PlannedCase
     _facts: DeviceFacts
     _worker: Worker
-    _limits: Limits
+    _time_limits: Limits
     _observer: Observer
-    _rule: CapacityRule
+    _capacity_rule: CapacityRule
 
     def find_capacity(self) -> Capacity:
-        axis, byte_limit = workloads.get(self._planned.case.workload).batch_axis, self._rule.limit
-        first_batch = dict(self._planned.case.params).get(axis)
+        axis, byte_limit = workloads.get(self._planned_case.case.workload).batch_axis, self._capacity_rule.limit
+        first_batch = dict(self._planned_case.case.params).get(axis)
         attempts: list[BatchAttempt] = []
         batch_multiple, room_bytes = 1, byte_limit or self._facts.memory_bytes
         try:
@@ -204,7 +207,7 @@ class _BatchSearch:
                 raise NoSearch(f"its {axis} is {first_batch!r}: the search needs a whole number from 1 to begin with")
             batch_multiple = self._find_batch_multiple()
             largest_number = self._find_plan_limit(batch_multiple)
-            number_search = Search(
+            number_search = NumberSearch(
                 min(max(1, first_batch // batch_multiple), largest_number), largest_number, room_bytes, attempts
             )
             number_search.run(lambda number: self._try_number(number, batch_multiple))
@@ -224,7 +227,7 @@ class _BatchSearch:
         batch = largest.number * batch_multiple
         device_batch = (
             self._estimate_device_batch(batch, batch_multiple, room_bytes)
-            if self._planned.support.is_emulated
+            if self._planned_case.support.is_emulated
             else None
         )
         tokens = self._plan_batch(batch).work.tokens
@@ -233,11 +236,11 @@ class _BatchSearch:
         )
 
     def _try_number(self, number: int, batch_multiple: int) -> BatchAttempt:
-        batch, byte_limit = number * batch_multiple, self._rule.limit
+        batch, byte_limit = number * batch_multiple, self._capacity_rule.limit
         planned_batch = self._plan_batch(batch)
-        self._observer.working(self._planned.case, f"trying a batch of {batch}", 1.0)
+        self._observer.working(self._planned_case.case, f"trying a batch of {batch}", 1.0)
         try:
-            used_bytes = self._worker.within(self._limits.for_untimed_pass(planned_batch.work)).try_batch(
+            used_bytes = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).try_batch(
                 planned_batch.case, self._facts, byte_limit
             )
         except WorkerError as cause:
@@ -258,7 +261,7 @@ class _BatchSearch:
         batch_multiple = 1
         while batch_multiple <= _MAX_BATCH_MULTIPLE:
             planned_batches = [
-                self._rule.plan_with_batch(self._planned, batch_multiple * factor, self._facts)
+                self._capacity_rule.plan_with_batch(self._planned_case, batch_multiple * factor, self._facts)
                 for factor in _TRIED_FACTORS
             ]
             if all(planned is None or planned.support.level is not Level.REFUSED for planned in planned_batches):
@@ -274,7 +277,8 @@ class _BatchSearch:
         while high - low > 1:
             middle_batch = (low + high) // 2
             is_planned = (
-                self._rule.plan_with_batch(self._planned, middle_batch * batch_multiple, self._facts) is not None
+                self._capacity_rule.plan_with_batch(self._planned_case, middle_batch * batch_multiple, self._facts)
+                is not None
             )
             low, high = (middle_batch, high) if is_planned else (low, middle_batch)
         if low == 0:
@@ -302,9 +306,9 @@ class _BatchSearch:
 
     def _measure_device_peak(self, batch: int) -> int | None:
         planned_batch = self._plan_batch(batch)
-        self._observer.working(self._planned.case, f"estimating the memory of a batch of {batch}", 1.0)
+        self._observer.working(self._planned_case.case, f"estimating the memory of a batch of {batch}", 1.0)
         try:
-            memory_use = self._worker.within(self._limits.for_untimed_pass(planned_batch.work)).memory(
+            memory_use = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).memory(
                 planned_batch.case, self._facts
             )
         except WorkerError as cause:
@@ -314,7 +318,7 @@ class _BatchSearch:
         return memory_use.on_device if isinstance(memory_use, MemoryUse) else None
 
     def _plan_batch(self, batch: int) -> PlannedCase:
-        planned_batch = self._rule.plan_with_batch(self._planned, batch, self._facts)
+        planned_batch = self._capacity_rule.plan_with_batch(self._planned_case, batch, self._facts)
         if planned_batch is None:
             raise NoSearch(f"the suite refuses a batch of {batch}")
         return planned_batch

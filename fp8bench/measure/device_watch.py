@@ -34,9 +34,9 @@ class Settler:
     device: DeviceReader
     limit: float
     clock: Callable[[], float] = time.monotonic
-    brisk: bool = False
+    is_brisk: bool = False
 
-    def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
+    def run_until_settled(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
         """Returns the readings of the warm-up, or None if the device reports neither clock nor temperature."""
         start = self.clock()
         readings = [self._read_clock_and_temperature(start)]
@@ -47,7 +47,7 @@ class Settler:
         while not has_settled and readings[-1].at < self.limit:
             worker.within(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
             readings.append(self._read_clock_and_temperature(start))
-            has_settled = is_clock_flat(readings) if self.brisk else slopes(readings).flat
+            has_settled = is_clock_flat(readings) if self.is_brisk else slopes(readings).flat
         return Settling(tuple(readings), has_settled, self.limit)
 
     def _read_clock_and_temperature(self, start: float) -> ClockLook:
@@ -112,7 +112,7 @@ class Watch:
         process_count = self._device.count_other_processes(self._pid) if self._pid is not None else None
         return max(0, int(process_count.number) - self._idle_workers) if isinstance(process_count, Reading) else None
 
-    def summarise(self, arm: MeasuredArm) -> DeviceWatch:
+    def summarise_arm(self, arm: MeasuredArm) -> DeviceWatch:
         readings = self._readings.get(arm.key, [])
         throttled_seconds = {name: read.number for name, read in self._throttled.items() if isinstance(read, Reading)}
         summary: dict[str, Any] = {}

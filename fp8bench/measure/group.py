@@ -128,7 +128,7 @@ class GroupMeasurement:
         if self._method.capacity is not None:
             limits, rule = self._method.limits, self._method.capacity
             capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
-            capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit])
+            capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
         if self._counting_worker is not None:
             self._make_passes(self._counting_worker).count_allocations(self._list_alive(), self._counting_worker.why)
         reference = self._find_reference()
@@ -408,8 +408,8 @@ class GroupMeasurement:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)
         with raise_as_arm_failure(first):
-            settler = Settler(device, self._method.warm_up_seconds, brisk=self._method.brisk)
-            return settler.settle(first, self._worker)
+            settler = Settler(device, self._method.warm_up_seconds, is_brisk=self._method.brisk)
+            return settler.run_until_settled(first, self._worker)
 
     def _start_watch(self, session: RoundSession) -> Watch | None:
         """Warms the device up. Returns the `Watch` that reads its state between slots; None without sensors."""
@@ -427,7 +427,7 @@ class GroupMeasurement:
         measured = [(self._find_outcome(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:
             if watch and not outcome.draft.watch:
-                outcome.note(watch=watch.summarise(arm))
+                outcome.note(watch=watch.summarise_arm(arm))
         rule = self._method.windows
         if self._meter is None or rule is None:
             return
@@ -436,7 +436,9 @@ class GroupMeasurement:
         window_pass = WindowPass(self._meter, rule, self._seed, self._make_progress_callback(activity))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
         for outcome, arm in pending:
-            outcome.note(energy=results[arm.key].use if rule.energy else None, sustained=tuple(results[arm.key].turns))
+            outcome.note(
+                energy=results[arm.key].energy_use if rule.energy else None, sustained=tuple(results[arm.key].turns)
+            )
         # Measure the energy of phases only for arms whose whole steps have windows.
         if rule.phases:
             pending = [(outcome, arm) for outcome, arm in pending if results[arm.key].windows]

@@ -10,8 +10,8 @@ HANG_SECONDS = 60.0
 HANG_STEPS = 20
 # The lowest FLOPs and bytes per second of any useful device. They give the longest time that a step may take, before
 # the step has been timed.
-SLOWEST_FLOPS = 5e9
-SLOWEST_BYTES = 50e6
+SLOWEST_FLOPS_PER_SECOND = 5e9
+SLOWEST_BYTES_PER_SECOND = 50e6
 # Ten times as long as it takes to compile one quantiser without a cache.
 COMPILE_SECONDS = 300.0
 
@@ -29,7 +29,7 @@ class Limits:
         a very slow device would need longer for the step's work. The time for compiling the step and the time for
         `further_steps` steps are added.
         """
-        slow_seconds = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
+        slow_seconds = work.flops / SLOWEST_FLOPS_PER_SECOND + work.bytes / SLOWEST_BYTES_PER_SECOND
         return self._prefer_case_timeout(
             max(HANG_SECONDS, slow_seconds) + work.setup_seconds + further_steps * slow_seconds
         )

@@ -71,7 +71,7 @@ class CaseOutcome:
         self.note(detail=failed_draft.detail, failed_rank=failed_draft.failed_rank)
 
     @property
-    def may_fit(self) -> bool:
+    def may_fit_memory(self) -> bool:
         return self.planned.support.level is not Level.REFUSED and self.failure in ("", OUT_OF_MEMORY)
 
     def make_record(self, is_reference: bool, skip_reason: str = "") -> Record:
@@ -119,18 +119,18 @@ _TRACE_SUFFIX = ".pt.trace.json.gz"
 
 @dataclass(frozen=True)
 class TraceFolder:
-    """A folder of traces with a subfolder for each case, as TensorBoard expects. `stamp` distinguishes runs in the
+    """A folder of traces with a subfolder for each case, as TensorBoard expects. `run_stamp` distinguishes runs in the
     same folder.
 
     With `marks_only` no file is written, because a profiler that runs around this process records the slots.
     """
 
     path: Path
-    stamp: int
+    run_stamp: int
     marks_only: bool = False
 
-    def file_of(self, case: Case) -> str:
-        return f"{name_of(case)}/{_TRACE_WORKER}.{self.stamp}{_TRACE_SUFFIX}"
+    def name_trace_file(self, case: Case) -> str:
+        return f"{name_of(case)}/{_TRACE_WORKER}.{self.run_stamp}{_TRACE_SUFFIX}"
 
 
 def make_trace_folder(run: Run) -> TraceFolder | None:
@@ -139,19 +139,23 @@ def make_trace_folder(run: Run) -> TraceFolder | None:
     """
     if run.request.trace is None:
         return None
-    stamp = round(datetime.fromisoformat(run.started).timestamp() * 1000)
-    return TraceFolder(Path(run.request.trace).absolute(), stamp, run.request.trace == NVTX)
+    run_stamp = round(datetime.fromisoformat(run.started).timestamp() * 1000)
+    return TraceFolder(Path(run.request.trace).absolute(), run_stamp, run.request.trace == NVTX)
 
 
-_PEAK_MEMORY = "tensor memory allocated through torch, the state included, at the highest point of a step"
-_ON_DEVICE = "peak memory of hardware that stores the formats' codes and scales instead of emulated values"
+_PEAK_MEMORY_DESCRIPTION = "tensor memory allocated through torch, the state included, at the highest point of a step"
+_DEVICE_MEMORY_DESCRIPTION = (
+    "peak memory of hardware that stores the formats' codes and scales instead of emulated values"
+)
 
 
 def _make_peak_measurements(use: MemoryUse) -> Iterator[Measurement]:
-    yield Measurement(specs.PEAK_MEMORY, "B", (float(use.peak),), description=_PEAK_MEMORY)
+    yield Measurement(specs.PEAK_MEMORY, "B", (float(use.peak),), description=_PEAK_MEMORY_DESCRIPTION)
     if use.on_device is not None:
         provenance, device_bytes = Provenance.DERIVED, float(use.on_device)
-        yield Measurement(specs.DEVICE_PEAK_MEMORY, "B", (device_bytes,), provenance, description=_ON_DEVICE)
+        yield Measurement(
+            specs.DEVICE_PEAK_MEMORY, "B", (device_bytes,), provenance, description=_DEVICE_MEMORY_DESCRIPTION
+        )
 
 
 # For each method of the bench that answers a pass: the text that is shown during the pass, and the name of the missing
@@ -295,7 +299,7 @@ class Passes:
                 if folder.marks_only:
                     bench.mark_slot(case, facts)
                     continue
-                trace_file = folder.file_of(case)
+                trace_file = folder.name_trace_file(case)
                 bench.trace(case, facts, str(folder.path / trace_file))
                 outcome.note(trace=trace_file)
         # A GPU profiler stays attached to its process and would slow later launches.

@@ -110,7 +110,7 @@ class RoundSession:
         if any(arm.calls > 1 for arm in self.arms if not arm.is_emulated):
             for arm in self.arms:
                 if arm.step_seconds < DISCARD_BELOW_SECONDS:
-                    arm.discard = 1
+                    arm.discard_count = 1
 
     def check(self, worker: Worker) -> None:
         for arm in self.arms:
@@ -138,7 +138,7 @@ class RoundSession:
         orders: Orders[MeasuredArm] = Orders(random.Random(seed))
         started_at = clock()
         rounds, emulated_seconds = 0, 0.0
-        undecided_arms = self._compared_arms()
+        undecided_arms = self._list_compared_arms()
         # A round times every undecided arm once, so that drift affects all of them alike.
         while True:
             round_arms = self._select_arms(rounds, undecided_arms, rule)
@@ -196,7 +196,7 @@ class RoundSession:
         repeated_control = control.timing() if control is not None else None
         return fastest, Fresh(repeated_arm.timing(), reference.timing(), repeated_control, len(candidates))
 
-    def _compared_arms(self) -> list[MeasuredArm]:
+    def _list_compared_arms(self) -> list[MeasuredArm]:
         """Returns the arms whose comparison with the reference decides when rounds end. They are the native
         candidates or else the control. Returns [] if the reference is missing or emulated.
         """
@@ -216,7 +216,7 @@ class RoundSession:
             ] + emulated_arms
         # If nothing is compared, native arms get a fixed number of rounds. This happens to an arm that is alone in
         # memory, and with an emulated reference.
-        has_fixed_rounds = not self._compared_arms() and rounds < 2 * rule.least
+        has_fixed_rounds = not self._list_compared_arms() and rounds < 2 * rule.least
         return (timed_arms if has_fixed_rounds else []) + emulated_arms
 
     def _is_decided(self, arm: MeasuredArm, judge: Judge) -> bool:
@@ -247,18 +247,18 @@ class ReplayPass:
     This pass runs last, because a failed capture may damage the states. Cases alternate as they do in rounds.
     """
 
-    _seed: int
-    _tell: Callable[[MeasuredArm, float], None]
+    _random_seed: int
+    _report_progress: Callable[[MeasuredArm, float], None]
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, Replays]:
         # If a step cannot be captured, store the reason. The other steps are replayed in rounds.
         reasons = {arm.key: self._capture_step(arm, worker) for arm in arms}
         captured_arms = [arm for arm in arms if not reasons[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in captured_arms}
-        orders: Orders[MeasuredArm] = Orders(random.Random(self._seed))
+        orders: Orders[MeasuredArm] = Orders(random.Random(self._random_seed))
         for round_number in range(REPLAY_ROUNDS if captured_arms else 0):
             for position, arm in enumerate(orders.next_round(captured_arms)):
-                self._tell(arm, round_number / REPLAY_ROUNDS)
+                self._report_progress(arm, round_number / REPLAY_ROUNDS)
                 try:
                     slots[arm.key].append(_time_replays(arm, worker, round_number, position))
                 # If the worker is lost, all captured steps are lost as well, so no replay can continue.
@@ -282,7 +282,7 @@ class ReplayPass:
         return {arm.key: replays.get(arm.key) or Replays(why=reasons[arm.key]) for arm in arms}
 
     def _capture_step(self, arm: MeasuredArm, worker: Worker) -> str:
-        self._tell(arm, 0.0)
+        self._report_progress(arm, 0.0)
         static_scales = arm.planned.case.static
         if arm.cache_mode == ROTATING and _data_loaded_by_host(arm):
             loaded_data = _data_loaded_by_host(arm)

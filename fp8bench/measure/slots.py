@@ -23,7 +23,7 @@ REPEAT_BELOW_SECONDS = 4e-3
 DEVICE_CALLS = 3
 # The most calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most
 # steps.
-COLD_CALLS = 4
+MAX_COLD_CALLS = 4
 # The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
 # queue is full the host waits, so a longer time gains nothing.
 MAX_FILLING_SECONDS = 10e-3
@@ -33,10 +33,10 @@ _HOST_TIME_MARGIN = 1.25
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The shape of a slot. First come `discard` calls that are not timed, then `calls` that are timed."""
+    """The shape of a slot. First come `discard_count` calls that are not timed, then `calls` that are timed."""
 
     calls: int = 1
-    discard: int = 0
+    discard_count: int = 0
     filling: Filling | None = None
 
 
@@ -45,15 +45,15 @@ def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_
 
     `host_seconds` is the time that the host needs to enqueue a step. `has_queue` is false if steps are not enqueued.
     """
-    calls, discard = 1, 0
+    calls, discard_count = 1, 0
     if step_seconds < REPEAT_BELOW_SECONDS:
-        calls, discard = max(2, round(SLOT_SECONDS / step_seconds)), 1
+        calls, discard_count = max(2, round(SLOT_SECONDS / step_seconds)), 1
     if cache == COLD:
-        calls = min(COLD_CALLS, calls)
+        calls = min(MAX_COLD_CALLS, calls)
     if not has_queue:
-        return SlotShape(calls, discard)
+        return SlotShape(calls, discard_count)
     calls = max(DEVICE_CALLS, calls)
-    return SlotShape(calls, discard, choose_filling(host_seconds, calls))
+    return SlotShape(calls, discard_count, choose_filling(host_seconds, calls))
 
 
 def choose_filling(host_seconds: float, calls: int) -> Filling | None:

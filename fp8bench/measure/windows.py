@@ -114,7 +114,7 @@ class WindowResult:
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     turns: list[SustainedTurn] = field(default_factory=list)
-    use: EnergyUse = field(default_factory=lambda: EnergyUse(SourceKind.NONE))
+    energy_use: EnergyUse = field(default_factory=lambda: EnergyUse(SourceKind.NONE))
 
     @property
     def why(self) -> str:
@@ -127,10 +127,10 @@ class WindowResult:
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _MAX_BRISK_DIFFERENCE) * min(joules)
 
     def make_energy_use(
-        self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable
+        self, source: str, idle_energy_before: Energy | Unavailable, idle_after: Energy | Unavailable
     ) -> EnergyUse:
         idle_watts: list[float | None] = []
-        for idle in (idle_before, idle_after):
+        for idle in (idle_energy_before, idle_after):
             if isinstance(idle, Unavailable):
                 self.reasons.append(f"idle power: {idle.reason}")
             idle_watts.append(idle.watts if isinstance(idle, Energy) else None)
@@ -149,7 +149,7 @@ class WindowPass:
     _meter: Meter
     _rule: WindowRule
     _seed: int
-    _tell: Callable[[MeasuredArm, float], None]
+    _report_progress: Callable[[MeasuredArm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
@@ -160,13 +160,13 @@ class WindowPass:
         has_energy_source = self._meter.kind is not SourceKind.NONE
         if not has_energy_source and not self._rule.turn_seconds:
             for result in results.values():
-                result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+                result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
         source = self._meter.kind.value
         # With a cold cache, a window would include the energy of flushing the cache between steps.
         for arm in arms:
             if arm.cache_mode == COLD:
-                results[arm.key].use = EnergyUse(source, why=_COLD_CACHE_REASON)
+                results[arm.key].energy_use = EnergyUse(source, why=_COLD_CACHE_REASON)
         arms = [arm for arm in arms if arm.cache_mode != COLD]
         if not arms:
             return results
@@ -178,9 +178,9 @@ class WindowPass:
         # Without an energy source, store no energy, but only the speed in the turns (long windows).
         for result in (results[arm.key] for arm in arms):
             if idle_energy_before is None or idle_energy_after is None:
-                result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+                result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
-                result.use = replace(
+                result.energy_use = replace(
                     result.make_energy_use(source, idle_energy_before, idle_energy_after),
                     power_limits=self._meter.read_power_limits(),
                 )
@@ -242,7 +242,7 @@ class WindowPass:
         states of all arms.
         """
         for position, (arm, phase) in enumerate(windows_in_order):
-            self._tell(arm, position / len(windows_in_order))
+            self._report_progress(arm, position / len(windows_in_order))
             result = results[arm.key, phase]
             try:
                 if phase:
@@ -316,7 +316,7 @@ class WindowPass:
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
-            if (settling_readings := settler.settle(arm, worker)) is not None:
+            if (settling_readings := settler.run_until_settled(arm, worker)) is not None:
                 return settling_readings
         warm_up_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))

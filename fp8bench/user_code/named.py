@@ -27,7 +27,7 @@ def audited(
     causal: bool = False,
 ) -> Callable[[F], F]:
     """Declares the promises of a kernel for `fp8bench audit module:function`. The function itself is not changed."""
-    signature = signed(kind, precision, takes, second, multiple, causal)
+    signature = make_signature(kind, precision, takes, second, multiple, causal)
 
     def attach_signature(function: F) -> F:
         setattr(function, _SIGNATURE_ATTRIBUTE, signature)
@@ -39,7 +39,7 @@ def audited(
 audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_WORDS.items())))
 
 
-def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
+def make_signature(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
     """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
     invalid.
     """

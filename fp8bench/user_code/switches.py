@@ -42,10 +42,10 @@ class Switch:
     with an object, such as a profiler.
 
     `names` are the public names of torch that set the switch. A test compares them with the names that torch has.
-    `usual` is the value in a new process. `bends` returns whether a value distorts the reference. fp8bench refuses to
-    measure in a process with such a value: the error names the expected value (`wanted`, by default `usual`), and
-    `mend` explains how to correct the process. If `recorded`, the value is stored with each run. Importing harmless
-    packages may change a switch with `set_by_imports`, so it is watched only around steps.
+    `usual` is the value in a new process. `is_distorting` returns whether a value distorts the reference. fp8bench
+    refuses to measure in a process with such a value: the error names the expected value (`expected`, by default
+    `usual`), and `correction` explains how to correct the process. If `is_recorded`, the value is stored with each run.
+    Importing harmless packages may change a switch with `set_by_imports`, so it is watched only around steps.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Switch:
     write: Callable[[Any], object] | None
     names: tuple[str, ...] = ()
     usual: Any = Unset
-    bends: Callable[[Any], object] | None = None
-    recorded: bool = True
+    is_distorting: Callable[[Any], object] | None = None
+    is_recorded: bool = True
     set_by_imports: bool = False
-    wanted: str = ""
-    mend: str = ""
+    expected: str = ""
+    correction: str = ""
 
 
 def make_attribute_switch(name: str, holder: Any, word: str, **more: Any) -> Switch:
@@ -145,7 +145,7 @@ def list_process_switches() -> tuple[Switch, ...]:
 
 
 def _list_interpreter_switches() -> Iterator[Switch]:
-    yield Switch("the working directory", _read_working_directory, os.chdir, recorded=False)
+    yield Switch("the working directory", _read_working_directory, os.chdir, is_recorded=False)
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), usual=True)
     yield Switch("the thresholds of garbage collection", gc.get_threshold, lambda old: gc.set_threshold(*old))
     yield Switch("the tracer", sys.gettrace, sys.settrace, usual=None)
@@ -174,10 +174,10 @@ def _list_system_switches() -> Iterator[Switch]:
         "the environment",
         _read_environment,
         _set_environment,
-        recorded=False,
-        bends=_LOWERING_VARIABLES.intersection,
-        wanted="none of " + " and ".join(sorted(_LOWERING_VARIABLES)),
-        mend="unset it, and start Python again",
+        is_recorded=False,
+        is_distorting=_LOWERING_VARIABLES.intersection,
+        expected="none of " + " and ".join(sorted(_LOWERING_VARIABLES)),
+        correction="unset it, and start Python again",
     )
 
 
@@ -188,8 +188,8 @@ def _list_clock_and_signal_switches() -> Iterator[Switch]:
             time,
             name,
             usual=f"time.{name}",
-            bends=partial(_is_replaced_clock, name),
-            mend="end what replaces the clocks of this process",
+            is_distorting=partial(_is_replaced_clock, name),
+            correction="end what replaces the clocks of this process",
         )
     for number in _HANDLED_SIGNALS:
         yield Switch(
@@ -212,8 +212,8 @@ def _list_c_library_switches() -> Iterator[Switch]:
             library.fegetround,
             library.fesetround,
             usual=0,
-            bends=bool,
-            mend="call fesetround(FE_TONEAREST)",
+            is_distorting=bool,
+            correction="call fesetround(FE_TONEAREST)",
         )
 
 

@@ -33,7 +33,7 @@ from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overhea
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import (
-    Prepared,
+    PreparedCase,
     State,
     begin_without_ranks,
     count_bytes,
@@ -77,7 +77,7 @@ class Bench(UntimedPasses):
         from fp8bench.worker.trial import Trials
 
         super().__init__(settings)
-        self._prepared: dict[str, Prepared] = {}
+        self._prepared: dict[str, PreparedCase] = {}
         self._trials = Trials()
         self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
@@ -163,7 +163,7 @@ class Bench(UntimedPasses):
         started_processes = list_running() - running_before
         # 3. Store the state for slots. Store the threads and processes that its preparation has started as well,
         # because `release` reports them.
-        self._prepared[key] = Prepared(
+        self._prepared[key] = PreparedCase(
             workload,
             precision,
             device,
@@ -174,13 +174,13 @@ class Bench(UntimedPasses):
             started_processes,
             flush_cache,
             facts.cache_bytes,
-            meet=self._meet_ranks,
-            any_rank=self._any_rank,
+            meet_ranks=self._meet_ranks,
+            is_true_on_any_rank=self._any_rank,
         )
         gc.collect()
 
     def _make_stepped_state(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
-        setup = self._setup(case, facts)
+        setup = self._make_setup(case, facts)
         workload_state = workload.prepare(setup)
         finite_state = FiniteState(workload_state)
         step(workload, workload_state, setup.scales, self._make_unmarked_phases())
@@ -334,7 +334,7 @@ class Bench(UntimedPasses):
             return fault._replace(out_of_memory=False)
         return fault
 
-    def _select_case(self, key: str) -> Prepared:
+    def _select_case(self, key: str) -> PreparedCase:
         prepared = self._prepared[key]
         self._used = prepared.device, prepared.index
         prepared.device.select(prepared.index)

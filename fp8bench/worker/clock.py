@@ -25,22 +25,22 @@ class Marker:
     """The context manager that marks a phase. It is created once and entered many times, even while it is already
     entered.
 
-    A marker calls `_note` with the code of its phase (its index in CELL_PHASES) when the phase begins, and with the
-    complement of the code when the phase ends.
+    A marker calls `_note_code` with the code of its phase (its index in CELL_PHASES) when the phase begins, and with
+    the complement of the code when the phase ends.
     """
 
-    _code: int
-    _note: Callable[[int], None]
-    _stamp: Callable[[Any], None]
-    _now: Callable[[], Any]
+    _phase_code: int
+    _note_code: Callable[[int], None]
+    _append_stamp: Callable[[Any], None]
+    _take_stamp: Callable[[], Any]
 
     def __enter__(self) -> None:
-        self._stamp(self._now())
-        self._note(self._code)
+        self._append_stamp(self._take_stamp())
+        self._note_code(self._phase_code)
 
     def __exit__(self, *exc: object) -> None:
-        self._stamp(self._now())
-        self._note(~self._code)
+        self._append_stamp(self._take_stamp())
+        self._note_code(~self._phase_code)
 
 
 @dataclass(slots=True, eq=False)
@@ -49,13 +49,13 @@ class SharingMarker(Marker):
     at the end of the previous phase.
     """
 
-    _notes: list[int]
+    _noted_codes: list[int]
     _shared: dict[int, int]
 
     def __enter__(self) -> None:
-        if self._shared.get(len(self._notes)) != self._code:
-            self._stamp(self._now())
-        self._note(self._code)
+        if self._shared.get(len(self._noted_codes)) != self._phase_code:
+            self._append_stamp(self._take_stamp())
+        self._note_code(self._phase_code)
 
 
 class PhaseClock(Markers):
@@ -70,18 +70,18 @@ class PhaseClock(Markers):
     __slots__ = ("_last_step", "_note", "_notes", "_open", "_expected_notes", "_shared", "_stamps", "_report", "now")
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
-        self._notes: list[int] = []
+        self._noted_codes: list[int] = []
         # the codes that the markers noted in the last step, and the phase codes computed from them
         self._last_step: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]
         self._stamps: list[Any] = []
         self._open: list[int] = [UNATTRIBUTED_CODE]  # the codes of open phases, which only `report` needs
         # Marks that take no stamp: the index of each mark in the step, and the code of the phase that begins there.
         self._shared: dict[int, int] = {}
-        self._expected_notes: list[int] = []
+        self._expected_codes: list[int] = []
         self._report = report
         self.now = stamper.source()
-        self._note = self._notes.append if report is None else self._report_phase
-        super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note, self._stamps.append, self.now))
+        self._note_code = self._noted_codes.append if report is None else self._report_phase
+        super().__init__(lambda name: Marker(CELL_PHASES.index(name), self._note_code, self._stamps.append, self.now))
 
     def share(self, notes: list[int], indices: Iterable[int]) -> None:
         """From now on, takes no time stamps at the marks with these `indices`, in steps whose marks have the codes
@@ -90,16 +90,16 @@ class PhaseClock(Markers):
         Each of these marks begins a phase right after a previous phase ends. No kernel is launched between these two
         marks, so no time is assigned to the wrong phase.
         """
-        self._expected_notes = notes
+        self._expected_codes = notes
         self._shared = {index: notes[index] for index in indices}
         for name in PHASES:
             code = CELL_PHASES.index(name)
             stamp = self._stamps.append
-            setattr(self, name, SharingMarker(code, self._note, stamp, self.now, self._notes, self._shared))
+            setattr(self, name, SharingMarker(code, self._note_code, stamp, self.now, self._noted_codes, self._shared))
 
     def begin(self) -> None:
         """Starts a step. Drops the marks of a previous step that was aborted."""
-        self._notes.clear()
+        self._noted_codes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]
         if self._report is not None:
@@ -114,19 +114,19 @@ class PhaseClock(Markers):
         """
         self._stamps.append(self.now())
         notes, phase_codes = self._last_step
-        if self._notes != notes:  # most steps have the same marks as the previous step
-            phase_codes = _compute_phase_codes(self._notes)
+        if self._noted_codes != notes:  # most steps have the same marks as the previous step
+            phase_codes = _compute_phase_codes(self._noted_codes)
             if self._shared:
-                shared = {index for index, note in enumerate(self._notes) if self._shared.get(index) == note}
+                shared = {index for index, note in enumerate(self._noted_codes) if self._shared.get(index) == note}
                 phase_codes = [code for index, code in enumerate(phase_codes) if index not in shared]
                 # this step has different marks than the inspected step, so stamps must not be shared any more
-                if self._notes and self._notes != self._expected_notes:
+                if self._noted_codes and self._noted_codes != self._expected_codes:
                     self._shared.clear()
-            self._last_step = self._notes.copy(), phase_codes
+            self._last_step = self._noted_codes.copy(), phase_codes
         return phase_codes.copy(), self._stamps.copy()
 
     def _report_phase(self, note: int) -> None:
-        self._notes.append(note)
+        self._noted_codes.append(note)
         if note >= 0:
             self._open.append(note)
         elif len(self._open) > 1:
@@ -142,11 +142,11 @@ class BetweenCalls:
 
     def __init__(self, stamper: Stamper) -> None:
         self._stamper = stamper
-        self._now = stamper.source()
+        self._take_stamp = stamper.source()
         self._stamps: list[Any] = []
 
     def mark(self) -> None:
-        self._stamps.append(self._now())
+        self._stamps.append(self._take_stamp())
 
     def seconds(self) -> float:
         """Returns how many seconds the device worked between calls, summed over all pairs of marks. Deletes the

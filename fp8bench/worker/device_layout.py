@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Holding:
-    _keys = itertools.count()
+class _HardwareMemory:
+    _next_keys = itertools.count()
 
     def __init__(self, note: Callable[[DeviceNote], None], size: int, address: int = 0) -> None:
         self._note = note
-        self._key = next(self._keys)
+        self._key = next(self._next_keys)
         note(Laid(self._key, size, address))
 
     def __del__(self) -> None:
@@ -44,7 +44,7 @@ class _HardwareTensor(NamedTuple):
     """
 
     operand: Operand
-    holdings: tuple[_Holding, ...]
+    memories: tuple[_HardwareMemory, ...]
 
 
 # The owner of a tensor's memory: an index into the newly allocated memory (0 or more), the source tensor (-1), or a
@@ -53,7 +53,7 @@ _SOURCE_OWNER = -1
 _OPERAND_OWNERS = (-2, -3)
 
 
-class _Recipe(NamedTuple):
+class _CallLayout(NamedTuple):
     """What a call such as `cast` returns on the hardware, for source tensors of one shape: its operands (on the meta
     device), the owner of the memory of each of their tensors, and the sizes of newly allocated memory in bytes.
     """
@@ -72,8 +72,8 @@ class DeviceLedger:
     """
 
     meter: MemoryMeter
-    followed: bool = True
-    seen: bool = False
+    has_known_operands: bool = True
+    has_seen_cast: bool = False
 
     @property
     def listening(self) -> bool:
@@ -89,7 +89,7 @@ class DeviceLedger:
         Yields a list, to which the `with` block appends the addresses of tensors that hardware would store in its own
         formats.
         """
-        self.seen = True
+        self.has_seen_cast = True
         replaced: list[int] = []
         self.meter.note(Emulating())
         try:
@@ -98,9 +98,9 @@ class DeviceLedger:
             self.meter.note(EmulationEnd(tuple(replaced)))
 
     def why(self) -> str:
-        if not self.seen:
+        if not self.has_seen_cast:
             return "no cast was seen: a compiled step shows none"
-        return "" if self.followed else "an operand was not made by a cast"
+        return "" if self.has_known_operands else "an operand was not made by a cast"
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Hardware:
         return replace(setup, arithmetic=self.wrap_arithmetic("", setup.arithmetic, ledger), layers=layers)
 
     def wrap_arithmetic(self, key: str, inner: Arithmetic, ledger: DeviceLedger) -> Arithmetic:
-        hardware = self.arithmetics.get(key)
-        return inner if hardware is None else LaidOutArithmetic(inner, hardware, ledger)
+        hardware_arithmetic = self.arithmetics.get(key)
+        return inner if hardware_arithmetic is None else LaidOutArithmetic(inner, hardware_arithmetic, ledger)
 
     @property
     def needs_separate_step(self) -> bool:
@@ -134,9 +134,9 @@ SEVERAL_RANKS_REASON = "it is not derived for several ranks"
 def find_hardware(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
     if case.ranks > 1:
         return Hardware(why=SEVERAL_RANKS_REASON)
-    hardware = find_hardware_for_modes((("", case.precision), *case.precision_map), facts)
-    if hardware.arithmetics or hardware.why:
-        return replace(hardware, why=hardware.why or workload.not_on_device)
+    emulated_hardware = find_hardware_for_modes((("", case.precision), *case.precision_map), facts)
+    if emulated_hardware.arithmetics or emulated_hardware.why:
+        return replace(emulated_hardware, why=emulated_hardware.why or workload.not_on_device)
     support = workload.support(dict(case.params), precisions.get(case.precision), facts)
     return Hardware(why=f"the suite itself emulates ({support.reason})" if support.is_emulated else "")
 
@@ -163,7 +163,7 @@ class LaidOutArithmetic(Arithmetic):
         self._inner = inner
         self._hardware = hardware
         self._ledger = ledger
-        self._recipes: dict[tuple[Any, ...], _Recipe] = {}
+        self._call_layouts: dict[tuple[Any, ...], _CallLayout] = {}
         self._hardware_tensors: dict[int, tuple[_HardwareTensor, weakref.ref[Tensor]]] = {}
 
     def layer(self, name: str) -> Arithmetic:
@@ -175,25 +175,27 @@ class LaidOutArithmetic(Arithmetic):
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._cast_once("cast", tensor, role)
+        return self._record_cast("cast", tensor, role)
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
-        return self._cast_once("cast_without_scale", tensor, role)
+        return self._record_cast("cast_without_scale", tensor, role)
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        return self._cast_once("cast_transpose", source, role)
+        return self._record_cast("cast_transpose", source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
         hardware_tensor, _ = self._hardware_tensors.get(id(operand.data), (None, None))
         with self._ledger.mark_emulation() as replaced:
-            turned_operand = self._inner.turn(operand, source, role)
+            transposed_operand = self._inner.turn(operand, source, role)
             if hardware_tensor is None:
-                self._ledger.followed = False
-                return turned_operand
-            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, hardware_tensor)
-        return recorded  # type: ignore[no-any-return]
+                self._ledger.has_known_operands = False
+                return transposed_operand
+            (recorded_result,) = self._record_results(
+                "turn", source, role, [transposed_operand], replaced, hardware_tensor
+            )
+        return recorded_result  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         """Casts a tensor in both orientations.
@@ -204,13 +206,16 @@ class LaidOutArithmetic(Arithmetic):
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
         with self._ledger.mark_emulation() as replaced:
-            operand, turned_operand = self._inner.cast_both(tensor, role, amax)
-            if turned_operand is None and self._find_recipe("cast_both", tensor, role, None).operands[1] is not None:
-                turned_operand = self._inner.turn(operand, tensor, role)
-            operand, turned_operand = self._record_results(
-                "cast_both", tensor, role, [operand, turned_operand], replaced
+            operand, transposed_operand = self._inner.cast_both(tensor, role, amax)
+            if (
+                transposed_operand is None
+                and self._find_call_layout("cast_both", tensor, role, None).operands[1] is not None
+            ):
+                transposed_operand = self._inner.turn(operand, tensor, role)
+            operand, transposed_operand = self._record_results(
+                "cast_both", tensor, role, [operand, transposed_operand], replaced
             )
-        return operand, turned_operand
+        return operand, transposed_operand
 
     def product(self, a: Operand, b: Operand, dtype: Any) -> Tensor:
         if not self._ledger.listening:
@@ -229,11 +234,11 @@ class LaidOutArithmetic(Arithmetic):
         with self._ledger.mark_emulation() as replaced:
             values = self._inner.restore(operand, dtype).detach()
             replaced.append(values.untyped_storage().data_ptr())
-            holding = _Holding(self._ledger.meter.note, values.numel() * values.element_size())
-        self._store_hardware_tensor(_HardwareTensor(Operand(values.to("meta")), (holding,)), values)
+            restored_memory = _HardwareMemory(self._ledger.meter.note, values.numel() * values.element_size())
+        self._store_hardware_tensor(_HardwareTensor(Operand(values.to("meta")), (restored_memory,)), values)
         return values
 
-    def _cast_once(self, name: str, tensor: Tensor, role: Role) -> Operand:
+    def _record_cast(self, name: str, tensor: Tensor, role: Role) -> Operand:
         call = getattr(self._inner, name)
         if not self._ledger.listening:
             return call(tensor, role)  # type: ignore[no-any-return]
@@ -256,36 +261,36 @@ class LaidOutArithmetic(Arithmetic):
         The emulation may return a view of a tensor where hardware makes a copy. The returned tensor must not keep the
         viewed tensor alive.
         """
-        recipe = self._find_recipe(name, source, role, hardware_tensor)
-        new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
+        call_layout = self._find_call_layout(name, source, role, hardware_tensor)
+        new_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
         # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
         scale = getattr(self._inner, "scales", {}).get(role)
-        if scale is not None and scale.last is not None and new_holdings and recipe.parts[0][-1] >= 0:
+        if scale is not None and scale.last is not None and new_memories and call_layout.parts[0][-1] >= 0:
             address = scale.last.inverse.untyped_storage().data_ptr()
-            new_holdings[recipe.parts[0][-1]] = _Holding(self._ledger.meter.note, 0, address)
-        recorded = []
-        for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
+            new_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
+        recorded_results = []
+        for real, operand, parts in zip(results, call_layout.operands, call_layout.parts, strict=True):
             # hardware that transposes later keeps the source tensor, which is not recorded here
             if real is None or operand is None:
-                self._ledger.followed &= real is operand
-                recorded.append(real)
+                self._ledger.has_known_operands &= real is operand
+                recorded_results.append(real)
                 continue
-            detached = replace(real, data=real.data.detach())
-            replaced.append(detached.data.untyped_storage().data_ptr())
-            holdings = tuple(self._find_memory_owner(part, new_holdings, source, hardware_tensor) for part in parts)
-            self._store_hardware_tensor(_HardwareTensor(operand, holdings), detached.data)
-            recorded.append(detached)
-        return recorded
+            detached_result = replace(real, data=real.data.detach())
+            replaced.append(detached_result.data.untyped_storage().data_ptr())
+            memories = tuple(self._find_memory_owner(part, new_memories, source, hardware_tensor) for part in parts)
+            self._store_hardware_tensor(_HardwareTensor(operand, memories), detached_result.data)
+            recorded_results.append(detached_result)
+        return recorded_results
 
     def _find_memory_owner(
-        self, part: int, new: Sequence[_Holding], source: Any, hardware_tensor: _HardwareTensor | None
-    ) -> _Holding:
+        self, part: int, new: Sequence[_HardwareMemory], source: Any, hardware_tensor: _HardwareTensor | None
+    ) -> _HardwareMemory:
         if part >= 0:
             return new[part]
         if part == _SOURCE_OWNER:
-            return _Holding(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
+            return _HardwareMemory(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
         assert hardware_tensor is not None
-        return hardware_tensor.holdings[_OPERAND_OWNERS.index(part)]
+        return hardware_tensor.memories[_OPERAND_OWNERS.index(part)]
 
     def _store_hardware_tensor(self, hardware_tensor: _HardwareTensor, real: Tensor) -> None:
         """Stores what hardware would hold for a tensor of the emulation (`real`), until that tensor is freed, for
@@ -297,15 +302,21 @@ class LaidOutArithmetic(Arithmetic):
             weakref.ref(real, lambda _: self._hardware_tensors.pop(key, None)),
         )
 
-    def _find_recipe(self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None) -> _Recipe:
+    def _find_call_layout(
+        self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None
+    ) -> _CallLayout:
         tensors = [source] if hardware_tensor is None else [source, *hardware_tensor.operand.tensors]
-        layouts = [None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        key = name, role, *layouts
-        if key not in self._recipes:
-            self._recipes[key] = self._make_recipe(name, source, role, hardware_tensor)
-        return self._recipes[key]
+        tensor_layouts = [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors
+        ]
+        key = name, role, *tensor_layouts
+        if key not in self._call_layouts:
+            self._call_layouts[key] = self._make_call_layout(name, source, role, hardware_tensor)
+        return self._call_layouts[key]
 
-    def _make_recipe(self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None) -> _Recipe:
+    def _make_call_layout(
+        self, name: str, source: Any, role: Role, hardware_tensor: _HardwareTensor | None
+    ) -> _CallLayout:
         import torch
 
         # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
@@ -336,4 +347,4 @@ class LaidOutArithmetic(Arithmetic):
                     sizes.append(storage.nbytes())
                 owners.append(owner_by_storage[storage._cdata])
             part_owners.append(tuple(owners))
-        return _Recipe(operands, tuple(part_owners), tuple(sizes))
+        return _CallLayout(operands, tuple(part_owners), tuple(sizes))

@@ -20,28 +20,28 @@ from typing import Any, NamedTuple
 from fp8bench.worker.state_tensors import ViewKey, get_version, get_view_key, iterate_tensors
 
 # The most CPU seconds for reading a whole state once.
-SECONDS = 0.5
+READ_SECONDS = 0.5
 # A tensor of a one-byte dtype is converted in pieces of this many elements.
 _PIECE_ELEMENTS = 1 << 22
 
 
-class Lost(NamedTuple):
+class LostNumbers(NamedTuple):
     """Elements of a state that are not finite any more: how many (`lost`), of how many checked elements. `where`
     describes the first tensor with such elements.
     """
 
     lost: int = 0
-    looked: int = 0
+    checked_count: int = 0
     where: str = ""
 
     @property
     def share(self) -> float:
-        return self.lost / self.looked if self.looked else 0.0
+        return self.lost / self.checked_count if self.checked_count else 0.0
 
     def __str__(self) -> str:
         if not self.lost:
             return ""
-        return f"its state is not finite: {self.lost} of {self.looked} numbers, the first in {self.where}"
+        return f"its state is not finite: {self.lost} of {self.checked_count} numbers, the first in {self.where}"
 
 
 class _InitiallyNotFinite(NamedTuple):
@@ -59,7 +59,7 @@ class FiniteState:
         self._made_versions: dict[ViewKey, int] = {}
         # False if the time for reading the state ran out. Then a tensor that is not in `_prepared` may have been in the
         # prepared state.
-        self._has_read_all = True
+        self._has_read_state = True
         for tensor in self._read_tensors(state):
             not_finite = _mask_not_finite(tensor)
             is_mask = not_finite is not None and bool(_mask_negative_infinity(tensor).any())
@@ -79,13 +79,13 @@ class FiniteState:
             if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)
 
-    def find_lost(self, state: object) -> Lost:
+    def find_lost(self, state: object) -> LostNumbers:
         count = 0
         checked_count = 0
         first_tensor = ""
-        has_read_all = self._has_read_all
+        had_read_state = self._has_read_state
         for tensor in self._read_tensors(state):
-            if get_view_key(tensor) not in self._prepared and not has_read_all:
+            if get_view_key(tensor) not in self._prepared and not had_read_state:
                 continue
             checked_count += tensor.numel()
             tensor_count = self._count_lost(tensor)
@@ -93,12 +93,12 @@ class FiniteState:
                 shape_text = " x ".join(map(str, tensor.shape)) or "one number"
                 first_tensor = f"a tensor of {shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
             count += tensor_count
-        return Lost(count, checked_count, first_tensor)
+        return LostNumbers(count, checked_count, first_tensor)
 
     def _read_tensors(self, state: object) -> Iterator[Any]:
         import torch
 
-        deadline = time.thread_time() + SECONDS
+        deadline = time.thread_time() + READ_SECONDS
         for tensor in iterate_tensors(state, until=deadline):
             if time.thread_time() > deadline:
                 break
@@ -107,7 +107,7 @@ class FiniteState:
                 yield torch.view_as_real(tensor.detach())
             elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
                 yield tensor.detach()
-        self._has_read_all = self._has_read_all and time.thread_time() <= deadline
+        self._has_read_state = self._has_read_state and time.thread_time() <= deadline
 
     def _count_lost(self, tensor: Any) -> int:
         not_finite = _mask_not_finite(tensor)

@@ -22,7 +22,7 @@ from fp8bench.tape.recorder import OperatorTape, operator_name
 from fp8bench.user_code.switches import read_values
 from fp8bench.worker.bits import count_subnormals
 from fp8bench.worker.fusing import without_compiling
-from fp8bench.worker.step_effect import Beginning, compare_slots, make_slot, restore_state
+from fp8bench.worker.step_effect import InitialContents, compare_slots, make_slot, restore_state
 from fp8bench.worker.switches import get_arithmetic_switches
 
 # The operators of at most this many steps are counted.
@@ -51,7 +51,7 @@ class LateSlots:
         self._tf32 = tf32
         self._state_restoration = ExitStack()
         self._replace_inputs = partial(restore_state, state, inputs)
-        self._initial_contents: Beginning | None = None
+        self._initial_contents: InitialContents | None = None
         self._slot_requests = compare_slots()
         self._is_timed = False
         self._call = ExitStack()
@@ -118,7 +118,7 @@ class LateSlots:
             else None,
             varies=max(step_flops) - min(step_flops) > _MAX_FLOPS_VARIATION * max(step_flops),
             switches=tuple(first_tape.switches),
-            subnormal=first_tape.subnormal / max(first_tape.looked, 1),
+            subnormal=first_tape.subnormal / max(first_tape.sampled_count, 1),
             seconds=tuple(sorted(operator_seconds.items(), key=lambda pair: -pair[1])[:_REPORTED_OPERATORS])
             if has_operator_times
             else (),
@@ -157,7 +157,7 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
         super().__init__()
         self.seconds_of = defaultdict[Any, float](float)
         self.switches: dict[str, None] = {}
-        self.looked = self.subnormal = 0
+        self.sampled_count = self.subnormal = 0
         self._switches = get_arithmetic_switches() if looks else ()
         self._initial_values = read_values(self._switches)
 
@@ -183,5 +183,5 @@ class _LateTape(OperatorTape):  # type: ignore[no-untyped-call]
                 continue
             sampled_numbers = tensor.detach().flatten()
             sampled_numbers = sampled_numbers[:: max(1, len(sampled_numbers) // _MAX_SAMPLED_NUMBERS)]
-            self.looked += len(sampled_numbers)
+            self.sampled_count += len(sampled_numbers)
             self.subnormal += count_subnormals(sampled_numbers)

@@ -48,8 +48,8 @@ _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
 # On an accelerator it is uncertain when the queue begins and ends. So the time of a slot and the time between its
 # stamps may differ, by this many seconds and by this part of the slot.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step is accused of changing the clock's stamps only if the median over this many slots shows it. If so many slots
-# take longer than _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
+# A step is accused of changing the clock's stamps if the median over this many slots shows it. If they take longer than
+# _ACCUSING_SECONDS, fewer are enough, but at least _MIN_ACCUSING_SLOTS.
 _ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
 # The number of replays whose phases are marked; the fastest replay is used.
 _MARKED_REPLAYS = 10
@@ -95,8 +95,7 @@ def count_bytes(state: object) -> int:
 def make_rotation(
     first: State, make_state: Callable[[], State], facts: DeviceFacts, device: Device
 ) -> tuple[State, ...]:
-    """Returns the first state and further states. There are enough states that each has left the cache when it is
-    used again.
+    """Returns the first state and enough further states that each has left the cache when it is used again.
 
     There is at least one further state. If memory runs out, there are fewer states than needed.
     """
@@ -113,13 +112,13 @@ def make_rotation(
 
 
 @dataclass
-class Prepared:
+class PreparedCase:
     """A case that is ready to be timed.
 
     `started` are the threads and processes that the preparation has started. Calls use the `states` in turn; a replay
-    takes a step of every state. Before each call, outside of the timing, `flush` empties the cache, and if `loaded`,
-    the workload loads the data of the step. `meet` waits for the other ranks, so that all ranks begin a slot at the
-    same time. `any_rank` returns whether its argument is true on any rank.
+    takes a step of every state. Before each call, outside of the timing, `flush_cache` empties the cache, and if
+    `loaded`, the workload loads the data of the step. `meet_ranks` waits until all ranks begin a slot.
+    `is_true_on_any_rank` returns whether its argument is true on any rank.
     """
 
     workload: Workload
@@ -130,20 +129,20 @@ class Prepared:
     clock: PhaseClock
     stamper: Stamper
     started: Running
-    flush: Callable[[], Any] | None = None
+    flush_cache: Callable[[], Any] | None = None
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
     # Phases are marked in one of this many steps.
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
-    meet: Callable[[], object] = begin_without_ranks
-    any_rank: Callable[[bool], bool] = bool
+    meet_ranks: Callable[[], object] = begin_without_ranks
+    is_true_on_any_rank: Callable[[bool], bool] = bool
     # For each slot, the seconds that neither the stamps of its steps nor the clock's work explain: on a CPU those of
     # the call with the fewest such seconds, on an accelerator those of the slot.
-    _missing: list[float] = field(default_factory=list)
+    _unexplained_seconds: list[float] = field(default_factory=list)
     # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
-    _switches: Sequence[Any] | None = None
+    _switch_values: Sequence[Any] | None = None
     _late_slots: LateSlots | None = None
     _between_calls: BetweenCalls | None = None
     _next_state: Callable[[], State] = field(init=False)
@@ -164,8 +163,8 @@ class Prepared:
     def _make_ready(self) -> Any:
         """Prepares a step outside of the timing, and returns the state for the step."""
         state = self._next_state() if self._late_slots is None else self.states[0]
-        if self.flush is not None:
-            self.flush()
+        if self.flush_cache is not None:
+            self.flush_cache()
         if state.scales is not None:
             state.scales.begin_step()
         if self.loaded:
@@ -210,10 +209,9 @@ class Prepared:
         return ""
 
     def replay_phases(self) -> RawStep | None:
-        """Captures a step again, this time with events of the graph that mark its phases. Returns the fastest of a few
-        replays.
+        """Captures a step again, with events that mark its phases. Returns the fastest of a few replays.
 
-        Returns None if the device has no events that can be captured.
+        Returns None if the device cannot capture such events.
         """
         stamper = self.device.captured_stamper(self.index)
         if stamper is None:
@@ -273,7 +271,7 @@ class Prepared:
         call_seconds: list[float] = []
         quantiser_calls = fusing.count_calls()
         with self._watching_steps(), slot_inspection:
-            self.meet()
+            self.meet_ranks()
             retries_before = self.device.retried(self.index)
             # read the host's counters before the discarded calls, because reading leaves the caches cold
             counters_before = counters()
@@ -308,12 +306,14 @@ class Prepared:
         if late_slots is not None:
             late_slots.add_slot([step.seconds for step in steps], discard)
         if self._between_calls is None:
-            self._missing.append(min(map(_compute_missing_in_call, call_seconds, steps)))
+            self._unexplained_seconds.append(min(map(_compute_missing_in_call, call_seconds, steps)))
         else:
             # If the host had to wait for a core, it noticed too late that the device was done.
             late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
             seconds_between_calls = max(0.0, host_seconds - sum(call_seconds)) + self._between_calls.seconds()
-            self._missing.append(_compute_missing_in_slot(wall_seconds, seconds_between_calls + late_seconds, steps))
+            self._unexplained_seconds.append(
+                _compute_missing_in_slot(wall_seconds, seconds_between_calls + late_seconds, steps)
+            )
         eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
         preemptions = _get_number(counter_growth["preemptions"])
         return RawSlot(
@@ -335,7 +335,7 @@ class Prepared:
         """Marks phases in fewer steps on an accelerator, if time stamps would take more than MARKS_SHARE of a step.
         With several ranks, phases are marked in all steps, because waiting for other ranks is a phase of every step.
         """
-        if self._between_calls is None or self.meet is not begin_without_ranks or not steps:
+        if self._between_calls is None or self.meet_ranks is not begin_without_ranks or not steps:
             return
         fastest_step = min(steps, key=lambda step: step.seconds)
         stamp_count = max(len(step.codes) for step in steps) - 1
@@ -345,10 +345,10 @@ class Prepared:
 
     @contextmanager
     def _watching_steps(self) -> Iterator[None]:
-        """Runs the `with` block, which takes timed steps, with the settings of the case's precision. Raises an error if
-        the steps have forbidden side effects.
+        """Runs timed steps in the `with` block, in their precision. Raises an error if they have forbidden side
+        effects.
         """
-        watched_switches = restore_switches(self._switches)
+        watched_switches = restore_switches(self._switch_values)
         with (
             precision_scope(self.precision),
             without_garbage_collection(),
@@ -356,7 +356,7 @@ class Prepared:
             silent_step(),
             require_agreeing_clocks(self._checked_clocks),
         ):
-            self._switches = switch_values if owns_process() else None
+            self._switch_values = switch_values if owns_process() else None
             yield
 
     def _make_ready_on_device(self, number: int, filling: Filling | None) -> Any:
@@ -365,7 +365,7 @@ class Prepared:
         long the device works on this preparation, if there is such work.
         """
         fills_queue = filling is not None and number % filling.calls == 0
-        between_calls = self._between_calls if fills_queue or self.flush is not None or self.loaded else None
+        between_calls = self._between_calls if fills_queue or self.flush_cache is not None or self.loaded else None
         if between_calls is not None:
             between_calls.mark()
         state = self._make_ready()
@@ -380,7 +380,7 @@ class Prepared:
         flushes between calls. `counted_seconds` includes discarded calls, so the result is at most the time that timed
         calls spent without a core.
         """
-        if counted_seconds is None or self.device.kind != "cpu" or self.flush is not None:
+        if counted_seconds is None or self.device.kind != "cpu" or self.flush_cache is not None:
             return None
         return max(0.0, min(counted_seconds, off_core_seconds))
 
@@ -396,18 +396,18 @@ class Prepared:
         return self._late_slots is not None and self._late_slots.is_due
 
     def end_late(self) -> LateSteps:
-        """Restores the state, and returns what the late steps (those after the timing) did."""
+        """Restores the state, and returns what the steps after the timing (late steps) did."""
         late_slots = self._late_slots
         self._late_slots = None
         return LateSteps() if late_slots is None else late_slots.end()
 
     def check(self) -> StateCheck:
         """Checks the clock's stamps, lets the workload check its states, and counts numbers that are not finite."""
-        if self.any_rank(self._has_wrong_stamps()):
+        if self.is_true_on_any_rank(self._has_wrong_stamps()):
             # Take more slots first, because load may lengthen most slots of a short run. All ranks take as many slots
             # as the slowest rank needs.
             deadline = time.perf_counter() + _ACCUSING_SECONDS
-            while self.any_rank(self._needs_more_slots(deadline)):
+            while self.is_true_on_any_rank(self._needs_more_slots(deadline)):
                 self.slot(4, 0)
         if self._has_wrong_stamps():
             return StateCheck(_MOVED_STAMPS_REASON)
@@ -419,10 +419,10 @@ class Prepared:
 
     def _has_wrong_stamps(self) -> bool:
         # An interruption before a call's first stamp lengthens single slots, but not most of many slots.
-        return bool(self._missing) and median(self._missing) > 0
+        return bool(self._unexplained_seconds) and median(self._unexplained_seconds) > 0
 
     def _needs_more_slots(self, deadline: float) -> bool:
-        slot_count = len(self._missing)
+        slot_count = len(self._unexplained_seconds)
         return slot_count < _MIN_ACCUSING_SLOTS or (slot_count < _ACCUSING_SLOTS and time.perf_counter() < deadline)
 
     def _check_state(self, state: State) -> StateCheck:
@@ -438,7 +438,7 @@ class Prepared:
         """
         silent_phases = SilentPhases()
         with precision_scope(self.precision), restore_switches(), silent_step():
-            self.meet()
+            self.meet_ranks()
             start = time.perf_counter()
             for _ in range(steps):
                 self.workload.step(self._make_ready(), silent_phases)

@@ -52,29 +52,29 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
     takes_codes = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
     inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
     state = workload.prepare(setup)
-    given_state = GivenState(state)
+    state_inputs = StateInputs(state)
     clock = PhaseClock(devices.get(facts.kind).stamper(facts.index))
     start = time.thread_time()
-    with ProductWatch(inspection.inspect) as watch:
+    with ProductWatch(inspection.inspect_operands) as watch:
         step(workload, state, setup.scales, clock)
-    input_sums = given_state.sum_inputs()
+    input_sums = state_inputs.sum_inputs()
     held_weights = _HeldWeights(state, formats)
     if time.thread_time() - start < _MAX_STEP_SECONDS:  # the first step may have cast tensors that later steps keep
         addresses_cast_in_step.clear()
-        with ProductWatch(held_weights.inspect):
+        with ProductWatch(held_weights.inspect_operands):
             step(workload, state, setup.scales, clock)
     kernels = _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
-    del state, given_state
-    has_low_operand = inspection.low or inspection.wide
+    del state, state_inputs
+    has_low_values = inspection.has_low_operand or inspection.has_wide_operand
     real_precision = identify_product(precision, facts) if inspection.count or kernels else ""
-    is_unknown = not formats or (not has_low_operand and inspection.count > _MAX_INSPECTED)
+    is_unknown = not formats or (not has_low_values and inspection.count > _MAX_INSPECTED)
     return Products(
         inspection.count,
-        None if is_unknown else has_low_operand,
-        tuple(inspection.seen),
+        None if is_unknown else has_low_values,
+        tuple(inspection.seen_dtypes),
         watch.operators,
         tuple(watch.attention),
-        inspection.wide and not inspection.low,
+        inspection.has_wide_operand and not inspection.has_low_operand,
         real_precision,
         kernels,
         input_sums,
@@ -98,7 +98,7 @@ class _HeldWeights:
         self._formats = formats
         self._read = set[int]()
 
-    def inspect(self, operands: Sequence[Any]) -> None:
+    def inspect_operands(self, operands: Sequence[Any]) -> None:
         """Inspects the operands of a product of the forward pass. Skips products of the backward pass, because they
         multiply gradients with the inputs of the forward pass.
         """
@@ -196,25 +196,27 @@ class _OperandInspection:
     reads_float32: bool
     takes_codes: bool = False
     count: int = 0
-    low: bool = False
-    wide: bool = False
-    seen: dict[str, None] = field(default_factory=dict)
+    has_low_operand: bool = False
+    has_wide_operand: bool = False
+    seen_dtypes: dict[str, None] = field(default_factory=dict)
 
-    def inspect(self, operands: Sequence[Any]) -> None:
+    def inspect_operands(self, operands: Sequence[Any]) -> None:
         """Inspects the operands of a product. The backward pass calls this method from a different thread, but for one
         product at a time.
         """
-        if self.low or self.count > _MAX_INSPECTED:
+        if self.has_low_operand or self.count > _MAX_INSPECTED:
             return
         self.count += 1
-        self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
+        self.seen_dtypes.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
         operand_formats = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
-            self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in operand_formats)
-            self.wide = self.wide or (not self.low and any(has_format(tensor, fmt) for tensor, fmt in operand_formats))
+            self.has_low_operand = any(has_dtype_of(tensor, fmt) for tensor, fmt in operand_formats)
+            self.has_wide_operand = self.has_wide_operand or (
+                not self.has_low_operand and any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
+            )
         else:
             reads_float32 = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)
-            self.low = reads_float32 or any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
+            self.has_low_operand = reads_float32 or any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
 
 
 # CPU seconds for reading a state. A state that takes longer is not reported.
@@ -224,7 +226,7 @@ _PIECE_ELEMENTS = 1 << 20
 _MAX_SHAPES = 32
 
 
-class GivenState:
+class StateInputs:
     """Sums the numbers of the tensors that a step takes as input, by shape. The sums must be equal in all precisions,
     up to rounding. A tensor counts as input if the step does not write it, or if it is trained. Tensors that the step
     overwrites do not count, because they may be uninitialised.

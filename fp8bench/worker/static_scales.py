@@ -18,7 +18,7 @@ class Calibrations:
 
     _amax_by_case: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
-    def apply(self, workload: Workload, setup: Setup) -> Setup:
+    def apply_static_scales(self, workload: Workload, setup: Setup) -> Setup:
         """Returns the setup with a new `ScaleBook` of the case's static scales, or the same setup if the case has no
         static scales.
         """

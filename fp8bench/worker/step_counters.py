@@ -40,7 +40,7 @@ _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate"
 AllocationCounts = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 
-class Probe:
+class AllocatorProbe:
     """The preloaded library that counts the calls of this process's memory allocator."""
 
     def __init__(self, library: Any) -> None:
@@ -63,9 +63,9 @@ class Probe:
         return float(calls), float(size), max(0.0, nanoseconds - calls * self._cost) * 1e-9
 
 
-def find_probe() -> Probe | None:
+def find_probe() -> AllocatorProbe | None:
     library = ctypes.CDLL(None)
-    return Probe(library) if hasattr(library, "fp8bench_probe_read") else None
+    return AllocatorProbe(library) if hasattr(library, "fp8bench_probe_read") else None
 
 
 @dataclass

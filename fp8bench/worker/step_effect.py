@@ -215,11 +215,11 @@ class _StepHistory:
 
     history: list[list[_MemoryContents]]
     changed_numbers: set[int]
-    recreated: bool
+    has_new_counters: bool
 
     def is_counter(self, tensor: _MemoryContents) -> bool:
         return tensor.address in self.changed_numbers or (
-            self.recreated and tensor.elements <= 1 and tensor.address not in self._lasting_addresses
+            self.has_new_counters and tensor.elements <= 1 and tensor.address not in self._lasting_addresses
         )
 
     @cached_property
@@ -440,14 +440,14 @@ def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
     return difference <= max(_ROUNDING_SHARE * largest_sum, least_change)
 
 
-class Beginning:
+class InitialContents:
     """The contents of a state's memory, and the positions of its random generators, when a late slot begins."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state = state
-        self._is_known = memories is not None
+        self._is_stored = memories is not None
         self._initial = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
-        self._generator_resets = save_generators(state) if self._is_known else []
+        self._generator_resets = save_generators(state) if self._is_stored else []
         # The tensors that the state held when the slot began, with copies of their memory, by address. They stay
         # alive, so that no new tensor gets the address of one of them.
         self._contents: dict[int, tuple[Any, Any]] = {}
@@ -456,7 +456,7 @@ class Beginning:
         """Restores the memory and the generators, except for tensors that earlier slots added to the state."""
         for first, copy in self._initial.values():
             restore_bytes(first, copy)
-        memories = find_memories(self._state) if self._is_known else {}
+        memories = find_memories(self._state) if self._is_stored else {}
         self._contents = dict(self._initial)
         for address, (first, *_) in memories.items():
             if address not in self._contents:
@@ -468,7 +468,7 @@ class Beginning:
         """Returns sketches of how the state has changed since `restore`, and of the contents of an answer. Returns []
         if the contents of the state were not stored.
         """
-        memories = find_memories(self._state, answer) if self._is_known else {}
+        memories = find_memories(self._state, answer) if self._is_stored else {}
         sketches = []
         for address, (first, *_) in memories.items():
             _, copy = self._contents.get(address, (None, None))
@@ -480,7 +480,7 @@ class Beginning:
 
 
 @contextmanager
-def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
+def restore_state(state: object, inputs: set[int]) -> Iterator[InitialContents]:
     """Replaces the numbers of the inputs within the `with` block. Restores the state's memory and generators
     afterwards.
 
@@ -488,7 +488,7 @@ def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
     """
     memories = find_memories(state)
     if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MAX_BYTES:
-        yield Beginning(state, None)
+        yield InitialContents(state, None)
         return
     with ExitStack() as stack:
         for draw_again in save_generators(state):
@@ -496,4 +496,4 @@ def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
         for seed, (address, (first, *_)) in enumerate(memories.items()):
             is_replaced_input = address in inputs and first.dtype.is_floating_point
             stack.enter_context(replace_numbers(first, seed) if is_replaced_input else restore_afterwards(first))
-        yield Beginning(state, memories)
+        yield InitialContents(state, memories)

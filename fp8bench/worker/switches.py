@@ -135,7 +135,7 @@ def read_recorded_switches() -> dict[str, Scalar | None]:
     """Returns the values of all recorded switches. Also returns a text about the switches whose values differ from
     those in a new process, or None.
     """
-    values = {switch: make_plain(switch.read()) for switch in switches() if switch.recorded}
+    values = {switch: make_plain(switch.read()) for switch in switches() if switch.is_recorded}
     unusual_texts = [
         f"{switch.name} at {value} (usually {make_plain(switch.usual)})"
         for switch, value in values.items()
@@ -153,18 +153,20 @@ def refuse_distorted_reference() -> None:
             scope.enter_context(float32_products("highest"))  # the scope of the reference sets float32 products as well
             values = {switch: switch.read() for switch in switches()}
     wrong_switches = [
-        (switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)
+        (switch, value)
+        for switch, value in values.items()
+        if switch.is_distorting is not None and switch.is_distorting(value)
     ]
     if not wrong_switches:
         return
     wrong_texts = [
-        f"{switch.name} at {make_plain(value)!s:.100} (expected {switch.wanted or make_plain(switch.usual)})"
+        f"{switch.name} at {make_plain(value)!s:.100} (expected {switch.expected or make_plain(switch.usual)})"
         for switch, value in wrong_switches[:_MAX_NAMED_SWITCHES]
     ]
     further_text = (
         [f"{len(wrong_switches) - _MAX_NAMED_SWITCHES} more"] if len(wrong_switches) > _MAX_NAMED_SWITCHES else []
     )
-    corrections = dict.fromkeys(switch.mend for switch, _ in wrong_switches[:_MAX_NAMED_SWITCHES])
+    corrections = dict.fromkeys(switch.correction for switch, _ in wrong_switches[:_MAX_NAMED_SWITCHES])
     raise UsageError(
         f"the process that is to measure has {'; '.join([*wrong_texts, *further_text])}, "
         "which would distort the reference. "

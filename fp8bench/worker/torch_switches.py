@@ -46,9 +46,9 @@ def _list_mode_switches() -> Iterator[Switch]:
         torch.backends.flags_frozen,
         state.set_flags_frozen,
         usual=False,
-        bends=bool,
+        is_distorting=bool,
         names=("torch.backends.disable_global_flags",),
-        mend="do not call torch.backends.disable_global_flags()",
+        correction="do not call torch.backends.disable_global_flags()",
     )
     # Inference mode comes before gradients, because it also turns gradients off.
     for name, read, usual, remedy in (
@@ -57,7 +57,7 @@ def _list_mode_switches() -> Iterator[Switch]:
         ("modes of torch's dispatcher", torch._C._len_torch_dispatch_stack, 0, "leave the TorchDispatchMode"),
         ("torch's profiler", torch._C._autograd._profiler_enabled, False, "end the profiler"),
     ):
-        yield Switch(name, read, None, usual=usual, bends=bool, mend=remedy)
+        yield Switch(name, read, None, usual=usual, is_distorting=bool, correction=remedy)
     yield _make_function_switch("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
     yield _make_function_switch("the default device", state.get_default_device, "torch.set_default_device", usual=None)
     yield Switch(
@@ -65,8 +65,8 @@ def _list_mode_switches() -> Iterator[Switch]:
         state.get_saved_hooks,
         state.restore_saved_hooks,
         usual=None,
-        bends=bool,
-        mend="leave torch.autograd.graph.saved_tensors_hooks",
+        is_distorting=bool,
+        correction="leave torch.autograd.graph.saved_tensors_hooks",
     )
     for kind in _DEVICE_KINDS:
         yield _make_function_switch(
@@ -138,9 +138,9 @@ def _list_number_switches() -> Iterator[Switch]:
 
 def _list_library_switches() -> Iterator[Switch]:
     cuda = torch.backends.cuda
-    yield from _make_flag_switch("oneDNN", "mkldnn.enabled", True, bends=True)
+    yield from _make_flag_switch("oneDNN", "mkldnn.enabled", True, is_distorting=True)
     yield from _make_flag_switch("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
-    yield from _make_flag_switch("cuDNN", "cudnn.enabled", True, bends=True)
+    yield from _make_flag_switch("cuDNN", "cudnn.enabled", True, is_distorting=True)
     yield from _make_flag_switch("cuDNN's benchmark", "cudnn.benchmark", False)
     yield from _make_flag_switch("cuDNN's limit of benchmarks", "cudnn.benchmark_limit")
     yield from _make_flag_switch("cuDNN's deterministic algorithms", "cudnn.deterministic", False)
@@ -154,9 +154,9 @@ def _list_library_switches() -> Iterator[Switch]:
         torch._C._get_nnpack_enabled,
         torch._C._set_nnpack_enabled,
         usual=True,
-        bends=partial(_differs_from, True),
+        is_distorting=partial(_differs_from, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
-        mend="torch.backends.nnpack.set_flags(True)",
+        correction="torch.backends.nnpack.set_flags(True)",
     )
     for switch_name, function in (
         ("the library of linear algebra", "preferred_linalg_library"),
@@ -205,9 +205,9 @@ def _list_attention_switches() -> Iterator[Switch]:
         cuda.fp16_bf16_reduction_math_sdp_allowed,
         cuda.allow_fp16_bf16_reduction_math_sdp,
         usual=False,
-        bends=bool,
+        is_distorting=bool,
         names=("torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",),
-        mend="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)",
+        correction="torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)",
     )
     if hasattr(attention, "current_flash_attention_impl"):
         yield Switch(
@@ -245,8 +245,8 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
         lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,
         restore_hooks,
         usual=empty_hooks,
-        bends=any,
-        mend="remove the hooks",
+        is_distorting=any,
+        correction="remove the hooks",
     )
     yield Switch(
         "the stance of torch.compile", state.get_stance, state.set_stance, names=("torch.compiler.set_stance",)
@@ -333,7 +333,7 @@ def _list_product_switches() -> Iterator[Switch]:
         ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         "highest",
         lambda value: value != "highest",
-        mend='torch.set_float32_matmul_precision("highest")',
+        correction='torch.set_float32_matmul_precision("highest")',
     )
     cudnn = torch.backends.cudnn
     matmul = torch.backends.cuda.matmul
@@ -356,9 +356,11 @@ def _list_product_switches() -> Iterator[Switch]:
             (f"torch.backends.cuda.matmul.{attribute_name}",),
             (True,) * len(attribute_names),
             lambda value: not all(value),
-            mend=f"torch.backends.cuda.matmul.{attribute_name} = True",
+            correction=f"torch.backends.cuda.matmul.{attribute_name} = True",
         )
-    yield from _make_flag_switch("fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, bends=True)
+    yield from _make_flag_switch(
+        "fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, is_distorting=True
+    )
     for switch_name, attribute_path, backend, operators in (
         ("float32 of all backends", "", "generic", "all"),
         ("float32 on CUDA", "cudnn.", "cuda", "all"),
@@ -379,8 +381,8 @@ def _list_product_switches() -> Iterator[Switch]:
             (f"torch.backends.{attribute_path}fp32_precision",),
             "tf32" if attribute_path in ("cudnn.conv.", "cudnn.rnn.") else "none",
             _LOWERED_PRECISIONS.__contains__,
-            wanted="ieee",
-            mend=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
+            expected="ieee",
+            correction=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
         )
 
 
@@ -408,11 +410,11 @@ def _make_function_switch(
         names or (path,),
         recorded_as if usual is Unset else usual,
         is_distorting,
-        mend=f"{path}({arguments})",
+        correction=f"{path}({arguments})",
     )
 
 
-def _make_flag_switch(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
+def _make_flag_switch(name: str, path: str, usual: Any = Unset, is_distorting: bool = False) -> Iterator[Switch]:
     """Yields the switch for an attribute of torch.backends. Yields nothing if this version of torch lacks the
     attribute.
     """
@@ -426,8 +428,8 @@ def _make_flag_switch(name: str, path: str, usual: Any = Unset, bends: bool = Fa
             attribute_name,
             names=(full_path,),
             usual=usual,
-            bends=partial(_differs_from, usual) if bends else None,
-            mend=f"{full_path} = {usual!r}",
+            is_distorting=partial(_differs_from, usual) if is_distorting else None,
+            correction=f"{full_path} = {usual!r}",
         )
 
 

@@ -32,16 +32,16 @@ class RangeMarker:
     """The context manager of a phase. If it is entered within itself, it opens a nested range."""
 
     _name: str
-    _range: MakeRange
-    _open: list[AbstractContextManager[object]] = field(default_factory=list)
+    _make_range: MakeRange
+    _open_ranges: list[AbstractContextManager[object]] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        range_context = self._range(self._name)
+        range_context = self._make_range(self._name)
         range_context.__enter__()
-        self._open.append(range_context)
+        self._open_ranges.append(range_context)
 
     def __exit__(self, *exc: object) -> None:
-        self._open.pop().__exit__(None, None, None)
+        self._open_ranges.pop().__exit__(None, None, None)
 
 
 def make_range_markers(range_of: MakeRange) -> Markers:
@@ -112,7 +112,7 @@ _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
 
 
-class TracedStretch(NamedTuple):
+class TracedInterval(NamedTuple):
     """An interval of a thread in a trace (an operator or a phase), in nanoseconds."""
 
     start: int
@@ -120,7 +120,7 @@ class TracedStretch(NamedTuple):
 
 
 # For each time in nanoseconds, the intervals of a thread that have begun and not ended at this time.
-OpenStretches = dict[int, list[TracedStretch]]
+OpenIntervals = dict[int, list[TracedInterval]]
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
@@ -129,22 +129,22 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     this operator. The parts that are cut off are microseconds long.
     """
     all_events = list(events)
-    stretches = defaultdict[object, list[TracedStretch]](list)
+    stretches = defaultdict[object, list[TracedInterval]](list)
     phase_edges = defaultdict[object, set[int]](set)
     for event in all_events:
         if _is_phase(event):
-            phase_interval = _make_stretch(event)
+            phase_interval = _make_interval(event)
             phase_edges[event.get("tid")] |= {phase_interval.start, phase_interval.end}
         elif _has_times(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
-            stretches[event.get("tid")].append(_make_stretch(event))
-    open_stretches = {thread: _find_open_stretches(stretches[thread], times) for thread, times in phase_edges.items()}
+            stretches[event.get("tid")].append(_make_interval(event))
+    open_stretches = {thread: _find_open_intervals(stretches[thread], times) for thread, times in phase_edges.items()}
     return [_cut_phase(event, open_stretches[event.get("tid")]) if _is_phase(event) else event for event in all_events]
 
 
-def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -> OpenStretches:
+def _find_open_intervals(stretches: list[TracedInterval], times: Iterable[int]) -> OpenIntervals:
     """Returns for each time the intervals that have begun before it and end after it."""
     later_intervals = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
-    open_intervals: list[TracedStretch] = []
+    open_intervals: list[TracedInterval] = []
     open_intervals_by_time = {}
     for time in sorted(times):
         while later_intervals and later_intervals[-1].start < time:
@@ -154,13 +154,13 @@ def _find_open_stretches(stretches: list[TracedStretch], times: Iterable[int]) -
     return open_intervals_by_time
 
 
-def _cut_phase(event: Event, open_stretches: OpenStretches) -> Event:
-    phase = _make_stretch(event)
+def _cut_phase(event: Event, open_stretches: OpenIntervals) -> Event:
+    phase = _make_interval(event)
     start = max(
         (stretch.end for stretch in open_stretches[phase.start] if stretch.end < phase.end), default=phase.start
     )
     end = min((stretch.start for stretch in open_stretches[phase.end] if stretch.start >= start), default=phase.end)
-    if phase == TracedStretch(start, end):
+    if phase == TracedInterval(start, end):
         return event
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
 
@@ -174,6 +174,6 @@ def _is_phase(event: Event) -> bool:
     return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_times(event)
 
 
-def _make_stretch(event: Event) -> TracedStretch:
+def _make_interval(event: Event) -> TracedInterval:
     start_ns = round(event["ts"] * 1000)
-    return TracedStretch(start_ns, start_ns + round(event["dur"] * 1000))
+    return TracedInterval(start_ns, start_ns + round(event["dur"] * 1000))

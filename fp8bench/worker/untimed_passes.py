@@ -208,7 +208,7 @@ class UntimedPasses:
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
         with self._run_apart(case, facts) as (workload, _, setup):
-            return check_gradient_error(workload.gradient_error(setup(), self._setup(reference, facts)))
+            return check_gradient_error(workload.gradient_error(setup(), self._make_setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
         self._exact = None
@@ -231,13 +231,13 @@ class UntimedPasses:
         device = self._select_device(facts)
         workload = workloads.get(case.workload)
         with precision_scope(precisions.get(case.precision)), restore_switches(), untimed_pass():
-            yield workload, device, partial(self._setup, case, facts)
+            yield workload, device, partial(self._make_setup, case, facts)
             device.synchronise(facts.index)
         if frees:
             gc.collect(1)
             device.empty_cache()
 
-    def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
+    def _make_setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
         layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
         # Layers that a suite keeps in high precision use the carrier precision of the case.
@@ -252,4 +252,4 @@ class UntimedPasses:
             precision.loss_scale,
             self._settings.corpus,
         )
-        return self._calibrations.apply(workloads.get(case.workload), setup)
+        return self._calibrations.apply_static_scales(workloads.get(case.workload), setup)

@@ -70,7 +70,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
     case = case_of(workload, mode, corpus)
     one, clock = workloads.get(workload), PhaseClock(HostStamper())
     with precisions.get(mode).scope():
-        state = one.prepare(bench._setup(case, CPU))
+        state = one.prepare(bench._make_setup(case, CPU))
         known = FiniteState(state)
         for _ in range(2):
             clock.begin()
@@ -78,7 +78,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
             phases = {CELL_PHASES[code] for code in clock.end()[0]}
             assert "cast" in phases
         assert not known.find_lost(state).lost
-        errors = one.error(bench._setup(case, CPU))
+        errors = one.error(bench._make_setup(case, CPU))
     assert errors and all(math.isfinite(value) for value in errors.values())
     for name in ("output_error", "gradient_error", "product_error", "cast_error", "accumulate_error", "batch_error"):
         assert name not in errors or 1e-3 < errors[name] < 1.2, errors

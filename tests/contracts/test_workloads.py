@@ -172,7 +172,7 @@ def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, fact
 def test_every_layer_declared_asks_for_its_arithmetic(name: str, corpus: Corpus, bench: Bench) -> None:
     """No other layer does either: a layer name in the plan that no layer has would change nothing."""
     case = smallest(name, precisions_of(name, corpus, "fp32", "bf16")[0], corpus)
-    setup, asked = bench._setup(case, CPU), []
+    setup, asked = bench._make_setup(case, CPU), []
 
     class Asked(Setup):
         def layer(self, layer: Layer) -> Arithmetic:

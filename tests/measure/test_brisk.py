@@ -310,4 +310,4 @@ def test_the_worker_that_times_nothing_is_no_stranger_on_the_device() -> None:
         device.processes = processes
         watch = Watch(device, pid=1, idle_workers=idle_workers)
         watch.finish()
-        assert watch.summarise(arm("bf16")).others == strangers
+        assert watch.summarise_arm(arm("bf16")).others == strangers

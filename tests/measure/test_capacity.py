@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
-from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, Search
+from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, NumberSearch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome
@@ -211,7 +211,7 @@ Takes = Callable[[int], int]
 
 def searched(
     takes: Takes, room: int, start: int, top: int, known: int | None = -1, counted_up_to: float = float("inf")
-) -> Search:
+) -> NumberSearch:
     """A search over batches with these needs; needs above `counted_up_to` fail without a count."""
 
     def attempt(number: int) -> BatchAttempt:
@@ -219,7 +219,7 @@ def searched(
         taken = takes(number)
         return BatchAttempt(number, taken <= room, taken if taken <= counted_up_to else None)
 
-    search = Search(start, top, room if known == -1 else known)
+    search = NumberSearch(start, top, room if known == -1 else known)
     search.run(attempt)
     tried = [attempt.number for attempt in search.attempts]
     assert len(tried) == len(set(tried)), "one was tried twice"
@@ -230,11 +230,11 @@ def largest(takes: Takes, room: int, top: int) -> int:
     return max((number for number in range(1, top + 1) if takes(number) <= room), default=0)
 
 
-def answer(search: Search) -> int:
+def answer(search: NumberSearch) -> int:
     """Its answer, after trying both neighbours."""
     best = search.largest_fitting.number if search.largest_fitting else 0
     failing = search.smallest_failing
-    assert (failing.number == best + 1) if failing is not None else (best == search.top)
+    assert (failing.number == best + 1) if failing is not None else (best == search.largest_number)
     return best
 
 
@@ -293,7 +293,7 @@ def test_nothing_is_tried_that_takes_far_more_than_there_is() -> None:
         ),
     ],
 )
-def test_the_search_starts_at_the_given_batch(search: Search, best: int, first: list[int]) -> None:
+def test_the_search_starts_at_the_given_batch(search: NumberSearch, best: int, first: list[int]) -> None:
     assert answer(search) == best and [attempt.number for attempt in search.attempts][: len(first)] == first
 
 
@@ -306,5 +306,5 @@ def test_what_goes_wrong_ends_the_search_with_what_was_tried() -> None:
         return BatchAttempt(number, True, number)
 
     with pytest.raises(ValueError, match="another matter"):
-        Search(4, 100, None, tried).run(attempt)
+        NumberSearch(4, 100, None, tried).run(attempt)
     assert [attempt.number for attempt in tried] == [4, 8]

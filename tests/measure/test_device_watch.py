@@ -71,7 +71,7 @@ def test_other_processes_on_the_device_are_labelled() -> None:
     ):
         watch = Watch(device, pid=pid)
         watch.finish()
-        seen = watch.summarise(arm("bf16"))
+        seen = watch.summarise_arm(arm("bf16"))
         assert (seen.others, seen.slices) == counted
         assert [(label.label, label.reason, label.hard) for label in label_shared_device(seen)] == [
             (Label.SHARED, reason, False) for _ in "." if reason
@@ -110,7 +110,7 @@ def watched(
             clock.now += slot_seconds
             watch.read_after_slot(arms[name])
     watch.finish()
-    return {name: (watch.summarise(one), one) for name, one in arms.items()}
+    return {name: (watch.summarise_arm(one), one) for name, one in arms.items()}
 
 
 def test_readings_belong_to_the_arm_of_the_last_slot() -> None:
@@ -160,7 +160,7 @@ def test_throttled_seconds_are_counted_over_the_session(
 ) -> None:
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.finish()
-    seen = watch.summarise(arm("fp32"))
+    seen = watch.summarise_arm(arm("fp32"))
     assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None
 
 

@@ -90,7 +90,7 @@ def test_slots_are_sized_by_the_fastest_of_three_calls_after_the_first(
     worker, reference = FakeWorker({"fp32": Script(gemm_steps(*(MS * each for each in milliseconds)))}), arm("fp32")
     reference.prepare(worker)
     assert worker.log == [("prepare", "fp32"), ("slot", "fp32", 1, 0), *more]
-    assert (reference.step_seconds, reference.calls, reference.discard) == sized
+    assert (reference.step_seconds, reference.calls, reference.discard_count) == sized
 
 
 class Noting(FakeWorker):
@@ -279,13 +279,13 @@ def test_arms_on_both_sides_of_the_repeating_threshold_are_warmed_alike() -> Non
     near = {"fp32": lasting(4.01), "fp32'": lasting(4.01), "bf16": lasting(3.99)}
     session = three()
     session.prepare(FakeWorker(near))
-    assert [(arm.calls, arm.discard) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
+    assert [(arm.calls, arm.discard_count) for arm in session.arms] == [(1, 1), (1, 1), (2, 1)]
     long = RoundSession(arm("fp32"), None, [arm("bf16")])
     long.prepare(FakeWorker({"fp32": lasting(200), "bf16": lasting(1)}))
-    assert [arm.discard for arm in long.arms] == [0, 1]
+    assert [arm.discard_count for arm in long.arms] == [0, 1]
     neither = three()
     neither.prepare(FakeWorker({label: lasting(5) for label in ("fp32", "fp32'", "bf16")}))
-    assert [(arm.calls, arm.discard) for arm in neither.arms] == [(1, 0)] * 3
+    assert [(arm.calls, arm.discard_count) for arm in neither.arms] == [(1, 0)] * 3
 
 
 def test_arms_with_the_same_marks_have_the_same_cells() -> None:

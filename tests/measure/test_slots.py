@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.measure.slots import (
-    COLD_CALLS,
     MAX_BLOCKS,
+    MAX_COLD_CALLS,
     MAX_FILLING_SECONDS,
     MIN_BLOCK_NS,
     SlotShape,
@@ -34,9 +34,14 @@ seconds = st.floats(1e-7, 1e3)
             for step, discard in ((3.9e-3, 1), (9.0, 0))
         ),
         (1e-3, "rotating", False, SlotShape(8, 1)),
-        (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),
+        (1e-3, "cold", False, SlotShape(MAX_COLD_CALLS, 1)),
         (30e-3, "cold", False, SlotShape(1, 0)),
-        (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, choose_filling(1e-5, COLD_CALLS))),  # each has a flush before it
+        (
+            1e-3,
+            "cold",
+            True,
+            SlotShape(MAX_COLD_CALLS, 1, choose_filling(1e-5, MAX_COLD_CALLS)),
+        ),  # each has a flush before it
     ],
 )
 def test_a_slot_has_blocks_and_cells(step: float, cache: str, queues: bool, shape: SlotShape) -> None:

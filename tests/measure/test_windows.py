@@ -51,7 +51,7 @@ def measured(
         one.prepare(worker)
     energy = WindowPass(power.meter(), rule, 0, lambda arm, share: None)
     found = energy.measure(chosen, worker)
-    return {arm.planned.case.mode: found[arm.key].use for arm in chosen}, worker
+    return {arm.planned.case.mode: found[arm.key].energy_use for arm in chosen}, worker
 
 
 def test_each_case_gets_the_energy_of_its_own_power() -> None:
@@ -105,7 +105,7 @@ def test_a_source_that_fails_in_the_middle_gives_a_reason() -> None:
         told.append(share)
         power.broken = "the GPU is lost" if len(told) == 2 else ""
 
-    use = WindowPass(power.meter(), WindowRule(2, 1.5), 0, tell).measure([reference], worker)[reference.key].use
+    use = WindowPass(power.meter(), WindowRule(2, 1.5), 0, tell).measure([reference], worker)[reference.key].energy_use
     assert len(use.windows) == 1 and use.windows[0].joules > 0
     assert use.why == "the GPU is lost; idle power: the GPU is lost" and use.idle_after is None
 
@@ -117,7 +117,7 @@ def test_without_a_source_only_turns_run_and_the_reason_is_kept(rule: WindowRule
     meter = Meter((), AbsentDevice("no"), "this is a virtual machine")
     found = WindowPass(meter, rule, 0, lambda arm, share: None, worker.clock).measure([reference], worker)
     assert [round(sum(turn.seconds), 6) for turn in found[reference.key].turns] == [2.0] * turns
-    assert found[reference.key].use == EnergyUse("none", why="this is a virtual machine")
+    assert found[reference.key].energy_use == EnergyUse("none", why="this is a virtual machine")
     assert bool([entry for entry in worker.log if entry[0] == "loop"]) is bool(turns)
 
 

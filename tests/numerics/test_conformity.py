@@ -26,7 +26,7 @@ from fp8bench.numerics.conformity import (
 from fp8bench.numerics.products import PROMOTION_LENGTH, short_product, sum_like_hopper_units
 from fp8bench.protocols import Operand, Role
 from fp8bench.registry import precisions
-from fp8bench.worker.conformity import _Compared
+from fp8bench.worker.conformity import _ComparedPrecision
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200, gpu
 
@@ -313,9 +313,9 @@ class _Summing:
         return short_product(first, second, Accumulator.SHORT, self._bits).to(dtype)
 
 
-def compared_on(device: DeviceFacts, bits: int, forgets: bool, name: str = "fp8") -> _Compared:
+def compared_on(device: DeviceFacts, bits: int, forgets: bool, name: str = "fp8") -> _ComparedPrecision:
     precision = precisions.get(name)
-    compared = _Compared(
+    compared = _ComparedPrecision(
         precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0
     )  # type: ignore[arg-type, return-value]
     compared._device = "cpu"

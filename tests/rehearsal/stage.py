@@ -169,7 +169,7 @@ class Stage:
     def second_step(self, case: Case, facts: DeviceFacts) -> Done:
         workload = workloads.get(case.workload)
         with precisions.get(case.precision).scope():
-            setup = self.bench._setup(case, facts)
+            setup = self.bench._make_setup(case, facts)
             state = workload.prepare(setup)
             step(workload, state, setup.scales, SilentPhases())
             ledger = self.ledger(facts)

@@ -115,7 +115,7 @@ def test_the_number_of_states_is_bounded(
 
 def test_a_cold_cache_is_written_over_before_every_call(bench: Bench) -> None:
     bench.prepare("key", case("cold"), FACTS)
-    flush = bench._prepared["key"].flush
+    flush = bench._prepared["key"].flush_cache
     assert flush is not None
     covering = flush.func.__self__  # type: ignore[attr-defined]
     assert covering.numel() * covering.element_size() == 2 * FACTS.cache_bytes

@@ -20,7 +20,7 @@ from fp8bench.registry import precisions
 from fp8bench.worker import prepared as prepared_module
 from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.prepared import Prepared, State
+from fp8bench.worker.prepared import PreparedCase, State
 from fp8bench.worker.step_guards import Running
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
@@ -236,11 +236,11 @@ class Moving(Stub):
 FILLING = Filling(4, 1e-3)
 
 
-def ready_to_move(share: float, device: Device | None = None) -> Prepared:
+def ready_to_move(share: float, device: Device | None = None) -> PreparedCase:
     device = device or Waiting()
     stamper = HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
-    return Prepared(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
+    return PreparedCase(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
 
 
 @for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (0.85, None), (0.85, FILLING), (-4.5, None)])
@@ -277,9 +277,9 @@ def test_a_host_that_waits_for_a_core_is_not_a_step_that_lies(
 def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: bool) -> None:
     """A loaded machine lengthens two of the three slots of a short run."""
     prepared = ready_to_move(moved)
-    prepared._missing[:] = [1e-3, -1e-3, 1e-3]
+    prepared._unexplained_seconds[:] = [1e-3, -1e-3, 1e-3]
     assert bool(prepared.check().wrong) is accused
-    assert len(prepared._missing) > 5
+    assert len(prepared._unexplained_seconds) > 5
 
 
 @for_each(("moved", "accused"), [(0.0, False), (0.85, True)])
@@ -287,10 +287,10 @@ def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bo
     """Each asks the others before each slot, which all must begin."""
     prepared = ready_to_move(moved)
     elsewhere = [True] * 4 + [False] * 99
-    prepared.any_rank = lambda here: elsewhere.pop(0) or here
+    prepared.is_true_on_any_rank = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
     assert bool(prepared.check().wrong) is accused
-    assert len(prepared._missing) > 4
+    assert len(prepared._unexplained_seconds) > 4
 
 
 DEVICE_THREAD = """

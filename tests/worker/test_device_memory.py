@@ -103,7 +103,7 @@ def with_codes(bench: Bench, case: Case) -> int:
     ledger = DeviceLedger(meter)
 
     def setup() -> Setup:
-        return replace(bench._setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
+        return replace(bench._make_setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
 
     found = _measure_second_step(make_preparer(workloads.get(case.workload), setup), device, meter, None).course
     assert found is not None and found.on_device is not None

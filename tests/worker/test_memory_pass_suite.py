@@ -32,7 +32,7 @@ class Driver(DeviceReader):
     def power_limit(self) -> Read:
         return Unavailable("not asked here")
 
-    def _read(self, wanted: object) -> Readings:
+    def _read_queries(self, wanted: object) -> Readings:
         return {}
 
 

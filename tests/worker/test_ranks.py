@@ -21,7 +21,7 @@ from fp8bench.worker.ranks.bench import (
     RankBench,
     RankMeeting,
     StartLine,
-    StepAnswer,
+    StepPartsAnswer,
     refuse_strangers,
     time_rounds,
     watch_groups,
@@ -61,11 +61,11 @@ def _case(precision: str, way: str, elements: int = 64) -> Case:
 def test_a_plain_collective_is_measured_once_for_all_variants_of_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
 
-    def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepAnswer:
+    def measure(bench: RankBench, case: Case, facts: DeviceFacts) -> StepPartsAnswer:
         measured.append(case)
         return (), {"compute": [float(len(measured))]}
 
-    monkeypatch.setattr(RankBench, "_step_parts", measure)
+    monkeypatch.setattr(RankBench, "_measure_step_parts", measure)
     bench = RankBench.__new__(RankBench)
     bench._parts = {}
     plain = [bench.step_parts(_case("bf16", way), CPU) for way in ("fp8_gather", "fp8_ring")]

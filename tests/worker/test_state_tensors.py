@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp8bench.model import MemoryRole
 from fp8bench.worker import finite
 from fp8bench.worker import state_tensors as module
-from fp8bench.worker.finite import FiniteState, Lost
+from fp8bench.worker.finite import FiniteState, LostNumbers
 from fp8bench.worker.state_tensors import iterate_tensors, state_tensors
 from tests.counts import for_each
 
@@ -146,7 +146,7 @@ State = SimpleNamespace
 Step = Callable[[State], Any]
 
 
-def lost(state: State, step: Step, first: Step = lambda state: None) -> Lost:
+def lost(state: State, step: Step, first: Step = lambda state: None) -> LostNumbers:
     known = FiniteState(state)
     first(state)
     known.begin(state)
@@ -219,18 +219,18 @@ def test_what_was_not_finite_from_the_start_is_an_input(how: str) -> None:
 def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as finite nor as lost: tensors unchecked before the steps do not count."""
     state = State(x=torch.ones(3), scratch=torch.full((8,), torch.nan))
-    monkeypatch.setattr(finite, "SECONDS", -1.0)
+    monkeypatch.setattr(finite, "READ_SECONDS", -1.0)
     known = FiniteState(state)
     known.begin(state)
-    monkeypatch.setattr(finite, "SECONDS", 0.5)
+    monkeypatch.setattr(finite, "READ_SECONDS", 0.5)
     state.x.fill_(torch.nan)
-    assert known.find_lost(state) == Lost()
+    assert known.find_lost(state) == LostNumbers()
 
 
 def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = itertools.count()
     clock = SimpleNamespace(thread_time=lambda: 1e-4 * next(looks))
-    monkeypatch.setattr(finite, "SECONDS", 0.02)
+    monkeypatch.setattr(finite, "READ_SECONDS", 0.02)
     monkeypatch.setattr(finite, "time", clock)
     monkeypatch.setattr(module, "time", clock)
     state = State(x=torch.ones(3), many=[(number, [number]) for number in range(10_000)])

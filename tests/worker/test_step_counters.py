@@ -221,4 +221,4 @@ def test_calls_of_the_allocator_are_allocations_and_releases() -> None:
         numbers[:] = [7, 3, 4096, 2000]
 
     library = Mock(fp8bench_probe_cost=Mock(return_value=0), fp8bench_probe_read=read)
-    assert step_counters.Probe(library).read() == (10.0, 4096.0, pytest.approx(2e-6))
+    assert step_counters.AllocatorProbe(library).read() == (10.0, 4096.0, pytest.approx(2e-6))

@@ -51,7 +51,7 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Page, Part, Text, Tone
 from fp8bench.report.panels import together
 from fp8bench.store.ceilings import find_or_measure_ceilings
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 
 _EXIT_CODES = {
     AuditOutcome.PASS: EXIT_OK,
@@ -134,7 +134,7 @@ def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
     if not kind or (not precision and kind != AuditKind.MODEL):
         pair = "--kind was given without --precision" if kind else "--precision was given without --kind"
         raise UsageError(f"{pair}. Give both, or declare them with @fp8bench.audited.")
-    return signed(kind, precision or "", **options)
+    return make_signature(kind, precision or "", **options)
 
 
 # The module that the judge's process runs.

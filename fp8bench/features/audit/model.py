@@ -30,7 +30,7 @@ from fp8bench.nn.holders import find_product_weights, get_weight
 from fp8bench.nn.model_calls import make_call
 from fp8bench.registry import devices, precisions
 from fp8bench.report.panels import together
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 
 # Class names that libraries give to low-precision layers.
 _LOW_PRECISION_NAMES = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
@@ -325,7 +325,7 @@ def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Aud
     precision: the precision that converted layers should run in; '' for any low precision
     """
     facts = next(device for device in devices.get("cpu").available())
-    signature = signed("model", precisions.canonical(precision) if precision else "")
+    signature = make_signature("model", precisions.canonical(precision) if precision else "")
     return audit_loaded_model(type(model).__name__, model, batch, signature, facts)
 
 

@@ -28,7 +28,7 @@ from fp8bench.features.duel.values import (
     Session,
 )
 from fp8bench.features.duel.verdicts import MIN_ROUNDS
-from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.jobs.observer import JobObserver, ReportProgress
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, raise_as_arm_failure
 from fp8bench.measure.environment import command_line, gather
 from fp8bench.measure.handle import Worker
@@ -124,7 +124,7 @@ class SessionArms:
             arm.calls = min(measured_arm.calls for measured_arm in arms)
             # A different process runs before each slot, so caches are cold and the core may have changed.
             # Discard the first call of short steps.
-            arm.discard = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
+            arm.discard_count = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
     def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
         rounds = 0
@@ -365,7 +365,7 @@ def _measure_sessions(
 class SessionProgress(SilentObserver):
     """Reports how many sessions of all cases are finished."""
 
-    def __init__(self, tell: Tell, total: int) -> None:
+    def __init__(self, tell: ReportProgress, total: int) -> None:
         self._tell = tell
         self._total = total
         self.done = 0

@@ -27,7 +27,7 @@ from fp8bench.features.sensitivity.study import (
     shorten_map,
 )
 from fp8bench.files import compact, keeping, parse_json, read_file, seal, unseal, write_whole
-from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.jobs.observer import JobObserver, ReportProgress
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker, claim_process
 from fp8bench.measure.limits import Limits
@@ -221,7 +221,7 @@ class StudyRunner:
         low) or `candidates` (maps)."""
         self.add(**{part: (*getattr(self.study, part), trial)})
 
-    def run(self, report_progress: Tell) -> None:
+    def run(self, report_progress: ReportProgress) -> None:
         groups = group_layers(self.layers, self.study.by)
         training_count = 1 + WEIGHT_DRAWS + len(groups) + 1
 
@@ -250,7 +250,7 @@ class StudyRunner:
             if self.study.keeps_loss(self.study.candidates[-1]):
                 return
 
-    def _try_formats(self, report_progress: Tell) -> None:
+    def _try_formats(self, report_progress: ReportProgress) -> None:
         """Measures the gradient error of each format in each layer, then trains with the proposed formats, and with
         the low precision in all layers.
         """

@@ -40,7 +40,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.files import append
-from fp8bench.jobs.report_files import PAGE, result_report_folder, short_path
+from fp8bench.jobs.report_files import PAGE_NAME, result_report_folder, short_path
 from fp8bench.measure.environment import command_line
 from fp8bench.pipeline import now
 from fp8bench.registry import precisions
@@ -78,7 +78,7 @@ class TrainingResult(KeptTraining):
         return results_frame(list_csv_rows(JudgedTraining(self)))
 
     def _repr_html_(self) -> str:
-        page = result_report_folder(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE
+        page = result_report_folder(Path(self.path).parent.name, Path(self.path).parents[2]) / PAGE_NAME
         return page_as_html(KIND.view(self).page(), short_path(page) if page.is_file() else "")
 
 

@@ -9,7 +9,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.features.train.lab.models import make_config
 from fp8bench.features.train.seed import FIRST_CALL_SECONDS, call_lab
 from fp8bench.features.train.values import Arm, SeedTask, Training
-from fp8bench.measure.capacity import LARGEST_BATCH, BatchAttempt, NoSearch, Search
+from fp8bench.measure.capacity import LARGEST_BATCH, BatchAttempt, NoSearch, NumberSearch
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.passes import ran_out_of_memory
 from fp8bench.model import Capacity
@@ -26,7 +26,7 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
     """
     # Otherwise the arm's own setting `batch` would replace the batch that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
-    search = Search(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
+    search = NumberSearch(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
     lab = call_lab(worker, FIRST_CALL_SECONDS)
 
     def make_task(batch: int, times: int = 1) -> SeedTask:

@@ -18,19 +18,19 @@ from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
 # The software whose version must be equal on all ranks.
 _COMMON_VERSIONS = ("torch", "torch_git", "cudnn", "cublaslt")
-_COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
+_COMMUNICATION_CODE = CELL_PHASES.index(Phase.COMMUNICATION)
 
 
-Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
+MergeFunctions = Mapping[str, Callable[[Sequence[Any]], Any]]
 
 
-def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = MappingProxyType({})) -> Any:
+def merge_answers(name: str, answers: Sequence[Any], more_merges: MergeFunctions = MappingProxyType({})) -> Any:
     """Merges the answers of all ranks to one request. The answers are in the order of ranks. Raises RanksDisagree if
     they contradict each other.
 
     `more_merges` has merges for the requests of a special bench.
     """
-    merges = {**_MERGES, **more_merges}
+    merges = {**_MERGE_FUNCTIONS, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
 
 
@@ -45,7 +45,7 @@ def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
     calls = tuple(max(steps, key=_sum_step_ns) for steps in zip(*steps_of_ranks, strict=True))
     slowest_slot = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
     calls_by_rank = tuple(
-        RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_communication_ns, slot.steps)))
+        RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_sum_communication_ns, slot.steps)))
         for rank, slot in enumerate(slots)
     )
     retry_counts = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
@@ -63,8 +63,8 @@ def _sum_step_ns(step: RawStep) -> int:
     return sum(step.intervals_ns)
 
 
-def _communication_ns(step: RawStep) -> int:
-    return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION)
+def _sum_communication_ns(step: RawStep) -> int:
+    return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION_CODE)
 
 
 def _merge_devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
@@ -128,19 +128,19 @@ def _merge_texts(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
-StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
+StepPartsAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
 def _merge_step_parts(
-    answers: Sequence[StepAnswer | str | None],
+    answers: Sequence[StepPartsAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
     """Merges what ranks sent in a step, and the times of the step's parts. In each round, the time of a part is that of
     the slowest rank.
     """
-    step_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
-    if len(step_answers) < len(answers):
+    measured_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
+    if len(measured_answers) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    messages, ranks = zip(*step_answers, strict=True)
+    messages, ranks = zip(*measured_answers, strict=True)
     sent = tuple(chain.from_iterable(messages))
     part_seconds = {}
     for name in ranks[0]:
@@ -157,7 +157,7 @@ def _merge_step_parts(
     return sent, overlap, scaling
 
 
-_MERGES: Merges = {
+_MERGE_FUNCTIONS: MergeFunctions = {
     "slot": merge_slots,
     "replay": merge_slots,
     "loop": max,
@@ -191,7 +191,7 @@ class RankState:
     `status` is the exit status, if the launcher reported one.
     """
 
-    beat: Heartbeat
+    heartbeat: Heartbeat
     answered: bool = False
     fault: tuple[str, str] = ("", "")
     ended: str = ""
@@ -199,14 +199,14 @@ class RankState:
 
     @property
     def rank(self) -> int:
-        return self.beat.rank
+        return self.heartbeat.rank
 
     @property
-    def is_done(self) -> bool:
+    def has_finished_request(self) -> bool:
         return self.answered and not self.fault[0]
 
     @property
-    def raised_first(self) -> bool:
+    def raised_first_error(self) -> bool:
         return bool(self.fault[0]) and _NEIGHBOUR_ERRORS.match(self.fault[0]) is None
 
 
@@ -215,8 +215,10 @@ def find_rank_behind(states: Sequence[RankState]) -> RankState:
     ranks without an answer come first, then ranks that still run, then the earliest heartbeat. A rank that finished
     the request is returned only if all ranks finished it.
     """
-    states = [state for state in states if not state.is_done] or states
-    return min(states, key=lambda state: (state.beat.sequence, state.answered, bool(state.ended), state.beat.seconds))
+    states = [state for state in states if not state.has_finished_request] or states
+    return min(
+        states, key=lambda state: (state.heartbeat.sequence, state.answered, bool(state.ended), state.heartbeat.seconds)
+    )
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:
@@ -228,9 +230,9 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
     failed_processes = [state for state in ended_ranks if state.status not in _VICTIM_STATUSES]
     if failed_processes:
         return failed_processes[0]
-    if failed_ranks := [state for state in states if state.raised_first]:
+    if failed_ranks := [state for state in states if state.raised_first_error]:
         return find_rank_behind(failed_ranks)
-    if ended_ranks and rank_behind.beat.sequence >= min(state.beat.sequence for state in ended_ranks):
+    if ended_ranks and rank_behind.heartbeat.sequence >= min(state.heartbeat.sequence for state in ended_ranks):
         return next((state for state in ended_ranks if state.status != -signal.SIGTERM), ended_ranks[0])
     return rank_behind
 
@@ -240,11 +242,13 @@ def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
     failed: each may have waited for the others, even if it raised the first error. Then returns all of these ranks.
     """
     first_suspect = find_culprit(states)
-    if first_suspect.ended or first_suspect.raised_first:
+    if first_suspect.ended or first_suspect.raised_first_error:
         return (first_suspect,)
-    suspect_progress = first_suspect.beat.sequence, first_suspect.beat.phase
-    waiting_ranks = [state for state in states if not state.is_done] or states
-    equal_ranks = [state for state in waiting_ranks if (state.beat.sequence, state.beat.phase) == suspect_progress]
+    suspect_progress = first_suspect.heartbeat.sequence, first_suspect.heartbeat.phase
+    waiting_ranks = [state for state in states if not state.has_finished_request] or states
+    equal_ranks = [
+        state for state in waiting_ranks if (state.heartbeat.sequence, state.heartbeat.phase) == suspect_progress
+    ]
     return tuple(sorted(equal_ranks, key=lambda state: state.rank))
 
 
@@ -268,12 +272,14 @@ def describe_delay(states: Sequence[RankState], now: float) -> str:
 def _describe_suspects(named_ranks: Sequence[RankState], ranks: int, now: float) -> str:
     first_rank = named_ranks[0]
     if len(named_ranks) == 1:
-        return f"rank {first_rank.rank} of {ranks}, in {first_rank.beat.doing}, {_describe_problem(first_rank, now)}"
+        return (
+            f"rank {first_rank.rank} of {ranks}, in {first_rank.heartbeat.doing}, {_describe_problem(first_rank, now)}"
+        )
     rank_list = f"{', '.join(str(state.rank) for state in named_ranks[:-1])} and {named_ranks[-1].rank} of {ranks}"
-    oldest_seconds = now - min(state.beat.seconds for state in named_ranks)
+    oldest_seconds = now - min(state.heartbeat.seconds for state in named_ranks)
     return (
-        f"it is unclear which of ranks {rank_list} failed: all are in {first_rank.beat.doing}, at heartbeat number "
-        f"{first_rank.beat.sequence}, {oldest_seconds:.1f} s old"
+        f"it is unclear which of ranks {rank_list} failed: all are in {first_rank.heartbeat.doing}, at heartbeat "
+        f"number {first_rank.heartbeat.sequence}, {oldest_seconds:.1f} s old"
     )
 
 
@@ -282,7 +288,7 @@ def _describe_problem(state: RankState, now: float) -> str:
         return state.ended
     if state.fault[0]:
         return f"failed: {state.fault[0]}"
-    return f"hangs: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
+    return f"hangs: its last heartbeat, number {state.heartbeat.sequence}, is {now - state.heartbeat.seconds:.1f} s old"
 
 
 def _shorten(text: str, max_length: int = 200) -> str:

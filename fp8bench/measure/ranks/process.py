@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from fp8bench.errors import RanksDisagree, WorkerLost
 from fp8bench.measure.process import WorkerProcess, describe_exit, describe_last_line, unpickle_answer
 from fp8bench.measure.ranks.answers import (
-    Merges,
+    MergeFunctions,
     RankState,
     describe_delay,
     describe_failure,
@@ -46,7 +46,7 @@ _LAUNCHER_EXIT_SECONDS = 2.5
 # Seconds to wait for the launcher's report about ended ranks. On a loaded machine, the launcher must wait for a core.
 _STATUS_SECONDS = 30.0
 _ENDED_NORMALLY = "ended without an error, before it had answered"
-_ENDED_UNKNOWN = "ended, and the launcher of the ranks did not report how"
+_ENDED_WITHOUT_REPORT = "ended, and the launcher of the ranks did not report how"
 # The longest path of a temporary folder in which sockets are made. The complete path of a socket may have 103
 # characters (Linux: 107).
 _MAX_PATH_LENGTH = 70
@@ -64,7 +64,7 @@ class Launch(NamedTuple):
     wait_seconds: float
     start_seconds: float
     module: str
-    merges: Merges = MappingProxyType({})
+    merges: MergeFunctions = MappingProxyType({})
 
 
 @dataclass
@@ -168,24 +168,24 @@ class RanksProcess(WorkerProcess):
             )
         # 3. If only some ranks failed, the other ranks may wait for them forever. So no rank gets more requests.
         self.is_broken = True
-        states = self._record_culprit()
+        states = self._store_failed_rank()
         description = describe_failure(states, time.monotonic())
         return number, ("fault", description, "", find_culprit(states).fault[1], False)
 
     def describe_delay(self) -> str:
-        return describe_delay(self._record_culprit(), time.monotonic())
+        return describe_delay(self._store_failed_rank(), time.monotonic())
 
     @property
     def was_killed(self) -> bool:
         return "SIGKILL" in find_culprit(self._collect_states()).ended
 
     def describe_end(self) -> str:
-        states = self._record_culprit()
+        states = self._store_failed_rank()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._has_ended):
             rank_behind = find_rank_behind(states)  # the launcher ended, which ended all ranks in an arbitrary order
-            self.failed = make_failed_rank(rank_behind.beat, len(states), time.monotonic())
-            location = f"with rank {rank_behind.rank} in {rank_behind.beat.doing}{describe_last_line(self._log)}"
+            self.failed = make_failed_rank(rank_behind.heartbeat, len(states), time.monotonic())
+            location = f"with rank {rank_behind.rank} in {rank_behind.heartbeat.doing}{describe_last_line(self._log)}"
             return f"the launcher of the ranks {describe_exit(status)}, {location}"
         return describe_failure(states, time.monotonic())
 
@@ -243,12 +243,12 @@ class RanksProcess(WorkerProcess):
         while time.monotonic() < deadline and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
             self._receive_replies(0.05)
 
-    def _record_culprit(self) -> list[RankState]:
+    def _store_failed_rank(self) -> list[RankState]:
         """Returns the states of all ranks, and stores which rank failed. The caller ends all ranks right afterwards."""
         states = self._collect_states()
         suspects = find_suspects(states)
         self.undecided = len(suspects) > 1
-        self.failed = None if self.undecided else make_failed_rank(suspects[0].beat, len(states), time.monotonic())
+        self.failed = None if self.undecided else make_failed_rank(suspects[0].heartbeat, len(states), time.monotonic())
         return states
 
     def _collect_states(self) -> list[RankState]:
@@ -264,7 +264,7 @@ class RanksProcess(WorkerProcess):
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
         status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
-            ended = _ENDED_UNKNOWN if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY
+            ended = _ENDED_WITHOUT_REPORT if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY
             ended += self._describe_last_line(rank)
         return RankState(beat, rank.reply is not None, fault, ended, status)
 
@@ -325,7 +325,7 @@ class RanksProcess(WorkerProcess):
                 missing_states = [state for state in self._collect_states() if state.rank in numbers]
                 self.undecided = len(missing_states) > 1
                 if not self.undecided:
-                    self.failed = make_failed_rank(missing_states[0].beat, len(self._ranks), time.monotonic())
+                    self.failed = make_failed_rank(missing_states[0].heartbeat, len(self._ranks), time.monotonic())
                 delay_text = f"did not start within {time.monotonic() - started_at:.0f} s"
                 raise self._make_lost_error(" and ".join(f"rank {state.rank} {delay_text}" for state in missing_states))
 

@@ -10,7 +10,7 @@ from typing import Any
 from fp8bench.errors import WorkerError
 from fp8bench.measure.handle import RANK_MODULE, START_SECONDS, ProcessWorker
 from fp8bench.measure.process import WorkerProcess
-from fp8bench.measure.ranks.answers import Merges
+from fp8bench.measure.ranks.answers import MergeFunctions
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
 
@@ -39,7 +39,7 @@ class RanksWorker(ProcessWorker):
         ranks: int,
         wait_seconds: float | None = None,
         module: str = RANK_MODULE,
-        merges: Merges = MappingProxyType({}),
+        merges: MergeFunctions = MappingProxyType({}),
     ) -> None:
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds

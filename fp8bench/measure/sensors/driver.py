@@ -92,18 +92,18 @@ AskLibrary = Callable[..., Any]
 ReadValue = Callable[[AskLibrary], Reading]
 
 
-class About(Enum):
+class QuerySubject(Enum):
     """What a value describes: the driver, the whole device, or a part of the device (a MIG instance)."""
 
-    SYSTEM = auto()
+    DRIVER = auto()
     DEVICE = auto()
-    PART = auto()
+    MIG_INSTANCE = auto()
 
 
 @dataclass(frozen=True)
-class Query:
+class DeviceQuery:
     """A named value of a device, and the function that reads it."""
 
     name: str
     read: ReadValue
-    about: About = About.DEVICE
+    subject: QuerySubject = QuerySubject.DEVICE

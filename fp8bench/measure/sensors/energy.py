@@ -70,13 +70,13 @@ class Polling:
         self._every_tick = every_tick
         self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
         self._first_tick_at = 0.0
-        self._woke_at = math.inf  # when the sampler last woke up to wait for a tick
-        self._resting = False
+        self._last_wake_at = math.inf  # when the sampler last woke up to wait for a tick
+        self._is_resting = False
 
     def next(self, now: float, tick: Tick | None, count: int) -> float:
-        was_resting, self._resting, was_blind, self.blind = self._resting, False, self.blind, False
+        was_resting, self._is_resting, was_blind, self.blind = self._is_resting, False, self.blind, False
         if was_resting:
-            self._woke_at = now
+            self._last_wake_at = now
         if tick is None or was_blind or self._rhythm is None:
             return self._pause
         period = self._rhythm.period
@@ -89,7 +89,7 @@ class Polling:
         if count < MIN_INTERVALS and not self._every_tick:
             return max(last_tick_at + 1.5 * period - now, self._pause)
         if (self._every_tick or count > MIN_INTERVALS) and (
-            was_resting or tick.time - self._woke_at > 2 * self._margin
+            was_resting or tick.time - self._last_wake_at > 2 * self._margin
         ):
             # The sampler woke up too late: the expected tick had already passed, or was missed so that `tick` is the
             # one after it.
@@ -102,8 +102,8 @@ class Polling:
         """
         tick_count = max(1, math.ceil(self._tick_interval / period))
         seconds = last_tick + tick_count * period - self._margin
-        self._resting = seconds > self._pause
-        self.blind = self._resting and tick_count > 1
+        self._is_resting = seconds > self._pause
+        self.blind = self._is_resting and tick_count > 1
         return max(seconds, self._pause)
 
     def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
@@ -329,15 +329,15 @@ class Window:
     _sampler: Sampler
     _source: Source
     _clock: Clock
-    _cap: float
+    _max_seconds: float
     _end: Callable[[Sampler], None]
-    _start: float = 0.0
+    _started_at: float = 0.0
     energy: Energy | Unavailable = _NOT_ENDED
 
     @property
     def is_enough(self) -> bool:
         """Whether the window can end: its energy is precise enough, or its longest duration is over."""
-        return self._sampler.is_enough or self._clock.now() >= self._start + self._cap
+        return self._sampler.is_enough or self._clock.now() >= self._started_at + self._max_seconds
 
     @property
     def has_failed(self) -> bool:
@@ -345,11 +345,11 @@ class Window:
 
     def __enter__(self) -> Self:
         self._sampler.start()
-        self._start = self._clock.now()
+        self._started_at = self._clock.now()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        seconds = self._clock.now() - self._start
+        seconds = self._clock.now() - self._started_at
         try:
             self._end(self._sampler)
             self.energy = Energy(

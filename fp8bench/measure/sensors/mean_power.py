@@ -33,16 +33,16 @@ class Tick:
     """A change of an energy counter to `joules`. It happened between the times `after` and `seen_at`, in seconds."""
 
     after: float
-    seen: float
+    seen_at: float
     joules: float
 
     @property
     def time(self) -> float:
-        return (self.after + self.seen) / 2
+        return (self.after + self.seen_at) / 2
 
     @property
     def time_range(self) -> float:
-        return self.seen - self.after
+        return self.seen_at - self.after
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, NoA
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, measure_rhythm
 from fp8bench.measure.sensors.nvml import (
-    ENERGY,
     LIBRARY,
+    READ_ENERGY,
     AbsentDevice,
     DeviceReader,
     Library,
@@ -188,7 +188,7 @@ def open_nvml_meter(
     except NoReading as failure:
         return _make_absent_meter(failure.reason, clock)
     sources = (
-        Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
+        Source(SourceKind.COUNTER, lambda: READ_ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
     )
     if not energy:
@@ -197,7 +197,7 @@ def open_nvml_meter(
         return Meter(
             (), device, f"{instance_count} MIG instances share the GPU, and only the energy of all is known", clock
         )
-    return Meter(sources, device, "", clock, library.timeout, library.give_up)
+    return Meter(sources, device, "", clock, library.timeout, library.stop_calls)
 
 
 def _make_absent_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:

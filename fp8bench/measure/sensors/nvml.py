@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from fp8bench.measure.sensors.driver import (
     CALL_TIMEOUT,
-    About,
     AskLibrary,
+    DeviceQuery,
     NoAnswer,
-    Query,
+    QuerySubject,
     ReadValue,
     T,
     call_within,
@@ -28,7 +28,7 @@ NOT_SUPPORTED = 3
 NOT_FOUND = 6
 FUNCTION_NOT_FOUND = 13
 
-REASONS: dict[int, str] = {
+ERROR_REASONS: dict[int, str] = {
     1: "NVML is not initialised",
     2: "NVML refused the arguments",
     3: "this device or its driver does not support it",
@@ -64,7 +64,7 @@ REASONS: dict[int, str] = {
 
 
 def describe_error(code: int) -> str:
-    return f"{REASONS.get(code, 'an error that fp8bench does not know')} (NVML error {code})"
+    return f"{ERROR_REASONS.get(code, 'an error that fp8bench does not know')} (NVML error {code})"
 
 
 LIBRARY_NAME = "NVML"
@@ -120,10 +120,10 @@ class Library:
         try:
             return call_within(self.timeout, function, LIBRARY_NAME)
         except NoAnswer as failure:
-            self.give_up(failure.reason)
+            self.stop_calls(failure.reason)
             raise NoReading(self.hung) from failure
 
-    def give_up(self, reason: str) -> None:
+    def stop_calls(self, reason: str) -> None:
         self.hung = self.hung or f"{reason}, and is not called again"
 
     def _initialise(self) -> None:
@@ -144,7 +144,7 @@ _NANO = 1e-9
 _SM_CLOCK, _MEMORY_CLOCK = 1, 2
 _CHIP_SENSOR = 0
 _POWER_INSTANT = 186
-_MEMORY_V2 = 0x02000028
+_MEMORY_STRUCTURE_V2 = 0x02000028
 
 
 def read_field(ask: AskLibrary, number: int) -> float:
@@ -182,10 +182,10 @@ def _format_cuda_version(number: int) -> str:
 
 # The name has the version suffix `_v3`: on an older driver, the function without a suffix raises an error that is not
 # an NVMLError.
-_PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
+_PROCESSES_FUNCTION = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-def others(pid: int) -> Query:
+def others(pid: int) -> DeviceQuery:
     """Returns a query for the number of processes on the device, not counting `pid`. In a container the driver may
     list this process under a different number. So if no process has the number `pid`, one process is counted as this
     one.
@@ -195,12 +195,12 @@ def others(pid: int) -> Query:
         strangers = [process for process in processes if process.pid != pid]
         return len(strangers) - (0 < len(strangers) == len(processes))
 
-    return Query("others", _make_reader(_PROCESSES, "", of=count_strangers), About.PART)
+    return DeviceQuery("others", _make_reader(_PROCESSES_FUNCTION, "", of=count_strangers), QuerySubject.MIG_INSTANCE)
 
 
-def process_memory(pid: int) -> Query:
+def process_memory(pid: int) -> DeviceQuery:
     """Returns a query for the bytes that a process holds on the device, its context included."""
-    return Query("process_memory", _make_reader(_PROCESSES, "B", of=partial(_find_process_bytes, pid)))
+    return DeviceQuery("process_memory", _make_reader(_PROCESSES_FUNCTION, "B", of=partial(_find_process_bytes, pid)))
 
 
 def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
@@ -227,25 +227,27 @@ def _read_throttled_seconds(violation: consumed.Violation) -> ReadValue:
     )
 
 
-FACTS: tuple[Query, ...] = (
-    Query("driver", _make_reader("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
-    Query("cuda_driver", _make_reader("nvmlSystemGetCudaDriverVersion", "", of=_format_cuda_version), About.SYSTEM),
-    Query("uuid", _make_reader("nvmlDeviceGetUUID", ""), About.PART),
-    Query("pci", _make_reader("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
-    Query("vbios", _make_reader("nvmlDeviceGetVbiosVersion", "")),
-    Query("power_cap", _make_positive_reader("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
-    Query("power_cap_default", _make_positive_reader("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
-    Query("sm_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM_CLOCK)),
-    Query("memory_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
-    Query("persistence", _make_switch_reader("nvmlDeviceGetPersistenceMode")),
-    Query("ecc", _make_switch_reader("nvmlDeviceGetEccMode", lambda modes: modes[0])),
-    Query("mig", _make_switch_reader("nvmlDeviceGetMigMode", lambda modes: modes[0])),
+FACT_QUERIES: tuple[DeviceQuery, ...] = (
+    DeviceQuery("driver", _make_reader("nvmlSystemGetDriverVersion", ""), QuerySubject.DRIVER),
+    DeviceQuery(
+        "cuda_driver", _make_reader("nvmlSystemGetCudaDriverVersion", "", of=_format_cuda_version), QuerySubject.DRIVER
+    ),
+    DeviceQuery("uuid", _make_reader("nvmlDeviceGetUUID", ""), QuerySubject.MIG_INSTANCE),
+    DeviceQuery("pci", _make_reader("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
+    DeviceQuery("vbios", _make_reader("nvmlDeviceGetVbiosVersion", "")),
+    DeviceQuery("power_cap", _make_positive_reader("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
+    DeviceQuery("power_cap_default", _make_positive_reader("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
+    DeviceQuery("sm_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+    DeviceQuery("memory_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
+    DeviceQuery("persistence", _make_switch_reader("nvmlDeviceGetPersistenceMode")),
+    DeviceQuery("ecc", _make_switch_reader("nvmlDeviceGetEccMode", lambda modes: modes[0])),
+    DeviceQuery("mig", _make_switch_reader("nvmlDeviceGetMigMode", lambda modes: modes[0])),
 )
 
 # Joules since the driver was loaded. The counter changes once per period.
-ENERGY = _make_positive_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
+READ_ENERGY = _make_positive_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
 # NVML's power usage: on current devices the mean of the last second, on A100 and older devices the present power.
-AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
+READ_AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
 def instant_power(ask: AskLibrary) -> Reading:
@@ -253,33 +255,35 @@ def instant_power(ask: AskLibrary) -> Reading:
 
 
 # Values that are read within a window. Power is not among them, because the energy is measured.
-CHANGING: tuple[Query, ...] = (
-    Query("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+CHANGING_QUERIES: tuple[DeviceQuery, ...] = (
+    DeviceQuery("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
     # The chip's temperature. The second function is for older drivers; current drivers announce its removal.
-    Query("temperature", _make_fallback_reader(
+    DeviceQuery("temperature", _make_fallback_reader(
         _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_SENSOR),
         _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_SENSOR),
     )),
     # A bit mask of throttle reasons; 0 if the clocks are not throttled.
-    Query("throttle", _make_fallback_reader(
+    DeviceQuery("throttle", _make_fallback_reader(
         _make_reader("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
         _make_reader("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
     )),
 )  # fmt: skip
-STATE: tuple[Query, ...] = (
-    Query("power", _make_fallback_reader(instant_power, AVERAGE_POWER)),
-    *CHANGING,
-    Query("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
-    Query("memory_use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
+STATE_QUERIES: tuple[DeviceQuery, ...] = (
+    DeviceQuery("power", _make_fallback_reader(instant_power, READ_AVERAGE_POWER)),
+    *CHANGING_QUERIES,
+    DeviceQuery("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
+    DeviceQuery(
+        "memory_use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)
+    ),
     # Version 2 of NVML's memory structure reports the memory of the driver separately from used memory.
-    Query(
+    DeviceQuery(
         "memory_used",
-        _make_reader("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used),
-        About.PART,
+        _make_reader("nvmlDeviceGetMemoryInfo", "B", _MEMORY_STRUCTURE_V2, of=lambda memory: memory.used),
+        QuerySubject.MIG_INSTANCE,
     ),
 )
-VIOLATIONS: tuple[Query, ...] = tuple(
-    Query(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
+THROTTLE_QUERIES: tuple[DeviceQuery, ...] = tuple(
+    DeviceQuery(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
 )
 
 
@@ -293,43 +297,43 @@ class DeviceReader(ABC):
 
     def facts(self) -> Readings:
         """Reads what is constant during a run: name, driver, limits, modes."""
-        return self._read(FACTS)
+        return self._read_queries(FACT_QUERIES)
 
     def power_limit(self) -> Read:
-        facts = self._read(tuple(query for query in FACTS if query.name == "power_cap"))
+        facts = self._read_queries(tuple(query for query in FACT_QUERIES if query.name == "power_cap"))
         return facts.get("power_cap", Unavailable("the device reports no power limit"))
 
     def state(self) -> Readings:
-        return self._read(STATE)
+        return self._read_queries(STATE_QUERIES)
 
     def read_throttled_seconds(self) -> Readings:
         """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
         difference of two such readings by `readings.grown`.
         """
-        return self._read(VIOLATIONS)
+        return self._read_queries(THROTTLE_QUERIES)
 
     def process_memory(self, pid: int | None = None) -> Read:
         """Reads the bytes that a process (by default this one) holds on the device, its context included."""
         query = process_memory(os.getpid() if pid is None else pid)
-        return self._read((query,))[query.name]
+        return self._read_queries((query,))[query.name]
 
     def count_other_processes(self, pid: int) -> Read:
         """Reads how many processes other than `pid` use the device."""
         query = others(pid)
-        return self._read((query,))[query.name]
+        return self._read_queries((query,))[query.name]
 
     def read_changing_state(self) -> Readings:
         """Reads the state that may change every second: clocks, temperature, throttle reasons."""
-        return self._read(CHANGING)
+        return self._read_queries(CHANGING_QUERIES)
 
     def read_in_this_thread(self) -> Readings:
         """Reads the same values as `read_changing_state`, but in the calling thread, which may then hang."""
-        return self._read(CHANGING)
+        return self._read_queries(CHANGING_QUERIES)
 
     def close(self) -> None: ...
 
     @abstractmethod
-    def _read(self, queries: tuple[Query, ...]) -> Readings: ...
+    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings: ...
 
 
 class AbsentDevice(DeviceReader):
@@ -340,7 +344,7 @@ class AbsentDevice(DeviceReader):
     def __init__(self, reason: str) -> None:
         self._why = Unavailable(reason)
 
-    def _read(self, queries: tuple[Query, ...]) -> Readings:
+    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings:
         return {query.name: self._why for query in queries}
 
 
@@ -370,7 +374,7 @@ class NvmlDevice(DeviceReader):
             device, instance = match_device(self._identity, devices)
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
-        self.shared_by = len(device.instances) if device.mig else 0
+        self.shared_by = len(device.instances) if device.is_split_by_mig else 0
         handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
         return handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else handle
 
@@ -378,19 +382,23 @@ class NvmlDevice(DeviceReader):
         self._library.close()
 
     def read_in_this_thread(self) -> Readings:
-        return {query.name: self._try_query(query) for query in CHANGING}
+        return {query.name: self._try_query(query) for query in CHANGING_QUERIES}
 
     def ask(self, function: str, *arguments: Any) -> Any:
         return self._library.call(function, self._handle, *arguments)
 
-    def _try_query(self, query: Query) -> Read:
-        handles_by_subject = {About.SYSTEM: (), About.DEVICE: (self._handle,), About.PART: (self._part,)}
-        handle_arguments = handles_by_subject[query.about]
+    def _try_query(self, query: DeviceQuery) -> Read:
+        handles_by_subject = {
+            QuerySubject.DRIVER: (),
+            QuerySubject.DEVICE: (self._handle,),
+            QuerySubject.MIG_INSTANCE: (self._part,),
+        }
+        handle_arguments = handles_by_subject[query.subject]
         return attempt(
             lambda: query.read(lambda function, *arguments: self._library.call(function, *handle_arguments, *arguments))
         )
 
-    def _read(self, queries: tuple[Query, ...]) -> Readings:
+    def _read_queries(self, queries: tuple[DeviceQuery, ...]) -> Readings:
         reads_by_name: dict[str, Read] = {}
 
         def run_all_queries() -> None:

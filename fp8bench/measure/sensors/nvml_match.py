@@ -30,7 +30,7 @@ class ListedDevice:
 
     uuid: str
     pci: str
-    mig: bool = False
+    is_split_by_mig: bool = False
     instances: tuple[str, ...] = ()
 
 

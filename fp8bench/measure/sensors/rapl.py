@@ -125,7 +125,7 @@ def _explain_absence(cpuinfo: Path) -> str:
 
 SYSTEM_FOLDER = Path("/sys")
 CPU_CLOCK = "cpu_clock"
-_CLOCKS = "devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"
+_CLOCK_FILES_PATTERN = "devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"
 # Kernel drivers of temperature sensors in processors.
 _PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
@@ -137,7 +137,7 @@ class HostDevice(AbsentDevice):
 
     def __init__(self, reason: str, root: Path = SYSTEM_FOLDER) -> None:
         super().__init__(reason)
-        self._clocks, self._heats = sorted(root.glob(_CLOCKS)), sorted(_list_sensors(root))
+        self._clocks, self._heats = sorted(root.glob(_CLOCK_FILES_PATTERN)), sorted(_list_sensors(root))
 
     @property
     def has_sensors(self) -> bool:

@@ -38,7 +38,7 @@ _SPINNING_SECONDS = 5e-4
 _NAP_SECONDS = 1e-4
 
 
-class Heart:
+class HeartbeatWriter:
     """Writes this rank's progress into a memory-mapped file, in half a microsecond per heartbeat."""
 
     def __init__(self, file: Path) -> None:
@@ -108,8 +108,8 @@ _ESTABLISHED, _LISTENING = "01", "0A"
 class _ConnectionEnd(NamedTuple):
     """One end of a connection on this machine, as /proc/net/tcp lists it: both addresses, state, owner, inode."""
 
-    here: str
-    there: str
+    local_address: str
+    remote_address: str
     state: str
     owner: int
     inode: str
@@ -136,15 +136,19 @@ def refuse_strangers() -> None:
     connection_ends = list(_read_connection_ends())
     own_inodes = set(_list_own_sockets())
     own_connections = [end for end in connection_ends if end.inode in own_inodes]
-    listening_addresses = {connection.here for connection in own_connections if connection.state == _LISTENING}
+    listening_addresses = {connection.local_address for connection in own_connections if connection.state == _LISTENING}
     accepted_connections = {
-        (connection.there, connection.here)
+        (connection.remote_address, connection.local_address)
         for connection in own_connections
-        if connection.state == _ESTABLISHED and connection.here in listening_addresses
+        if connection.state == _ESTABLISHED and connection.local_address in listening_addresses
     }
     for end in connection_ends:
         # A closed end has no inode and no owner.
-        if (end.here, end.there) in accepted_connections and end.inode != "0" and end.owner != os.geteuid():
+        if (
+            (end.local_address, end.remote_address) in accepted_connections
+            and end.inode != "0"
+            and end.owner != os.geteuid()
+        ):
             raise PermissionError(
                 f"a process of another user (number {end.owner}) has connected to this rank, which would take its "
                 "messages for those of other ranks. End that process, and measure again."
@@ -171,7 +175,7 @@ def _list_own_sockets() -> Iterator[str]:
 
 
 # For each part of a step, by name: the seconds that it takes in each round.
-Rounds = dict[str, list[float]]
+PartSeconds = dict[str, list[float]]
 # The least and the most rounds of timing the parts of a step. With fewer rounds, chance would decide too often. After
 # the least rounds, more rounds follow until the slowest rank has taken _ROUNDS_SECONDS.
 _MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
@@ -189,7 +193,7 @@ class RankMeeting(NamedTuple):
     meet: Callable[[], None]
 
 
-def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
+def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartSeconds:
     """Times the parts of a step (products and communication) alone, at the same time, and one after the other. Also
     times steps of rank 0 while the other ranks wait.
     """
@@ -234,12 +238,12 @@ def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepP
     return StepParts(run_products, lambda: parts.communicate().wait(), run_at_same_time)
 
 
-def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
+def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> PartSeconds:
     """Times each part of a step in each round. All ranks begin each part at the same time, and take the parts in the
     same random order.
     """
     generator = random.Random(seed)
-    seconds = {name: list[float]() for name in parts}
+    part_seconds = {name: list[float]() for name in parts}
     for name, part in parts.items():  # a warm-up
         if name not in _COMBINED_PARTS:
             part()
@@ -253,8 +257,8 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
-            seconds[name].append(time.perf_counter() - start)
-    return seconds
+            part_seconds[name].append(time.perf_counter() - start)
+    return part_seconds
 
 
 def _do_nothing() -> None: ...
@@ -281,7 +285,7 @@ def _find_largest_of_ranks(value: float) -> float:
 
 # What a rank sends in a step, and the seconds of each part of the step by round; or the reason why these are unknown;
 # or None if the suite has no such parts.
-StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
+StepPartsAnswer = tuple[tuple[Sent, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_PREFIXES = (
     "OMP_",
@@ -312,15 +316,15 @@ def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
 class RankBench(Bench):
     """The bench of one of `size` ranks, which all get the same requests at the same time."""
 
-    def __init__(self, settings: Settings, heart: Heart, wait_seconds: float) -> None:
+    def __init__(self, settings: Settings, heartbeat_writer: HeartbeatWriter, wait_seconds: float) -> None:
         import torch
         import torch.distributed as dist
 
         super().__init__(settings)
-        self._make_clock = partial(PhaseClock, report=heart.phase)
-        self._make_unmarked_phases = heart.markers
+        self._make_clock = partial(PhaseClock, report=heartbeat_writer.phase)
+        self._make_unmarked_phases = heartbeat_writer.markers
         self._alone = False
-        self._parts: dict[Case, StepAnswer] = {}
+        self._parts: dict[Case, StepPartsAnswer] = {}
         self._size = int(os.environ["WORLD_SIZE"])
         self._rank = int(os.environ["RANK"])
         # Ranks exchange objects as pickles. Unpickling must not run code.
@@ -330,13 +334,13 @@ class RankBench(Bench):
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=wait_seconds),
-            store=_wait_for_all_ranks(heart.folder, self._rank, self._size),
+            store=_wait_for_all_ranks(heartbeat_writer.folder, self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
         # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
-        self._meet_ranks = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
+        self._meet_ranks = StartLine(heartbeat_writer.folder, self._rank, self._size, wait_seconds).meet
         self._any_rank = lambda here: _find_largest_of_ranks(here) > 0
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -368,13 +372,13 @@ class RankBench(Bench):
         with self._run_apart(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
-    def step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
+    def step_parts(self, case: Case, facts: DeviceFacts) -> StepPartsAnswer:
         communication_case = replace(case, params=workloads.get(case.workload).sent_by(case))
         if communication_case not in self._parts:
             self._parts[communication_case] = self._measure_step_parts(case, facts)
         return self._parts[communication_case]
 
-    def _measure_step_parts(self, case: Case, facts: DeviceFacts) -> StepAnswer:
+    def _measure_step_parts(self, case: Case, facts: DeviceFacts) -> StepPartsAnswer:
         with self._run_apart(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):

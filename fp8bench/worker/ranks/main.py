@@ -18,7 +18,7 @@ from pathlib import Path
 from fp8bench.model.ranks import PARENT, beat_file, stderr_file
 from fp8bench.model.raw import Settings
 from fp8bench.worker.main import run
-from fp8bench.worker.ranks.bench import Heart, RankBench
+from fp8bench.worker.ranks.bench import HeartbeatWriter, RankBench
 
 
 def _connect(folder: Path, rank: int, purpose: str) -> int:
@@ -44,7 +44,7 @@ def _show_one_gpu(rank: int) -> None:
     os.environ[name] = str(rank) if device_names is None else device_names[rank] if rank < len(device_names) else "-1"
 
 
-def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
+def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = RankBench) -> None:
     folder = Path(sys.argv[1])
     wait_seconds = float(sys.argv[2])
     rank = int(os.environ["RANK"])
@@ -53,7 +53,7 @@ def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) 
     with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
-    heartbeat_writer = Heart(folder / beat_file(rank))
+    heartbeat_writer = HeartbeatWriter(folder / beat_file(rank))
     connection = Connection(_connect(folder, rank, "requests"))
     lifeline = _connect(folder, rank, "lifeline")
     run(

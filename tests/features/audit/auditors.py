@@ -7,7 +7,7 @@ from typing import Any
 
 from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Auditor
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from tests.facts import CPU
 
 
@@ -18,5 +18,5 @@ def make_auditor(
     seed: int = 0,
     host: type[KernelHost] = KernelHost,
 ) -> Auditor:
-    signature = signed(kind, precision)
+    signature = make_signature(kind, precision)
     return Auditor(SUBJECT_BY_KIND[signature.kind](host(function, signature, CPU), signature, CPU), seed)

@@ -18,7 +18,7 @@ from fp8bench.features.audit.host import count_operators
 from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.model import Ceilings, Limit, Rate
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import Kernel, product
 from suites.audit_lies import HONEST, LIES, UNCAUGHT
@@ -48,7 +48,7 @@ def test_every_lie_is_called_what_it_is_and_no_honest_kernel_is_accused(kernel: 
 
 
 _BY_NAME = {kernel.name: kernel for kernel in (*LIES, *HONEST)}
-_FP8 = signed("product", "fp8")
+_FP8 = make_signature("product", "fp8")
 
 
 def test_operators_of_a_call_are_recorded() -> None:

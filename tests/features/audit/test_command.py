@@ -14,7 +14,7 @@ from fp8bench.features.audit.command import _find_ceilings
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
-from fp8bench.user_code.named import audited, find_declared_signature, signed
+from fp8bench.user_code.named import audited, find_declared_signature, make_signature
 from tests.commands import Say
 from tests.counts import for_each
 from tests.facts import CPU
@@ -134,7 +134,7 @@ def test_targets_that_cannot_be_audited_give_a_message(
 )
 def test_an_impossible_signature_is_refused(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        signed(**{"kind": "product", "precision": "fp8", **given})
+        make_signature(**{"kind": "product", "precision": "fp8", **given})
 
 
 def test_the_decorator_leaves_the_function_alone() -> None:

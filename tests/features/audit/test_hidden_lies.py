@@ -17,7 +17,7 @@ from fp8bench.features.audit.auditor import SUBJECT_BY_KIND, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, is_lazy, pack_results, pack_tensor, unpack_results, unpack_tensor
 from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit import codes_of, result_of
 from suites.audit_hidden_lies import HIDDEN_LIES, UNUSUAL, LazyTensor, MarkedTensor
 from suites.audit_kernels import Kernel, product
@@ -28,7 +28,7 @@ from tests.features.audit.auditors import make_auditor
 
 BY_NAME = {check.name: check for check in AUDIT_CHECKS}
 ROWS = {kernel.name: kernel for kernel in (*HIDDEN_LIES, *UNUSUAL)}
-_FP8 = signed("product", "fp8")
+_FP8 = make_signature("product", "fp8")
 SEEDS = (0, 1, 2)
 ONES = (pack_tensor(torch.ones(4, 16)), pack_tensor(torch.ones(4, 16)))
 

@@ -14,7 +14,7 @@ from fp8bench.features.audit.promises import ExpectedProduct
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import sum_like_hopper_units
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import LARGEST, Kernel, Product, kernel
 from suites.audit_lies import HONEST
@@ -22,7 +22,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.audit.auditors import make_auditor
 
-_FP8 = signed("product", "fp8")
+_FP8 = make_signature("product", "fp8")
 QUICK_CHECKS = tuple(check for check in VALUE_CHECKS if check.name != "sizes")
 (EXTREMES,) = (check for check in VALUE_CHECKS if check.name == "extremes")
 

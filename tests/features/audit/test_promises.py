@@ -11,7 +11,7 @@ from fp8bench.features.audit.values import AuditFinding
 from fp8bench.formats.operators import values
 from fp8bench.model.promises import AuditKind
 from fp8bench.registry import precisions
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit_kernels import MXFP8, Product, product
 from suites.audit_lies import HONEST, LIES
 from tests.counts import for_each
@@ -96,7 +96,7 @@ def test_mistakes_are_diagnosed_by_name(name: str) -> None:
 
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
-    audited = SUBJECT_BY_KIND[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
+    audited = SUBJECT_BY_KIND[AuditKind.PRODUCT](product, make_signature("product", "nvfp4", "codes"), CPU)
     a, b = audited.draw_operands("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
     *_, first, second = arguments = audited.make_arguments((a, b))

@@ -14,7 +14,7 @@ from fp8bench.features.audit.times import AUDIT_CHECKS
 from fp8bench.features.audit.values import Audit
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import MX, ScaleRounding, Scaling, Treatment
-from fp8bench.user_code.named import signed
+from fp8bench.user_code.named import make_signature
 from suites.audit import codes_of, result_of
 from suites.audit_kernels import (
     BF16,
@@ -128,7 +128,7 @@ UNUSUAL: dict[str, tuple[str, Product]] = {
 
 def audit_of(name: str, checks: Sequence[AuditCheck], seed: int = 0) -> Audit:
     precision, function = UNUSUAL[name]
-    return result_of(Kernel(name, signed("product", precision), function), "cpu", checks, seed=seed)
+    return result_of(Kernel(name, make_signature("product", precision), function), "cpu", checks, seed=seed)
 
 
 @for_each("name", ["results in fp16, ties away from zero", "results in fp16, the reciprocal of a scale"])

@@ -123,7 +123,7 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
     """In the worker too: a bf16 head made the fp32 arm a seventh slower and gave it bf16's error."""
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
-    setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
+    setups = [bench._make_setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
     carried, served = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
     assert carried == served and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 

@@ -25,7 +25,7 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import list_notes, render_all
-from fp8bench.measure.sensors.driver import Query
+from fp8bench.measure.sensors.driver import DeviceQuery
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.model import DeviceFacts, EnergyUse, MemoryUse
@@ -243,7 +243,7 @@ def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained:
 class BusyDevice(DeviceReader):
     """A driver that reports part of how busy the device is."""
 
-    def _read(self, wanted: tuple[Query, ...]) -> Readings:
+    def _read_queries(self, wanted: tuple[DeviceQuery, ...]) -> Readings:
         return {"use": Reading(0.75, "share", "x"), "memory_use": Unavailable("no"), "power": Reading(300.0, "W", "x")}
 
 

@@ -135,7 +135,7 @@ def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> 
 
 def test_failures_name_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
-    assert make_failed_rank(find_culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(
+    assert make_failed_rank(find_culprit([waiting, state(1, 11, 3.0)]).heartbeat, 2, 10.0) == FailedRank(
         1, 2, "slot", "gemm", 11, 7.0
     )
     assert describe_failure([waiting, state(1, 11, 3.0)], 10.0) == (

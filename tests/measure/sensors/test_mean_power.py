@@ -49,7 +49,7 @@ def test_too_few_ticks_are_no_number(count: int) -> None:
 def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b: float, count: int) -> None:
     seen = ticks(count)
     # These ends are used, as none are better.
-    seen = [Tick(tick.seen - max(first, last), tick.seen, tick.joules) for tick in seen]
+    seen = [Tick(tick.seen_at - max(first, last), tick.seen_at, tick.joules) for tick in seen]
     truth = [seen[0].after + a * seen[0].time_range, seen[-1].after + b * seen[-1].time_range]
     stretch = measure_tick_power(seen)
     assert abs(stretch.seconds - (truth[1] - truth[0])) <= stretch.uncertainty * stretch.seconds * (1 + 1e-9)
@@ -58,10 +58,10 @@ def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b
 
 def test_a_late_tick_does_not_end_the_measured_part() -> None:
     seen = ticks(13)
-    late = [Tick(seen[0].seen - 0.08, seen[0].seen, seen[0].joules), *seen[1:]]
+    late = [Tick(seen[0].seen_at - 0.08, seen[0].seen_at, seen[0].joules), *seen[1:]]
     assert measure_tick_power(late).intervals == 11 and measure_tick_power(late).watts == pytest.approx(300)
     assert measure_tick_power(late[:11]).intervals == MIN_INTERVALS and measure_tick_power(late[:11]).uncertainty > 0.03
-    at_the_end = [*seen[:-1], Tick(seen[-1].seen - 0.08, seen[-1].seen, seen[-1].joules)]
+    at_the_end = [*seen[:-1], Tick(seen[-1].seen_at - 0.08, seen[-1].seen_at, seen[-1].joules)]
     assert measure_tick_power(at_the_end).intervals == 11
 
 

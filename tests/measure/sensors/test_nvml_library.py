@@ -14,7 +14,7 @@ import pytest
 
 from fp8bench.measure.sensors import nvml as own_nvml
 from fp8bench.measure.sensors.energy import THREAD_NAME
-from fp8bench.measure.sensors.nvml import REASONS, Library, describe_error
+from fp8bench.measure.sensors.nvml import ERROR_REASONS, Library, describe_error
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation
@@ -120,6 +120,6 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
 
 def test_every_nvml_error_has_a_text() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
-    assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
+    assert len(codes) > 25 and codes == set(ERROR_REASONS) and len(set(ERROR_REASONS.values())) == len(ERROR_REASONS)
     assert describe_error(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
     assert describe_error(4711) == "an error that fp8bench does not know (NVML error 4711)"

@@ -59,7 +59,7 @@ def test_it_finds_the_steps_the_operators_and_our_phases(tmp_path: Path) -> None
     pytest.importorskip("torch_tb_profiler")
     case: Case = make_plan(Request("attention", ("bf16",), ("cpu",), axes=SMALL), (CPU,)).groups[0].cases[0].case
     threads = torch.get_num_threads()
-    Bench(Settings()).trace(case, CPU, str(tmp_path / TraceFolder(tmp_path, 1767614400000).file_of(case)))
+    Bench(Settings()).trace(case, CPU, str(tmp_path / TraceFolder(tmp_path, 1767614400000).name_trace_file(case)))
     torch.set_num_threads(threads)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=240

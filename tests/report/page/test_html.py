@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import fp8bench.report
-from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _write_page
+from fp8bench.jobs.report_files import INDEX_NAME, PAGE_NAME, Pages, _write_page
 from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.html import CardAnswer, make_card, read_card, render
 from tests.counts import for_each
@@ -162,7 +162,7 @@ PAGE_OF_RUN = Page(
 
 def reported(reports: Path, name: str, page: Page) -> str:
     _write_page(page, ((), ()), reports / name, Pages())
-    return (reports / INDEX).read_text()
+    return (reports / INDEX_NAME).read_text()
 
 
 def test_a_page_gives_back_the_card_it_was_made_with() -> None:
@@ -200,10 +200,10 @@ def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Pat
         ("odd", '<meta name="fp8bench" content="['),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / PAGE).write_text(text)
+        (tmp_path / name / PAGE_NAME).write_text(text)
     for number, content in enumerate(("[]", "{&#34;kind&#34;:1}", "[" * 9000)):
         (tmp_path / str(number)).mkdir()
-        (tmp_path / str(number) / PAGE).write_text(f'<meta name="fp8bench" content="{content}">')
+        (tmp_path / str(number) / PAGE_NAME).write_text(f'<meta name="fp8bench" content="{content}">')
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     index = reported(tmp_path, 'a b"#%', PAGE_OF_RUN)
     assert "<script>alert" not in index

@@ -25,7 +25,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.measure.ranks.answers import Merges, merge_memory
+from fp8bench.measure.ranks.answers import MergeFunctions, merge_memory
 from fp8bench.units import EXACT_DB
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.ranks.bench import RankBench
@@ -224,7 +224,7 @@ _MERGE_BY_KIND: dict[type, Callable[..., StreamLine]] = {
 
 
 # In a validation, all ranks evaluate the same text with the same weights. Only their scales may differ.
-MERGES: Merges = {
+MERGES: MergeFunctions = {
     "advance": _merge_rank_lines,
     "validate": lambda answers: tuple(_merge_lines(answers)),
     "measure_memory": _merge_costs,
