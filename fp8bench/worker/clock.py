@@ -67,7 +67,17 @@ class PhaseClock(Markers):
     changes.
     """
 
-    __slots__ = ("_last_step", "_note", "_notes", "_open", "_expected_notes", "_shared", "_stamps", "_report", "now")
+    __slots__ = (
+        "_last_step",
+        "_note_code",
+        "_noted_codes",
+        "_open",
+        "_expected_codes",
+        "_shared",
+        "_stamps",
+        "_report",
+        "now",
+    )
 
     def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
         self._noted_codes: list[int] = []
