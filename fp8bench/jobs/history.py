@@ -107,8 +107,8 @@ def find_all_changes(history: History, store: Path, observer: JobObserver) -> Fo
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """Yields for each trend a list of stretches, whose figures can be compared with each other. A trend is read only
-    when one of its stretches needs it.
+    """Yields, for each trend (the figures of a series, commit by commit), its stretches: figures that can be compared
+    with each other. A trend is read only when one of its stretches needs it.
     """
     for line in history.lines:
         is_count = line.trend.series.metric in COUNTS

@@ -52,7 +52,7 @@ class SparePart(NamedTuple):
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of stored result, such as a training or a fleet report.
+    """A kind of stored result, such as a training or a duel.
 
     `pattern` matches the files of this kind in a store; '' if the kind has no files. Each result has either a folder
     `<utc>-<...>-<id>` with a file of a fixed name, or a file that is itself named `<utc>-<...>-<id>`. `refused` are

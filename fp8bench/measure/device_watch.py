@@ -27,8 +27,8 @@ _RUN_SECONDS = 0.15
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature are constant. If `is_brisk` (a run that takes about 10 s),
-    only the clock must be constant.
+    """Runs an arm until the device's clock and temperature are constant. With `is_brisk` (in runs that take about 10
+    s), only the clock must be constant.
     """
 
     device: DeviceReader
@@ -37,7 +37,7 @@ class Settler:
     is_brisk: bool = False
 
     def run_until_settled(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
-        """Returns the readings of the warm-up, or None if the device reports neither clock nor temperature."""
+        """Returns the readings of this warm-up, or None if the device reports neither clock nor temperature."""
         start = self.clock()
         readings = [self._read_clock_and_temperature(start)]
         if readings[0].clock is None and readings[0].temperature is None:

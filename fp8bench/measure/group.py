@@ -163,7 +163,7 @@ class GroupMeasurement:
             self._record_operators(passes)
 
     def _record_operators(self, passes: Passes) -> None:
-        """Records the operators of steps (tapes) and their shares of the time, at the end: it slows a process down."""
+        """Records the operators of steps (tapes) and their shares of the time. Runs last: recording slows a process."""
         method = self._method
         if self._untimed_worker is not None and (method.tapes or method.shares):
             untimed_passes = self._select_untimed_passes() or self._make_passes(self._untimed_worker)

@@ -197,8 +197,9 @@ class RoundSession:
         return fastest, Fresh(repeated_arm.timing(), reference.timing(), repeated_control, len(candidates))
 
     def _list_compared_arms(self) -> list[MeasuredArm]:
-        """Returns the arms whose comparison with the reference decides when rounds end. They are the native
-        candidates or else the control. Returns [] if the reference is missing or emulated.
+        """Returns the arms whose comparison with the reference decides when rounds end. These arms are the native
+        candidates, or the control if there are no native candidates. Returns [] if the reference is missing or
+        emulated.
         """
         if self.reference is None or self.reference.is_emulated:
             return []

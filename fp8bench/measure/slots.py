@@ -27,7 +27,7 @@ MAX_COLD_CALLS = 4
 # The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
 # queue is full the host waits, so a longer time gains nothing.
 MAX_FILLING_SECONDS = 10e-3
-# The host may later enqueue a step this many times as slowly as when its time was measured.
+# The host may need up to this many times as long to enqueue a later step as to enqueue the measured step.
 _HOST_TIME_MARGIN = 1.25
 
 

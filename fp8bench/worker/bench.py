@@ -82,7 +82,7 @@ class Bench(UntimedPasses):
         self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = begin_without_ranks
-        self._any_rank: Callable[[bool], bool] = bool  # without ranks, this process answers alone
+        self._any_rank: Callable[[bool], bool] = bool  # without ranks, only this process has an answer
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
         self._original_threads = torch.get_num_threads()

@@ -345,8 +345,8 @@ class PreparedCase:
 
     @contextmanager
     def _watching_steps(self) -> Iterator[None]:
-        """Runs timed steps in the `with` block, in their precision. Raises an error if they have forbidden side
-        effects.
+        """Sets the switches of the case's precision for timed steps in the `with` block. Raises an error if a step has
+        forbidden side effects.
         """
         watched_switches = restore_switches(self._switch_values)
         with (

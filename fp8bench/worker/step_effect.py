@@ -48,7 +48,7 @@ from fp8bench.worker.state_tensors import (
 )
 from fp8bench.worker.static_scales import step as take_step
 
-# Steps that take longer than this are not repeated, and states that take longer to read are not compared.
+# Steps of more seconds than this are not repeated, and states that take longer to read are not compared.
 MAX_STEP_SECONDS = 1.0
 # In Python, a step that does nothing takes less than this many seconds. A step whose work torch does not see takes
 # more.
@@ -247,9 +247,10 @@ def _step_until_repeat(steps: _Steps) -> _StepHistory | None:
 def _find_changed_numbers(
     old: Sequence[_MemoryContents], new: Sequence[_MemoryContents]
 ) -> tuple[set[int], bool] | None:
-    """Compares the memory after two steps. Returns None if more than single numbers differ. Otherwise returns the
-    addresses of single numbers that differ in lasting memory, and whether single numbers differ in memory that each
-    step allocates again. Lasting memory is compared by address, and memory that is allocated again as a whole.
+    """Compares the memory after two steps. Returns None if more than single numbers (tensors of one element) differ.
+    Otherwise returns the addresses of single numbers that differ in lasting memory, and whether single numbers differ
+    in memory that each step allocates again. Lasting memory is compared by address, and memory that is allocated again
+    as a whole.
     """
     old_by_address = {tensor.address: tensor for tensor in old}
     lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}

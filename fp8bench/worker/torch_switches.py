@@ -372,8 +372,8 @@ def _list_product_switches() -> Iterator[Switch]:
         ("oneDNN's float32 convolutions", "mkldnn.conv.", "mkldnn", "conv"),
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
     ):
-        # Read and set by torch's private functions, because some public attributes set a different setting than they
-        # read.
+        # Read and set these switches by torch's private functions, because some public attributes set a different
+        # setting than they read.
         yield Switch(
             switch_name,
             partial(torch._C._get_fp32_precision_getter, backend, operators),

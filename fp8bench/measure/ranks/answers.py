@@ -238,8 +238,8 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """Returns the rank that failed. If several ranks reached the same phase and heartbeat, it is unclear which of them
-    failed: each may have waited for the others, even if it raised the first error. Then returns all of these ranks.
+    """Returns the rank that failed. If it is unclear which rank failed, returns all ranks that reached the same phase
+    and heartbeat: each of them may have waited for the others, even if it raised the first error.
     """
     first_suspect = find_culprit(states)
     if first_suspect.ended or first_suspect.raised_first_error:

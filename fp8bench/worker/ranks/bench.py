@@ -77,7 +77,7 @@ class StartLine:
         file = folder / _START_LINE_FILE
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(ranks * _COUNT_BYTES)  # the same size on all ranks, so it keeps their counts
+            opened.truncate(ranks * _COUNT_BYTES)  # does not delete counts that other ranks have written
             self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
