@@ -26,7 +26,7 @@ from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import describe_load, gather
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.handle import (
     START_SECONDS,
     CountingWorker,
@@ -408,31 +408,31 @@ def budget_share(budget: float | None, start: float, remaining_parts: int) -> fl
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Method:
+def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> GroupMethod:
     """Returns how the groups of a run are measured. `_measure_group` adds what differs between groups."""
     request, switches = run.request, ready.switches
     is_brisk_run = is_brisk(request.brisk, request.budget, len(run.plan.groups))
-    return Method(
+    return GroupMethod(
         rule=rule_for(request.quick, request.rounds, request.budget, is_brisk_run),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
         quantisers=Quantisers(switches.why_eager),
         windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
-        traces=make_trace_folder(run),
+        trace_folder=make_trace_folder(run),
         ceilings=_get_ceilings(run, groups, ready),
         warm_up_seconds=switches.warm_up_seconds,
         choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
-        looks_again=request.tape or not request.quick,
+        checks_late_steps=request.tape or not request.quick,
         shares=request.shares,
         brisk=is_brisk_run,
     )
 
 
 def _measure_group(
-    group: Group, run: Run, method: Method, budget: float | None, ready: RunResources, untimed: Worker | None
+    group: Group, run: Run, method: GroupMethod, budget: float | None, ready: RunResources, untimed: Worker | None
 ) -> tuple[Record, ...]:
     """Measures one group. `budget` is the number of seconds for it, and `untimed` counts its operators."""
     request, facts = run.request, {device.key: device for device in run.devices}

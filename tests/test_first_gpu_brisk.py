@@ -17,7 +17,7 @@ from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import EXIT_FAILED
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import Settler
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.sensors.energy import Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, window_rule_for
@@ -211,7 +211,7 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
     for group in groups:
         scripts = {case.case.mode: lasting(1e3 * clock.step(case)) for case in group.cases}
         timing.scripts = untimed.scripts = scripts
-        method = Method(
+        method = GroupMethod(
             rule=rule_for(False, 24, None, True),
             judge=is_decided,
             seed=0,

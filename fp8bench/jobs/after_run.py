@@ -57,7 +57,7 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote
         return False
     if run.finished:
         return publish_run(run, store, outputs, note)
-    if outputs.pages is not None and outputs.pages.asked:
+    if outputs.pages is not None and outputs.pages.are_requested:
         note(f"report: not written, because the run was interrupted; `fp8bench report {run.id}` writes it")
     return True
 

@@ -61,7 +61,7 @@ class Pages:
     plots_formats: tuple[str, ...] = ("png",)
 
     @property
-    def asked(self) -> bool:
+    def are_requested(self) -> bool:
         return self.html is not None or self.markdown is not None or self.browser
 
 

@@ -239,7 +239,7 @@ class MeasuredArm:
             worker.within(slot_limit).slot(state_key, self.calls, discarded_calls, self.filling), round_number, position
         )
 
-    def check(self, worker: Worker) -> None:
+    def check_states(self, worker: Worker) -> None:
         """Raises WorkerFault if the timed steps damaged the state. The time of steps with NaN or infinity may differ
         from that of others.
         """
@@ -284,7 +284,7 @@ class MeasuredArm:
             late_fields["effect"] = StepEffect(False, late_steps.told_apart)
         return late_fields
 
-    def release(self, worker: Worker) -> ArmFailed | None:
+    def release_states(self, worker: Worker) -> ArmFailed | None:
         """Frees the states in the worker. Returns an ArmFailed if threads of the case still run, because they would
         disturb other cases.
         """

@@ -146,19 +146,19 @@ class CapacityPass:
     """
 
     _worker: Worker
-    _facts: Mapping[str, DeviceFacts]
+    _device_facts: Mapping[str, DeviceFacts]
     _time_limits: Limits
     _observer: Observer
     _capacity_rule: CapacityRule
 
     def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
-            facts = self._facts[outcome.planned.case.device]
+            facts = self._device_facts[outcome.planned.case.device]
             batch_search = _BatchSearch(
                 outcome.planned, facts, self._worker, self._time_limits, self._observer, self._capacity_rule
             )
             outcome.note(capacity=batch_search.find_capacity())
-        if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
+        if any(self._device_facts[outcome.planned.case.device].accelerated for outcome in outcomes):
             # Counting memory may leave a profiler attached to the process. It would slow down launches, so the timing
             # needs a new process.
             self._worker.restart()
@@ -170,7 +170,7 @@ class CapacityPass:
         speed of hardware.
         """
         planned, capacity = outcome.planned, outcome.draft.capacity
-        facts = self._facts[planned.case.device]
+        facts = self._device_facts[planned.case.device]
         if capacity is None or not capacity.batch or planned.support.is_emulated:
             return
         planned_batch = self._capacity_rule.plan_with_batch(planned, capacity.batch, facts)
@@ -189,7 +189,7 @@ class CapacityPass:
 @dataclass(frozen=True)
 class _BatchSearch:
     _planned_case: PlannedCase
-    _facts: DeviceFacts
+    _device_facts: DeviceFacts
     _worker: Worker
     _time_limits: Limits
     _observer: Observer
@@ -199,7 +199,7 @@ class _BatchSearch:
         axis, byte_limit = workloads.get(self._planned_case.case.workload).batch_axis, self._capacity_rule.limit
         first_batch = dict(self._planned_case.case.params).get(axis)
         attempts: list[BatchAttempt] = []
-        batch_multiple, room_bytes = 1, byte_limit or self._facts.memory_bytes
+        batch_multiple, room_bytes = 1, byte_limit or self._device_facts.memory_bytes
         try:
             # 1. Begin the search with the planned batch. Try only multiples of `batch_multiple`, because the precision
             # may refuse other batches.
@@ -241,7 +241,7 @@ class _BatchSearch:
         self._observer.working(self._planned_case.case, f"trying a batch of {batch}", 1.0)
         try:
             used_bytes = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).try_batch(
-                planned_batch.case, self._facts, byte_limit
+                planned_batch.case, self._device_facts, byte_limit
             )
         except WorkerError as cause:
             if ran_out_of_memory(cause):
@@ -261,7 +261,7 @@ class _BatchSearch:
         batch_multiple = 1
         while batch_multiple <= _MAX_BATCH_MULTIPLE:
             planned_batches = [
-                self._capacity_rule.plan_with_batch(self._planned_case, batch_multiple * factor, self._facts)
+                self._capacity_rule.plan_with_batch(self._planned_case, batch_multiple * factor, self._device_facts)
                 for factor in _TRIED_FACTORS
             ]
             if all(planned is None or planned.support.level is not Level.REFUSED for planned in planned_batches):
@@ -277,7 +277,9 @@ class _BatchSearch:
         while high - low > 1:
             middle_batch = (low + high) // 2
             is_planned = (
-                self._capacity_rule.plan_with_batch(self._planned_case, middle_batch * batch_multiple, self._facts)
+                self._capacity_rule.plan_with_batch(
+                    self._planned_case, middle_batch * batch_multiple, self._device_facts
+                )
                 is not None
             )
             low, high = (middle_batch, high) if is_planned else (low, middle_batch)
@@ -309,7 +311,7 @@ class _BatchSearch:
         self._observer.working(self._planned_case.case, f"estimating the memory of a batch of {batch}", 1.0)
         try:
             memory_use = self._worker.within(self._time_limits.for_untimed_pass(planned_batch.work)).memory(
-                planned_batch.case, self._facts
+                planned_batch.case, self._device_facts
             )
         except WorkerError as cause:
             if not ran_out_of_memory(cause):
@@ -318,7 +320,7 @@ class _BatchSearch:
         return memory_use.on_device if isinstance(memory_use, MemoryUse) else None
 
     def _plan_batch(self, batch: int) -> PlannedCase:
-        planned_batch = self._capacity_rule.plan_with_batch(self._planned_case, batch, self._facts)
+        planned_batch = self._capacity_rule.plan_with_batch(self._planned_case, batch, self._device_facts)
         if planned_batch is None:
             raise NoSearch(f"the suite refuses a batch of {batch}")
         return planned_batch

@@ -85,7 +85,7 @@ class Watch:
         self._throttled_seconds_at_start = device.read_throttled_seconds()
         self._started_at = clock()
 
-    def read_after_slot(self, arm: MeasuredArm) -> None:
+    def read_state_after_slot(self, arm: MeasuredArm) -> None:
         slot, seconds = arm.slots[-1], self._clock()
         # Read the state for all arms of a round, or for none, so that the arms stay comparable.
         if slot.round != self._round:
@@ -127,6 +127,6 @@ class Watch:
             why="; ".join(reasons_of(*readings, self._throttled)),
             warm_up=self._warm_up,
             others=self._other_processes,
-            slices=max(0, self._device.shared_by - 1),
+            slices=max(0, self._device.mig_instance_count - 1),
             **summary,
         )

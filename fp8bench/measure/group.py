@@ -43,18 +43,18 @@ _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method:
+class GroupMethod:
     """Defines how a group is measured: when rounds stop, how long a request may take, and which untimed passes run.
 
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the warm-up.
-    `lost` maps each device that no longer answers to the reason; all groups share it.
+    `lost_devices` maps each device that no longer answers to the reason; all groups share it.
 
     `tapes` and `shares` turn on passes that observe operators. Shares are measured in a worker that times nothing any
-    more. Tapes are recorded there too, unless `tapes_apart` is false. `looks_again` turns on two checks after the
+    more. Tapes are recorded there too, unless `tapes_apart` is false. `checks_late_steps` turns on two checks after the
     timing: whether the timed steps did work, and whether their memory grows.
 
     A `brisk` group takes about 10 s on a GPU. Its passes with a profiler run in the worker that times nothing, so that
-    no worker restarts. `errors` collects numerical errors, so that brisk groups measure equal errors only once.
+    no worker restarts. `known_errors` collects numerical errors, so that brisk groups measure equal errors only once.
     """
 
     rule: StoppingRule
@@ -64,17 +64,17 @@ class Method:
     quantisers: Quantisers | None = None
     windows: WindowRule | None = None
     capacity: CapacityRule | None = None
-    traces: TraceFolder | None = None
+    trace_folder: TraceFolder | None = None
     ceilings: Mapping[str, Ceilings] = field(default_factory=dict)
     warm_up_seconds: float = 0.0
     choose: ChooseFastest | None = None
     tapes: bool = False
     tapes_apart: bool = True
-    looks_again: bool = True
+    checks_late_steps: bool = True
     shares: bool = False
     brisk: bool = False
-    errors: dict[str, tuple[Measurement, ...]] = field(default_factory=dict)
-    lost: dict[str, str] = field(default_factory=dict)
+    known_errors: dict[str, tuple[Measurement, ...]] = field(default_factory=dict)
+    lost_devices: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class GroupMeasurement:
     _facts: Mapping[str, DeviceFacts]
     _worker: Worker
     _observer: Observer
-    _method: Method
+    _method: GroupMethod
     _meter: Meter | None = None
     _untimed_worker: Worker | None = None
     _counting_worker: CountingWorker | None = None
@@ -101,7 +101,7 @@ class GroupMeasurement:
         self._start = time.monotonic()
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
         # Numerical errors by `make_numbers_key`, from the second worker, and in a brisk run from earlier groups.
-        self._errors = self._method.errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
+        self._errors = self._method.known_errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
 
     def run(self) -> tuple[Record, ...]:
         """Times the group's cases, runs the untimed passes, and returns the records in the order of the plan."""
@@ -155,10 +155,10 @@ class GroupMeasurement:
         examined = [outcome for outcome in self._list_alive() if workloads.get(outcome.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
-            untimed_passes.measure_memory(self._list_alive(), self._meter, self._method.looks_again)
+            untimed_passes.measure_memory(self._list_alive(), self._meter, self._method.checks_late_steps)
         # 3. Record traces and operators at the end, because these tools run code around every operation of a step.
-        if self._method.traces is not None:
-            passes.record_traces(self._list_alive(), self._method.traces)
+        if self._method.trace_folder is not None:
+            passes.record_traces(self._list_alive(), self._method.trace_folder)
         if self._untimed_worker is not self._second_worker:
             self._record_operators(passes)
 
@@ -228,7 +228,7 @@ class GroupMeasurement:
         for outcome in self._list_alive():
             if outcome.planned.case.id in measured:
                 outcome.take_memory(measured[outcome.planned.case.id])
-        passes.measure_memory(unmeasured, self._meter, self._method.looks_again)
+        passes.measure_memory(unmeasured, self._meter, self._method.checks_late_steps)
 
     def _measure_memory(self, worker: Worker, waiting: list[CaseOutcome], results: dict[str, CaseOutcome]) -> None:
         """Measures the memory of the waiting cases, with compiled quantisers if a case was timed with them."""
@@ -240,12 +240,12 @@ class GroupMeasurement:
                 if timing is not None and timing.fused:
                     arm = MeasuredArm(case.id, timed_outcome.planned, self._facts[case.device], self._method.limits)
                     arm.prepare(worker, Quantisers())
-                    arm.release(worker)
+                    arm.release_states(worker)
             except (WorkerError, CompilingFailed):
                 return  # the first worker measures the cases that are still waiting
             # Use a separate outcome, because passes of the first worker write into the case's outcome at the same time.
             results[case.id] = CaseOutcome(timed_outcome.planned)
-            passes.measure_memory([results[case.id]], self._meter, self._method.looks_again)
+            passes.measure_memory([results[case.id]], self._meter, self._method.checks_late_steps)
 
     def _make_passes(self, worker: Worker, observer: Observer | None = None, is_untimed: bool = False) -> Passes:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
@@ -270,11 +270,11 @@ class GroupMeasurement:
                     case, self._facts[case.device]
                 )
             except WorkerError as cause:
-                outcome.fail(f"its products could not be tried: {cause}", cause)
+                outcome.fail_case(f"its products could not be tried: {cause}", cause)
                 self._worker.restart()
                 continue
             if refusal:
-                outcome.refuse(refusal)
+                outcome.refuse_case(refusal)
 
     def _remove_pairing(self) -> None:
         """Marks all outcomes as unpaired (timed without the reference), unless all were timed in the same rounds."""
@@ -353,7 +353,7 @@ class GroupMeasurement:
             )
         # 2. Time rounds until the stopping rule ends them.
         watch = self._start_watch(session)
-        after_slot = watch.read_after_slot if watch else None
+        after_slot = watch.read_state_after_slot if watch else None
         rule = method.rule.after(time.monotonic() - self._start, session_count)
         report_progress = self._make_progress_callback("measuring")
         end_reason = session.run(self._worker, rule, method.judge, self._seed, report_progress, after=after_slot)
@@ -368,7 +368,7 @@ class GroupMeasurement:
             watch.finish()
         # Examine the work first, because later calls could reveal to the suite's code that the rounds are over.
         self._check_work(session)
-        session.check(self._worker)
+        session.check_states(self._worker)
         pairing_fields = {}
         # 4. Store the timings.
         if (base_arm := session.reference) is not None:
@@ -388,7 +388,7 @@ class GroupMeasurement:
 
     def _check_work(self, session: RoundSession) -> None:
         """Checks whether timed steps do the work of untimed ones. Skips emulated cases: their time is not a speed."""
-        for arm in session.arms if self._method.tapes and self._method.looks_again else ():
+        for arm in session.arms if self._method.tapes and self._method.checks_late_steps else ():
             if arm is not session.control and not arm.is_emulated:
                 with raise_as_arm_failure(arm):
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
@@ -416,7 +416,7 @@ class GroupMeasurement:
         if self._meter is None or not session.arms:
             return None
         device = self._meter.device
-        if device.silent and not session.arms[0].facts.accelerated:
+        if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
         idle_worker, warm_up = self._timing_free_worker, self._warm_up(session.arms[0], device)
         idle_workers = int(idle_worker is not None and idle_worker.pid is not None)
@@ -466,7 +466,7 @@ class GroupMeasurement:
         cause = failure.cause
         if not ran_out_of_memory(cause):
             self._worker.restart()  # after an error on a GPU, no further request of the process works
-        self._find_outcome(failure.arm).fail(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
+        self._find_outcome(failure.arm).fail_case(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
         if not ran_out_of_memory(cause) and failure.arm.facts.accelerated:
             self._check_device(failure.arm)
 
@@ -478,16 +478,16 @@ class GroupMeasurement:
             if not ran_out_of_memory(cause):
                 self._worker.restart()
                 device = arm.planned.case.device
-                self._method.lost[device] = f"{device} does not answer a fresh process either: {cause}"
+                self._method.lost_devices[device] = f"{device} does not answer a fresh process either: {cause}"
                 self._drop_lost_devices()
 
     def _drop_lost_devices(self) -> None:
         for outcome in self._list_alive():
-            outcome.failure = self._method.lost.get(outcome.planned.case.device, "")
+            outcome.failure = self._method.lost_devices.get(outcome.planned.case.device, "")
 
     def _release_session(self, session: RoundSession) -> ArmFailed | None:
         try:
-            return session.release(self._worker)
+            return session.release_states(self._worker)
         except WorkerError:
             self._worker.restart()
             return None

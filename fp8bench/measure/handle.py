@@ -56,10 +56,11 @@ def claim_process(isolation: bool) -> Iterator[None]:
     """
     with _runs_lock:
         if _active_runs and not (isolation and all(_active_runs)):
-            blamed_run = "that run" if isolation else "this one"
+            run_without_worker = "that run" if isolation else "this one"
             raise UsageError(
-                f"another run is active in this process, and {blamed_run} has no worker process (isolation=False): "
-                "each would disturb the other's measurement. Wait until it has ended, or leave isolation on for both."
+                f"another run is active in this process, and {run_without_worker} has no worker process "
+                "(isolation=False): each would disturb the other's measurement. Wait until it has ended, or leave "
+                "isolation on for both."
             )
         _active_runs.append(isolation)
     try:
@@ -201,7 +202,7 @@ class ProcessWorker(Worker):
                     raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
             self._is_open = True
-        return self._exchange(self._process, limit, name, *arguments)
+        return self._exchange_request(self._process, limit, name, *arguments)
 
     def begin(self) -> None:
         if self._process is None:
@@ -234,7 +235,7 @@ class ProcessWorker(Worker):
         return WorkerProcess(self._python, self._module, self._environment())
 
     def _open_bench(self, process: WorkerProcess) -> None:
-        self._exchange(process, START_SECONDS, "open", self.settings)
+        self._exchange_request(process, START_SECONDS, "open", self.settings)
 
     def _environment(self) -> dict[str, str]:
         thread_count = str(self.settings.threads)
@@ -247,11 +248,11 @@ class ProcessWorker(Worker):
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
-    def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
+    def _exchange_request(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         # The number of the request distinguishes a late answer to an earlier request.
         self._request_number += 1
         try:
-            process.send((self._request_number, name, arguments))
+            process.send_request((self._request_number, name, arguments))
             if not process.wait_for_answer(limit):
                 delay = process.describe_delay()
                 self.restart()
@@ -259,7 +260,7 @@ class ProcessWorker(Worker):
                     f"no answer to {name!r} within {limit:g} s{delay}; the worker was ended"
                     + (" (--case-timeout sets the limit)" if self._module in TIME_LIMITED_MODULES else "")
                 )
-            number, reply = _parse_answer(process.receive())
+            number, reply = _parse_answer(process.receive_answer())
         # On every failure the worker is ended, because its state is unknown. The next request gets a new worker.
         except (EOFError, OSError):
             end_description, was_killed = process.describe_end(), process.was_killed
@@ -341,8 +342,8 @@ class CountingWorker(ProcessWorker):
     def _environment(self) -> dict[str, str]:
         environment = super()._environment()
         if self._probe is not None:
-            preloaded = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
-            environment["LD_PRELOAD"] = " ".join(preloaded)
+            preloaded_libraries = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
+            environment["LD_PRELOAD"] = " ".join(preloaded_libraries)
         return environment
 
 

@@ -81,12 +81,12 @@ class CaseOutcome:
             return draft
         return replace(draft, timing=None, scales=(), energy=None, watch=None, replays=None, sustained=(), fresh=None)
 
-    def refuse(self, reason: str) -> None:
+    def refuse_case(self, reason: str) -> None:
         support = Support(Level.REFUSED, reason)
         self.planned = replace(self.planned, support=support, skip=reason)
         self.note(support=support)
 
-    def fail(self, reason: str, cause: WorkerError) -> None:
+    def fail_case(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed_rank = cause.rank if isinstance(cause.rank, FailedRank) else None
         # If the worker was lost or hung, the detail stays empty. From this, a gate distinguishes a fault of the case
@@ -187,7 +187,7 @@ class Passes:
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
-    _limits: Limits
+    _time_limits: Limits
     _observer: Observer
     _is_untimed: bool = False
 
@@ -222,7 +222,7 @@ class Passes:
                 not_finite = [f"{name} is {value}" for name, value in errors.items() if not math.isfinite(value)]
                 if not_finite:
                     fault = WorkerFault("its numbers are not finite", ", ".join(not_finite))
-                    outcome.fail(str(fault), fault)
+                    outcome.fail_case(str(fault), fault)
                 measurements = tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
                 outcome.add_measurements(measurements)
                 if known_errors is not None and not not_finite:
@@ -242,7 +242,7 @@ class Passes:
         the same time. Skips cases with one rank.
         """
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
-            limit = self._limits.for_untimed_pass(outcome.planned.work)
+            limit = self._time_limits.for_untimed_pass(outcome.planned.work)
             with self._requesting(outcome, "counting sent bytes", "bytes on the wire") as (_, case, facts):
                 outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
             with self._requesting(outcome, "", "parts of a step") as (_, case, facts):
@@ -337,7 +337,7 @@ class Passes:
         if activity:
             self._observer.working(case, activity, 1.0)
         try:
-            limit = self._limits.for_untimed_pass(outcome.planned.work)
+            limit = self._time_limits.for_untimed_pass(outcome.planned.work)
             yield self._worker.within(limit), case, self._facts[case.device]
         except WorkerError as cause:
             refusal_prefix = f"{CannotMark.__name__}: "
@@ -348,6 +348,6 @@ class Passes:
                 return
             self._worker.restart()
             if fails_case:
-                outcome.fail(reason, cause)
+                outcome.fail_case(reason, cause)
             else:
                 outcome.add_detail(reason)

@@ -71,7 +71,7 @@ class WorkerProcess:
     def pid(self) -> int:
         return self._popen.pid
 
-    def send(self, request: object) -> None:
+    def send_request(self, request: object) -> None:
         self._connection.send(request)
 
     def wait_for_answer(self, limit: float) -> bool:
@@ -86,7 +86,7 @@ class WorkerProcess:
                 return False
         return True
 
-    def receive(self) -> Any:
+    def receive_answer(self) -> Any:
         return unpickle_answer(self._connection.recv_bytes())
 
     def close(self) -> None:

@@ -112,13 +112,13 @@ class RoundSession:
                 if arm.step_seconds < DISCARD_BELOW_SECONDS:
                     arm.discard_count = 1
 
-    def check(self, worker: Worker) -> None:
+    def check_states(self, worker: Worker) -> None:
         for arm in self.arms:
             with raise_as_arm_failure(arm):
-                arm.check(worker)
+                arm.check_states(worker)
 
-    def release(self, worker: Worker) -> ArmFailed | None:
-        failures = [failed for arm in self.arms if (failed := arm.release(worker))]
+    def release_states(self, worker: Worker) -> ArmFailed | None:
+        failures = [failed for arm in self.arms if (failed := arm.release_states(worker))]
         return failures[0] if failures else None
 
     def run(

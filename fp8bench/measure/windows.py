@@ -147,8 +147,8 @@ class WindowPass:
     """Runs arms for seconds at a time (windows) in the worker, and reads the energy meter of each window."""
 
     _meter: Meter
-    _rule: WindowRule
-    _seed: int
+    _window_rule: WindowRule
+    _random_seed: int
     _report_progress: Callable[[MeasuredArm, float], None]
     _clock: Callable[[], float] = time.monotonic
 
@@ -158,7 +158,7 @@ class WindowPass:
         """
         results = {arm.key: WindowResult() for arm in arms}
         has_energy_source = self._meter.kind is not SourceKind.NONE
-        if not has_energy_source and not self._rule.turn_seconds:
+        if not has_energy_source and not self._window_rule.turn_seconds:
             for result in results.values():
                 result.energy_use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
@@ -187,9 +187,9 @@ class WindowPass:
         return results
 
     def _measure_idle(self) -> Energy | Unavailable:
-        if self._rule.brisk:
-            return self._meter.measure_idle_once(self._rule.idle_seconds)
-        return self._meter.measure_idle(self._rule.idle_seconds)
+        if self._window_rule.brisk:
+            return self._meter.measure_idle_once(self._window_rule.idle_seconds)
+        return self._meter.measure_idle(self._window_rule.idle_seconds)
 
     def measure_phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
         """Measures the energy of the phases of each arm. Returns the energies by the arm's key, in the order of the
@@ -213,9 +213,9 @@ class WindowPass:
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
         windows_in_order: list[ArmAndPhase] = []
-        orders: Orders[ArmAndPhase] = Orders(random.Random(self._seed))
-        for round_number in range(self._rule.windows):
-            if round_number == 1 and self._rule.brisk:
+        orders: Orders[ArmAndPhase] = Orders(random.Random(self._random_seed))
+        for round_number in range(self._window_rule.windows):
+            if round_number == 1 and self._window_rule.brisk:
                 windows_in_order += [
                     arm_and_phase for arm_and_phase in reversed(windows_in_order) if not arm_and_phase[0].is_emulated
                 ]
@@ -227,7 +227,7 @@ class WindowPass:
                         if round_number == 0 or not arm_and_phase[0].is_emulated
                     ]
                 )
-        if self._run_turns(windows_in_order, results, worker) and self._rule.brisk:
+        if self._run_turns(windows_in_order, results, worker) and self._window_rule.brisk:
             arms_with_third_window = [
                 arm_and_phase
                 for arm_and_phase in arms_and_phases
@@ -261,13 +261,13 @@ class WindowPass:
         return True
 
     def _measure_window(self, arm: MeasuredArm, worker: Worker, result: WindowResult) -> None:
-        turn_seconds = 0.0 if arm.is_emulated else self._rule.turn_seconds
-        chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
+        turn_seconds = 0.0 if arm.is_emulated else self._window_rule.turn_seconds
+        chunk_seconds = _BRISK_CHUNK_SECONDS if self._window_rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
         time_limit = arm.limits.for_slot(arm.step_seconds, steps)
         settling_readings = self._settle(arm, worker, turn_seconds)
         chunk_times: list[float] = []
-        with self._meter.window(every_tick=self._rule.brisk) as window:
+        with self._meter.window(every_tick=self._window_rule.brisk) as window:
             while not window.is_enough or sum(chunk_times) < turn_seconds:
                 chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
         clock_reading = self._meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
@@ -315,10 +315,10 @@ class WindowPass:
         nor temperature. Before other windows, the case runs for a fixed time.
         """
         if turn_seconds:
-            settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
+            settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
             if (settling_readings := settler.run_until_settled(arm, worker)) is not None:
                 return settling_readings
-        warm_up_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
+        warm_up_seconds = _BRISK_WARM_SECONDS if self._window_rule.brisk else _WARM_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))
         worker.within(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
         return None

@@ -38,8 +38,8 @@ class NotInUse:
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """A switch: a global setting of the process. `write` is None if the switch cannot be set, because it ends together
-    with an object, such as a profiler.
+    """A switch: a global setting of the process. `set_value` is None if the switch cannot be set, because it ends
+    together with an object, such as a profiler.
 
     `names` are the public names of torch that set the switch. A test compares them with the names that torch has.
     `usual` is the value in a new process. `is_distorting` returns whether a value distorts the reference. fp8bench
@@ -50,7 +50,7 @@ class Switch:
 
     name: str
     read: Callable[[], Any]
-    write: Callable[[Any], object] | None
+    set_value: Callable[[Any], object] | None
     names: tuple[str, ...] = ()
     usual: Any = Unset
     is_distorting: Callable[[Any], object] | None = None
@@ -76,11 +76,11 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     changed_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in changed_switches:
-        if switch.write is not None and switch.read() != old:
+        if switch.set_value is not None and switch.read() != old:
             # Restoring may fail: a folder may not exist any more, a signal's handler may be in C, and torch refuses
             # mixed settings of products.
             with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
-                switch.write(old)
+                switch.set_value(old)
     return [
         f"{switch.name} at {make_plain(new)!s:.200} (it was {make_plain(old)!s:.200}"
         f"{', and cannot be put back' if switch.read() != old else ''})"

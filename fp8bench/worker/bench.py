@@ -201,7 +201,7 @@ class Bench(UntimedPasses):
         """Returns how many quantisers (emulated casts) wait for compilation, and why quantisers that could not be
         compiled run eagerly ('' if there are none).
         """
-        return fusing.count_waiting(), fusing.explain_eager()
+        return fusing.count_waiting(), fusing.explain_eager_quantisers()
 
     def compiler(self, facts: DeviceFacts) -> str:
         self._select_device(facts)

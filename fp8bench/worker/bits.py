@@ -36,7 +36,7 @@ def digest(tensor: Any) -> int:
     return digest_value
 
 
-def sketch(tensor: Any, original: Any = None) -> Any:
+def sketch_tensor(tensor: Any, original: Any = None) -> Any:
     """Returns a few sums of a tensor's numbers, each sum with other random signs. With an `original` tensor, sums the
     differences from it instead.
 

@@ -335,7 +335,7 @@ class LaidOutArithmetic(Arithmetic):
             if tensor is not None
         }
         sizes: list[int] = []
-        part_owners = []
+        owners_by_operand = []
         # 3. Find the owner of each result's memory. Count new memory only once, even if several tensors are views of
         # it.
         for operand in operands:
@@ -346,5 +346,5 @@ class LaidOutArithmetic(Arithmetic):
                     owner_by_storage[storage._cdata] = len(sizes)
                     sizes.append(storage.nbytes())
                 owners.append(owner_by_storage[storage._cdata])
-            part_owners.append(tuple(owners))
-        return _CallLayout(operands, tuple(part_owners), tuple(sizes))
+            owners_by_operand.append(tuple(owners))
+        return _CallLayout(operands, tuple(owners_by_operand), tuple(sizes))

@@ -47,7 +47,7 @@ def compile_waiting() -> None:
             kernels.compile(kernel)
 
 
-def explain_eager() -> str:
+def explain_eager_quantisers() -> str:
     for reason in _find_kernel_registry().refused.values():
         reason_lines = [line.strip() for line in reason.splitlines() if line.strip()]
         # if the first line contains only the kind of the error, add the second line
@@ -82,7 +82,7 @@ def try_to_compile(device: str) -> str:
     start = time.perf_counter()
     compile_waiting()
     seconds = time.perf_counter() - start
-    if reason := explain_eager():
+    if reason := explain_eager_quantisers():
         return reason
     earlier_calls = count_calls()
     values(torch.ones(64, device=device), E4M3)

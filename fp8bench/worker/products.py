@@ -220,7 +220,7 @@ class _OperandInspection:
 
 
 # CPU seconds for reading a state. A state that takes longer is not reported.
-SECONDS = 0.5
+READ_SECONDS = 0.5
 _PIECE_ELEMENTS = 1 << 20
 # The most input shapes that are reported, largest first. The largest inputs decide how long a step takes.
 _MAX_SHAPES = 32
@@ -233,7 +233,7 @@ class StateInputs:
     """
 
     def __init__(self, state: object) -> None:
-        self._deadline = time.thread_time() + SECONDS
+        self._deadline = time.thread_time() + READ_SECONDS
         readable_tensors = [tensor for tensor in iterate_tensors(state, until=self._deadline) if _has_numbers(tensor)]
         self._sums_before = [
             (tensor, get_version(tensor), sums) for tensor in readable_tensors if (sums := self._sum_numbers(tensor))

@@ -36,7 +36,7 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
-from fp8bench.worker.bits import copy_bytes, digest, replace_numbers, restore_afterwards, restore_bytes, sketch
+from fp8bench.worker.bits import copy_bytes, digest, replace_numbers, restore_afterwards, restore_bytes, sketch_tensor
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.state_tensors import (
     get_address,
@@ -476,7 +476,7 @@ class InitialContents:
             # Memory of a different size is a new tensor at an old address.
             if copy is not None and copy.numel() != first.untyped_storage().nbytes():
                 copy = None
-            sketches.append(sketch(first, copy))
+            sketches.append(sketch_tensor(first, copy))
         return sketches
 
 

@@ -54,10 +54,10 @@ def untimed_pass() -> Iterator[None]:
     """Runs an untimed pass, whose output goes to stderr. Raises LeftRunning if it leaves threads or processes
     running.
     """
-    already_running = list_running()
+    running_before = list_running()
     with stdout_to_stderr():
         yield
-    if names := wait_and_name_running(list_running() - already_running):
+    if names := wait_and_name_running(list_running() - running_before):
         raise LeftRunning(
             f"it left {_describe_running(names)}: they would be timed with later work. Join them before returning."
         )
@@ -68,7 +68,7 @@ def silent_step() -> Iterator[None]:
     """Runs the `with` block, which takes timed steps. Raises an error if a step printed, or left a thread or a process
     running.
     """
-    already_running = list_running()
+    running_before = list_running()
     stdout_size = _measure_stdout()
     with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
@@ -81,7 +81,7 @@ def silent_step() -> Iterator[None]:
             f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    if names := wait_and_name_running(list_running() - already_running, 0.0):
+    if names := wait_and_name_running(list_running() - running_before, 0.0):
         raise LeftRunning(
             f"a step left {_describe_running(names)}: it would be timed with the next one. Join it in the step, or "
             "start it while preparing."
@@ -174,11 +174,11 @@ def wait_and_name_running(started: Running, grace_seconds: float = GRACE_SECONDS
 @contextlib.contextmanager
 def end_processes_on_error() -> Iterator[None]:
     """If the body raises, ends the processes that the body has started. No state exists that could end them later."""
-    already_running = list_running()
+    running_before = list_running()
     try:
         yield
     except BaseException:
-        wait_and_name_running(list_running() - already_running, 0.0)
+        wait_and_name_running(list_running() - running_before, 0.0)
         raise
 
 

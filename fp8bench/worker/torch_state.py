@@ -117,7 +117,7 @@ def set_default_compiler(old: Any) -> None:
     sys.modules["torch._dynamo.backends.registry"].set_default_backend(old)
 
 
-def set_stream(handle: int) -> None:
+def set_cuda_stream(handle: int) -> None:
     cuda: Any = torch.cuda
     # 0 is the handle of the default stream, which an ExternalStream cannot wrap.
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())

@@ -274,7 +274,13 @@ def _list_gpu_switches() -> Iterator[Switch]:
     name = "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
         ("the current GPU", cuda.current_device, cuda.set_device, 0, "torch.cuda.set_device"),
-        ("the current stream", lambda: cuda.current_stream().cuda_stream, state.set_stream, 0, "torch.cuda.set_stream"),
+        (
+            "the current stream",
+            lambda: cuda.current_stream().cuda_stream,
+            state.set_cuda_stream,
+            0,
+            "torch.cuda.set_stream",
+        ),
         (
             "warnings of waiting",
             cuda.get_sync_debug_mode,

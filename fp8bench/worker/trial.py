@@ -122,17 +122,17 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         errors = _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources)
         allowed_error = _MAX_LAYER_ERROR
         expected_text = "fp8bench's emulation of it"
-        share_words = "that"
+        denominator_text = "that"
     else:
         errors = _compare_with_codes(arithmetic, *sources)
         allowed_error = _MAX_ERROR
         expected_text = "the same product in fp64"
-        share_words = "the sum of its magnitudes"
+        denominator_text = "the sum of its magnitudes"
     for name, error in errors.items():
         if not error <= allowed_error:  # true for NaN as well
             return (
                 f"its {name} product is wrong on {facts.key}: it differs from {expected_text} by {error:.3g} of "
-                f"{share_words}, where at most {allowed_error:g} is expected. Nothing is measured with it "
+                f"{denominator_text}, where at most {allowed_error:g} is expected. Nothing is measured with it "
                 f"({PRODUCTS_VARIABLE}=unchecked measures nevertheless)"
             )
     return ""

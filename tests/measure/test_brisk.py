@@ -18,7 +18,7 @@ from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import Settler, Watch
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.passes import make_numbers_key
 from fp8bench.measure.sensors.energy import TICK_PAUSE_SECONDS, Energy, Polling, Source, SourceKind
 from fp8bench.measure.sensors.mean_power import Rhythm, Tick
@@ -144,7 +144,7 @@ def measured_groups(
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=power.clock.now))
     monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
     windows = window_rule_for(Request("gemm", brisk=brisk), 2)
-    method = Method(
+    method = GroupMethod(
         rule=rule_for(False, 30, None, brisk),
         judge=is_decided,
         seed=0,

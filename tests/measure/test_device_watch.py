@@ -16,7 +16,7 @@ from fp8bench.analysis.verdicts import is_decided
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Settler, Watch
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceWatch, Label, Level, Record, SlotSample
@@ -55,7 +55,7 @@ def look(throttle: int = 0, clock: float | None = 1.5e9, temperature: float | No
 class Shared(Device):
     """On which others have work, more of them when it is over; two parts of it are somebody else's."""
 
-    shared_by = 3
+    mig_instance_count = 3
 
     def count_other_processes(self, pid: int) -> Reading:
         assert pid == 42
@@ -108,7 +108,7 @@ def watched(
         for name in names:
             arms[name].run(worker, number)
             clock.now += slot_seconds
-            watch.read_after_slot(arms[name])
+            watch.read_state_after_slot(arms[name])
     watch.finish()
     return {name: (watch.summarise_arm(one), one) for name, one in arms.items()}
 
@@ -198,7 +198,7 @@ def measured(
     """The records of a group on such a device, with its requests and reports."""
     worker, listener = FakeWorker(scripts or {"bf16": lasting(5)}), Listener()
     monkeypatch.setattr(group_module, "Settler", partial(Settler, clock=worker.clock))
-    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, warm_up_seconds=limit)
+    method = GroupMethod(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, warm_up_seconds=limit)
     meter = Meter((), Warming(worker, temperature, silent), "no energy")
     cases = group(planned("fp32", level), planned("bf16", level))
     records = GroupMeasurement(cases, {"cpu": GPU}, worker, listener, method, meter).run()

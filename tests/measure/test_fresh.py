@@ -9,7 +9,7 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import find_fastest, is_decided
 from fp8bench.errors import WorkerFault
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.rounds import ChooseFastest
 from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
@@ -30,7 +30,7 @@ def measured(
     capacity: int = 1000,
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts, capacity)
-    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, choose=choose)
+    method = GroupMethod(rule=StoppingRule(fixed=24), judge=is_decided, seed=0, choose=choose)
     chosen = cases or tuple(map(planned, NAMES))
     records = GroupMeasurement(group(*chosen), {"cpu": CPU}, worker, SilentObserver(), method).run()
     assert not worker.held

@@ -9,7 +9,7 @@ import pytest
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.rounds import REPLAY_ROUNDS, ReplayPass
 from fp8bench.measure.slots import choose_filling
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
@@ -57,7 +57,7 @@ def replayed(scripts: dict[str, Script], *arms: MeasuredArm) -> tuple[dict[str, 
 def measured(scripts: dict[str, Script], *modes: str, facts: DeviceFacts = GPU) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
     cases = [planned(mode, Level.EMULATED if mode == "fp8" else Level.NATIVE) for mode in modes]
-    method = Method(rule=StoppingRule(fixed=3, ceiling=1e9), judge=is_decided, seed=0)
+    method = GroupMethod(rule=StoppingRule(fixed=3, ceiling=1e9), judge=is_decided, seed=0)
     records = GroupMeasurement(group(*cases), {"cpu": facts}, worker, SilentObserver(), method).run()
     return by_mode(records), worker
 

@@ -120,8 +120,8 @@ def test_a_short_step_has_several_states_of_which_each_round_takes_one(one: Meas
     session.prepare(worker)
     for number in range(60):
         one.run(worker, number)
-    session.check(worker)
-    session.release(worker)
+    session.check_states(worker)
+    session.release_states(worker)
     assert len(worker.keys["slot"]) == states
     assert worker.keys["slot"] == worker.keys["prepare"] == worker.keys["check"] and not worker.held
 

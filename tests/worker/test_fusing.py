@@ -14,7 +14,7 @@ from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.formats import compiling, operators, vector_width
 from fp8bench.formats.grids import E4M3
 from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.limits import COMPILE_SECONDS, Limits
 from fp8bench.model import Case, Label, Level, PlannedCase, Record, Status, Timing
 from fp8bench.model.stopping import StoppingRule
@@ -106,7 +106,7 @@ def measure(
     scripts: Mapping[str, Script], quantisers: Quantisers | None, *cases: PlannedCase, listener: Listener | None = None
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts)
-    method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
+    method = GroupMethod(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
     grouped = group(*(cases or CASES))
     return by_mode(GroupMeasurement(grouped, {"cpu": CPU}, worker, listener or SilentObserver(), method).run()), worker
 

@@ -138,5 +138,5 @@ def test_subnormals_are_those_of_the_dtype(dtype: torch.dtype, count: int) -> No
 
 def test_what_is_not_finite_or_takes_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert summed([torch.tensor([1.0, float("-inf")]), torch.zeros(3, dtype=torch.int64)]) == ()
-    monkeypatch.setattr(products, "SECONDS", 0.0)
+    monkeypatch.setattr(products, "READ_SECONDS", 0.0)
     assert summed([torch.ones(4)]) == ()

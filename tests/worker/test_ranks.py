@@ -40,7 +40,7 @@ def test_no_rank_begins_before_all_have_come(tmp_path: Path) -> None:
     def run(rank: int) -> None:
         for turn in range(1, 51):
             come[rank] += 1
-            lines[rank].meet()
+            lines[rank].meet_ranks()
             seen = tuple(come)
             if min(seen) < turn or max(seen) > turn + 1:
                 wrong.append(seen)

@@ -311,7 +311,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     print_run(run, arguments)
     outputs = requested_outputs(arguments)
     # The store already has the default page.
-    if outputs.pages is not None and not outputs.pages.asked:
+    if outputs.pages is not None and not outputs.pages.are_requested:
         outputs = replace(outputs, pages=None)
     is_complete = publish_run(run, arguments.store, outputs, complain)
     return (EXIT_OK if run.ok else EXIT_FAILED) if is_complete else EXIT_INTERRUPTED

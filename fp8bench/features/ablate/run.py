@@ -20,7 +20,7 @@ from fp8bench.files import compact, keeping, seal, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
-from fp8bench.measure.group import GroupMeasurement, Method
+from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.sensors.meter import Meters
@@ -124,7 +124,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
         # 3. Measure all arms in one group. The machine's drift then affects all of them in the same rounds.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
-        method = Method(
+        method = GroupMethod(
             rule=rule_for(request.quick, request.rounds, request.budget),
             # Arms are compared only at the end, so no verdict ends their rounds early.
             judge=lambda *timings: False,

@@ -73,7 +73,7 @@ class PartnerWorker(ProcessWorker):
     def _open_bench(self, process: WorkerProcess) -> None:
         side = self._start.side
         try:
-            self.handshake = cast(Handshake, self._exchange(process, START_SECONDS, "greet"))
+            self.handshake = cast(Handshake, self._exchange_request(process, START_SECONDS, "greet"))
             reason = explain_refusal(self.handshake, self._start)
         except WorkerFault:
             reason = (

@@ -88,7 +88,7 @@ class SessionArms:
         stop_reason = self._run(Orders(order), rule, start_seconds if rule.whole else time.monotonic())
         for entry in self.entries:
             with raise_as_arm_failure(entry.arm):
-                entry.arm.check(entry.worker)
+                entry.arm.check_states(entry.worker)
         return Session(self._timings_of_side(BEFORE), self._timings_of_side(AFTER), stop_reason)
 
     def _timings_of_side(self, side: str) -> tuple[Timing, ...]:
@@ -102,7 +102,7 @@ class SessionArms:
         failure = None
         for entry in self.entries:
             try:
-                entry_failure = entry.arm.release(entry.worker)
+                entry_failure = entry.arm.release_states(entry.worker)
             except WorkerError:
                 entry.worker.restart()
                 continue
@@ -225,10 +225,10 @@ class CaseRunner:
             entry = session_arms.find_entry(failure.arm)
             outcome = case.before if entry.side == BEFORE else case.after
             if is_out_of_memory:
-                outcome.fail("out of memory next to the other side", failure.cause)
+                outcome.fail_case("out of memory next to the other side", failure.cause)
             else:
                 entry.worker.restart()
-                outcome.fail(str(failure.cause), failure.cause)
+                outcome.fail_case(str(failure.cause), failure.cause)
                 self._try_other_side(entry.side, case, seed)
             return
 
@@ -244,7 +244,7 @@ class CaseRunner:
         except (ArmFailed, CompilingFailed) as raised:
             entry.worker.restart()
             if isinstance(raised, ArmFailed):
-                outcome.fail(str(raised.cause), raised.cause)
+                outcome.fail_case(str(raised.cause), raised.cause)
         finally:
             session_arms.release()
 

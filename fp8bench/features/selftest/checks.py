@@ -106,7 +106,7 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     session = RoundSession(arms[0], arms[1], arms[2:])
     session.prepare(worker)
     session.run(worker, StoppingRule(budget=8.0), is_decided, 0, lambda arm, share: None)
-    session.release(worker)
+    session.release_states(worker)
     timings = [arm.timing() for arm in arms]
     # 3. Allow "unsure" for the unchanged product, but not for the slower one.
     for claim, timing, allowed in (

@@ -210,7 +210,7 @@ def measure_power(
             session.prepare(worker)
         _run_trial(worker, session, operation, result, seed + trial)
         if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
-            session.release(worker)
+            session.release_states(worker)
         result.seconds = time.monotonic() - start_seconds
         after_trial(result)
     return result

@@ -68,7 +68,7 @@ class Launch(NamedTuple):
 
 
 @dataclass
-class _Rank:
+class _RankConnections:
     number: int
     pid: int = 0
     requests: Connection | None = None
@@ -92,7 +92,7 @@ class RanksProcess(WorkerProcess):
         self._launch = launch
         is_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_PATH_LENGTH
         self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if is_long_path else None))
-        self._ranks = [_Rank(number) for number in range(launch.ranks)]
+        self._ranks = [_RankConnections(number) for number in range(launch.ranks)]
         self._request = "start"
         self._started_at = time.monotonic()
         self.is_broken = False
@@ -103,7 +103,7 @@ class RanksProcess(WorkerProcess):
                 listening.bind(str(self._folder / PARENT))
                 listening.listen(2 * launch.ranks)
                 super().__init__(python, LAUNCHER_MODULE, environment)
-                super().send((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
+                super().send_request((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
                 self._connect_ranks(listening)
         except BaseException:
             self.kill()
@@ -113,7 +113,7 @@ class RanksProcess(WorkerProcess):
     def pid(self) -> int:
         return self._ranks[0].pid
 
-    def send(self, request: object) -> None:
+    def send_request(self, request: object) -> None:
         self._request = str(request[1]) if isinstance(request, tuple) else ""
         pickled_request = pickle.dumps(request)
         for rank in self._ranks:
@@ -143,7 +143,7 @@ class RanksProcess(WorkerProcess):
                 return not any(rank.reply is None for rank in self._ranks)
         return True
 
-    def receive(self) -> Any:
+    def receive_answer(self) -> Any:
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
@@ -256,19 +256,19 @@ class RanksProcess(WorkerProcess):
         ordered_ranks = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
         return [self._make_state(rank, statuses) for rank in ordered_ranks]
 
-    def _make_state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
-        beat = parse_heartbeat(rank.number, self._read_rank_file(beat_file(rank.number)))
-        if not beat.sequence:
-            beat = replace(beat, seconds=self._started_at)
+    def _make_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
+        heartbeat = parse_heartbeat(rank.number, self._read_rank_file(beat_file(rank.number)))
+        if not heartbeat.sequence:
+            heartbeat = replace(heartbeat, seconds=self._started_at)
         reply = rank.reply[1] if rank.reply is not None else ()
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
         status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
             ended = _ENDED_WITHOUT_REPORT if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY
             ended += self._describe_last_line(rank)
-        return RankState(beat, rank.reply is not None, fault, ended, status)
+        return RankState(heartbeat, rank.reply is not None, fault, ended, status)
 
-    def _describe_last_line(self, rank: _Rank) -> str:
+    def _describe_last_line(self, rank: _RankConnections) -> str:
         try:
             with (self._folder / stderr_file(rank.number)).open("rb") as words:
                 return describe_last_line(words)

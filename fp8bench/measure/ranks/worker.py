@@ -84,9 +84,9 @@ class RanksWorker(ProcessWorker):
         }
         return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **network_variables}
 
-    def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
+    def _exchange_request(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:
-            return super()._exchange(process, limit, name, *arguments)
+            return super()._exchange_request(process, limit, name, *arguments)
         except WorkerError as error:
             if isinstance(process, RanksProcess):
                 error.rank, error.undecided = process.failed, process.undecided

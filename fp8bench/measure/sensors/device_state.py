@@ -12,7 +12,7 @@ from contextlib import closing
 from fp8bench import units
 from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import LIBRARY, AbsentDevice, Library, list_devices
+from fp8bench.measure.sensors.nvml import NVML_LIBRARY, AbsentDevice, Library, list_devices
 from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
@@ -100,7 +100,7 @@ def format_device_lines(meter: Meter) -> Iterator[str]:
     yield f"energy    {describe_energy_source(meter)}"
 
 
-def describe_driver(library: Library = LIBRARY) -> str:
+def describe_driver(library: Library = NVML_LIBRARY) -> str:
     """Returns a text about NVIDIA's driver and the number of devices that it lists, which torch may not see."""
     try:
         library.open()

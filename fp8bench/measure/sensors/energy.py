@@ -62,10 +62,10 @@ class Polling:
     """
 
     def __init__(self, counts: bool, rhythm: Rhythm | None = None, every_tick: bool = False) -> None:
-        is_fast = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
+        is_fast_counter = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
         self.blind = False
-        self._rhythm = None if is_fast else rhythm
-        self._pause = (FAST_PAUSE_SECONDS if is_fast else TICK_PAUSE_SECONDS) if counts else POWER_PAUSE_SECONDS
+        self._rhythm = None if is_fast_counter else rhythm
+        self._pause = (FAST_PAUSE_SECONDS if is_fast_counter else TICK_PAUSE_SECONDS) if counts else POWER_PAUSE_SECONDS
         self._margin = 2 * TICK_PAUSE_SECONDS + rhythm.spread if rhythm else 0.0
         self._every_tick = every_tick
         self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
@@ -171,7 +171,12 @@ class Sampler:
         self.failure = ""
         self.is_enough = False
         self.ended = False
-        self._source, self._clock, self._look, self._has_enough = source, clock, look, satisfied or Sampler.is_resolved
+        self._energy_source, self._clock, self._look, self._has_enough = (
+            source,
+            clock,
+            look,
+            satisfied or Sampler.is_resolved,
+        )
         self._stop = threading.Event()
         self._every_tick = every_tick
         self._polling = Polling(source.is_counter, source.rhythm, every_tick)
@@ -184,7 +189,7 @@ class Sampler:
         self._thread.start()
 
     def is_resolved(self) -> bool:
-        if self._source.is_counter:
+        if self._energy_source.is_counter:
             return is_resolved(self.ticks, MAX_BRISK_UNCERTAINTY if self._every_tick else MAX_UNCERTAINTY)
         return has_enough_samples(self.samples)
 
@@ -201,7 +206,7 @@ class Sampler:
         self.begun = self._clock.now()
         self._state_due = self.begun
         try:
-            if self._source.is_counter:
+            if self._energy_source.is_counter:
                 self._sample_counter()
             else:
                 self._sample_sensor()
@@ -213,7 +218,7 @@ class Sampler:
             self.is_enough = True
 
     def _sample_counter(self) -> None:
-        clock, read = self._clock, self._source.read
+        clock, read = self._clock, self._energy_source.read
         read_start = clock.now()
         last_joules, tick = read(), None
         last_change_at = clock.now()
@@ -244,7 +249,7 @@ class Sampler:
             self._check_if_due(read_end)
 
     def _sample_sensor(self) -> None:
-        clock, read = self._clock, self._source.read
+        clock, read = self._clock, self._energy_source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
             read_start = clock.now()
             watts = read()
@@ -327,7 +332,7 @@ class Window:
     """
 
     _sampler: Sampler
-    _source: Source
+    _energy_source: Source
     _clock: Clock
     _max_seconds: float
     _end: Callable[[Sampler], None]
@@ -353,13 +358,13 @@ class Window:
         try:
             self._end(self._sampler)
             self.energy = Energy(
-                self._source.kind, self._measure_stretch(), seconds, summarise_readings(self._sampler.looks)
+                self._energy_source.kind, self._measure_stretch(), seconds, summarise_readings(self._sampler.looks)
             )
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
     def _measure_stretch(self) -> PowerStretch:
-        if self._source.is_counter:
+        if self._energy_source.is_counter:
             return measure_tick_power(self._sampler.ticks)
         return measure_mean_power(self._sampler.samples)
 

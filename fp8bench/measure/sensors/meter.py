@@ -16,7 +16,7 @@ from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, NoA
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, measure_rhythm
 from fp8bench.measure.sensors.nvml import (
-    LIBRARY,
+    NVML_LIBRARY,
     READ_ENERGY,
     AbsentDevice,
     DeviceReader,
@@ -171,7 +171,7 @@ def open_meter(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, ener
     """
     device_name = environ.get(NVML_DEVICE_VARIABLE, "")
     if device_name:
-        identity = DeviceIdentity(pci=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
+        identity = DeviceIdentity(pci_address=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
         return open_nvml_meter(identity, energy=energy)
     if facts.kind == "cpu":
         return open_rapl_meter(energy=energy)
@@ -181,7 +181,7 @@ def open_meter(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, ener
 
 
 def open_nvml_meter(
-    identity: DeviceIdentity, clock: Clock = HOST_CLOCK, library: Library = LIBRARY, energy: bool = True
+    identity: DeviceIdentity, clock: Clock = HOST_CLOCK, library: Library = NVML_LIBRARY, energy: bool = True
 ) -> Meter:
     try:
         device = NvmlDevice(identity, library)
@@ -193,7 +193,7 @@ def open_nvml_meter(
     )
     if not energy:
         return Meter((), device, _NO_ENERGY_REASON, clock)
-    if (instance_count := device.shared_by) > 1:
+    if (instance_count := device.mig_instance_count) > 1:
         return Meter(
             (), device, f"{instance_count} MIG instances share the GPU, and only the energy of all is known", clock
         )

@@ -135,7 +135,7 @@ class Library:
         self.call("nvmlInitWithFlags", 0)
 
 
-LIBRARY = Library()
+NVML_LIBRARY = Library()
 
 
 _MEGA = 1e6
@@ -291,9 +291,9 @@ class DeviceReader(ABC):
     """Reads the values of a device other than its energy. Each value is a reading, or the reason why it is missing."""
 
     # The number of parts that the device is split into (MIG), which share power and clocks; 0 if it is not split.
-    shared_by: int = 0
+    mig_instance_count: int = 0
     # True if the device reports neither clocks nor temperatures.
-    silent: ClassVar[bool] = False
+    has_no_sensors: ClassVar[bool] = False
 
     def facts(self) -> Readings:
         """Reads what is constant during a run: name, driver, limits, modes."""
@@ -339,7 +339,7 @@ class DeviceReader(ABC):
 class AbsentDevice(DeviceReader):
     """A device that cannot be read: every query has the same reason in place of a value."""
 
-    silent = True
+    has_no_sensors = True
 
     def __init__(self, reason: str) -> None:
         self._why = Unavailable(reason)
@@ -354,7 +354,7 @@ class NvmlDevice(DeviceReader):
     device) has its own figure for memory. Its power, energy, clocks and temperature are those of the whole device.
     """
 
-    def __init__(self, identity: DeviceIdentity, library: Library = LIBRARY) -> None:
+    def __init__(self, identity: DeviceIdentity, library: Library = NVML_LIBRARY) -> None:
         """Raises NoReading if the library does not work or does not list the device."""
         self._identity, self._library = identity, library
         library.open()
@@ -374,7 +374,7 @@ class NvmlDevice(DeviceReader):
             device, instance = match_device(self._identity, devices)
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
-        self.shared_by = len(device.instances) if device.is_split_by_mig else 0
+        self.mig_instance_count = len(device.instances) if device.is_split_by_mig else 0
         handle = call("nvmlDeviceGetHandleByUUID", device.uuid)
         return handle, call("nvmlDeviceGetHandleByUUID", instance) if instance else handle
 

@@ -21,7 +21,7 @@ class DeviceIdentity:
     """
 
     uuid: str = ""
-    pci: str = ""
+    pci_address: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ListedDevice:
     """A device as NVML lists it. `instances` are the UUIDs of its MIG instances."""
 
     uuid: str
-    pci: str
+    pci_address: str
     is_split_by_mig: bool = False
     instances: tuple[str, ...] = ()
 
@@ -40,17 +40,19 @@ def match_device(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> t
 
     The instance is None without MIG, and if it is unclear which instance is used.
     """
-    uuid, address = _strip_prefix(identity.uuid), parse_address(identity.pci)
+    uuid, address = _strip_prefix(identity.uuid), parse_address(identity.pci_address)
     for device in devices:
         for instance in device.instances:
             if uuid and _strip_prefix(instance) == uuid:
                 return device, instance
     matching_device = next((device for device in devices if uuid and _strip_prefix(device.uuid) == uuid), None)
     matching_device = matching_device or next(
-        (device for device in devices if address and parse_address(device.pci) == address), None
+        (device for device in devices if address and parse_address(device.pci_address) == address), None
     )
     if matching_device is None:
-        raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
+        raise NoReading(
+            f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci_address or '?'}"
+        )
     return matching_device, matching_device.instances[0] if len(matching_device.instances) == 1 else None
 
 
@@ -60,11 +62,11 @@ def _strip_prefix(uuid: str) -> str:
     return digits if digits.strip("0-") else ""
 
 
-def parse_address(pci: str) -> tuple[int, ...] | None:
+def parse_address(pci_address: str) -> tuple[int, ...] | None:
     """Parses a PCI address into domain, bus and device, without the function after the dot. Returns None if it is
     invalid.
     """
-    parts = pci.partition(".")[0].split(":")
+    parts = pci_address.partition(".")[0].split(":")
     try:
         numbers = [int(part, 16) for part in parts]
     except ValueError:

@@ -133,7 +133,7 @@ _PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 class HostDevice(AbsentDevice):
     """Reads a processor's clock and temperature from files. Other queries have a reason in place of a value."""
 
-    silent = False
+    has_no_sensors = False
 
     def __init__(self, reason: str, root: Path = SYSTEM_FOLDER) -> None:
         super().__init__(reason)

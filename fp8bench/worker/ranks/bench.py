@@ -68,7 +68,7 @@ class HeartbeatWriter:
 
 
 class StartLine:
-    """A barrier for ranks on one machine: `meet` returns once every rank has called it, each time.
+    """A barrier for ranks on one machine: `meet_ranks` returns once every rank has called it, each time.
 
     A barrier of gloo or NCCL would take 0.3 ms or more for each slot, because it wakes threads and sends messages.
     """
@@ -82,7 +82,7 @@ class StartLine:
         self._rank = rank
         self._wait_seconds = wait_seconds
 
-    def meet(self) -> None:
+    def meet_ranks(self) -> None:
         arrival_counts = self._arrival_counts
         meeting_number = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
         start = time.monotonic()
@@ -187,10 +187,10 @@ _COMBINED_PARTS = {"both", "in_turn"}
 
 
 class RankMeeting(NamedTuple):
-    """Functions that wait for this rank's device (`synchronise`) and for the other ranks (`meet`)."""
+    """Functions that wait for this rank's device (`synchronise`) and for the other ranks (`meet_ranks`)."""
 
     synchronise: Callable[[], None]
-    meet: Callable[[], None]
+    meet_ranks: Callable[[], None]
 
 
 def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> PartSeconds:
@@ -253,7 +253,7 @@ def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting
         if number >= _MIN_ROUNDS and _find_largest_of_ranks(time.perf_counter() - first_round_start) > _ROUNDS_SECONDS:
             break
         for name in generator.sample(list(parts), len(parts)):
-            together.meet()
+            together.meet_ranks()
             start = time.perf_counter()
             parts[name]()
             together.synchronise()
@@ -340,7 +340,7 @@ class RankBench(Bench):
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
         # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
-        self._meet_ranks = StartLine(heartbeat_writer.folder, self._rank, self._size, wait_seconds).meet
+        self._meet_ranks = StartLine(heartbeat_writer.folder, self._rank, self._size, wait_seconds).meet_ranks
         self._any_rank = lambda here: _find_largest_of_ranks(here) > 0
 
     def probe(self) -> tuple[DeviceFacts, ...]:

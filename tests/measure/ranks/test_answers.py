@@ -19,7 +19,7 @@ from fp8bench.measure.ranks.answers import (
     make_failed_rank,
     merge_answers,
 )
-from fp8bench.measure.ranks.process import Launch, RanksProcess, _Rank
+from fp8bench.measure.ranks.process import Launch, RanksProcess, _RankConnections
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
 from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, parse_heartbeat
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
@@ -175,8 +175,8 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksProcess:
 
 
 def receive(ranks: RanksProcess, *replies: tuple[int, tuple[Any, ...]]) -> Any:
-    ranks._ranks = [_Rank(number, reply=reply) for number, reply in enumerate(replies)]
-    return ranks.receive()
+    ranks._ranks = [_RankConnections(number, reply=reply) for number, reply in enumerate(replies)]
+    return ranks.receive_answer()
 
 
 def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:

@@ -128,7 +128,7 @@ def test_a_mig_instance_is_read(nvml: Simulation, library: Library) -> None:
     nvml.split(gpu, 3)
     uuid = gpu.instance[1].uuid.decode()
     device = NvmlDevice(DeviceIdentity(uuid=uuid), library)
-    assert device.shared_by == 3
+    assert device.mig_instance_count == 3
     facts, state = values(device.facts()), values(device.state())
     assert (facts["uuid"], facts["mig"]) == ((uuid, ""), ("on", ""))
     assert facts["power_cap"] == (650.0, "W")

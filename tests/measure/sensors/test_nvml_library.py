@@ -60,12 +60,12 @@ def test_a_missing_or_old_package_gives_a_reason(
 
 def test_without_a_driver_there_is_a_reason() -> None:
     script = (
-        "from fp8bench.measure.sensors.nvml import LIBRARY\n"
+        "from fp8bench.measure.sensors.nvml import NVML_LIBRARY\n"
         "from fp8bench.model.readings import NoReading\n"
         "import pynvml, ctypes\n"
         "class Missing:\n    def __getattr__(self, name): raise OSError('no such file')\n"
         "pynvml.CDLL = lambda path: (_ for _ in ()).throw(OSError(path))\n"
-        "try:\n    LIBRARY.open()\nexcept NoReading as failure:\n    print(failure.reason)\n"
+        "try:\n    NVML_LIBRARY.open()\nexcept NoReading as failure:\n    print(failure.reason)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "the NVML library (libnvidia-ml.so.1) is missing: no NVIDIA driver here (NVML error 12)\n"

@@ -21,13 +21,13 @@ ALL = (A, B, SPLIT)
     [
         (DeviceIdentity(uuid="aaaa2222-0000-4000-8000-000000000002"), B),
         (DeviceIdentity(uuid="GPU-AAAA2222-0000-4000-8000-000000000002"), B),
-        (DeviceIdentity(pci="00000000:4C:00"), B),
-        (DeviceIdentity(pci="0000:4c:00.0"), B),
-        (DeviceIdentity(pci="4c:00.0"), B),
+        (DeviceIdentity(pci_address="00000000:4C:00"), B),
+        (DeviceIdentity(pci_address="0000:4c:00.0"), B),
+        (DeviceIdentity(pci_address="4c:00.0"), B),
         # Virtual devices have a UUID of zeros.
-        (DeviceIdentity(uuid="00000000-0000-0000-0000-000000000000", pci="0:4C:0"), B),
+        (DeviceIdentity(uuid="00000000-0000-0000-0000-000000000000", pci_address="0:4C:0"), B),
         # An unlisted UUID with a listed address.
-        (DeviceIdentity(uuid="GPU-ffff", pci="0:4C:0"), B),
+        (DeviceIdentity(uuid="GPU-ffff", pci_address="0:4C:0"), B),
     ],
 )
 def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity, expected: ListedDevice) -> None:
@@ -36,7 +36,12 @@ def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity,
 
 @for_each(
     "identity",
-    [DeviceIdentity(uuid="GPU-ffff"), DeviceIdentity(pci="0:99:0"), DeviceIdentity(pci="x"), DeviceIdentity()],
+    [
+        DeviceIdentity(uuid="GPU-ffff"),
+        DeviceIdentity(pci_address="0:99:0"),
+        DeviceIdentity(pci_address="x"),
+        DeviceIdentity(),
+    ],
 )
 def test_a_device_unknown_to_nvml_gives_a_reason(identity: DeviceIdentity) -> None:
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
@@ -48,5 +53,5 @@ def test_an_instance_is_matched_by_its_uuid() -> None:
     assert match_device(own, ALL) == (SPLIT, SECOND)
     # CUDA uses one of the instances, but which one is unknown.
     assert match_device(DeviceIdentity(uuid=SPLIT.uuid), ALL) == (SPLIT, None)
-    alone = ListedDevice(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
+    alone = ListedDevice(SPLIT.uuid, SPLIT.pci_address, True, (SECOND,))
     assert match_device(DeviceIdentity(uuid=SPLIT.uuid), (alone,)) == (alone, SECOND)
