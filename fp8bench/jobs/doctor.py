@@ -133,16 +133,18 @@ def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float
     """
     if why_eager := read_switches(os.environ).why_eager:
         return f"not tried: {why_eager}"
-    states = []
+    device_texts = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
-            states.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
+            device_texts.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
         except WorkerHung:
             advice = "The first run compiles them, or fp8bench doctor --calibrate does it now"
-            states.append(f"{fact.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}")
+            device_texts.append(
+                f"{fact.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}"
+            )
         except WorkerError as error:
-            states.append(f"{fact.key}: compiling ended the worker: {error}")
-    return "; ".join(states)
+            device_texts.append(f"{fact.key}: compiling ended the worker: {error}")
+    return "; ".join(device_texts)
 
 
 def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Settler:
 _READING_SHARE = 0.05
 
 
-class Watch:
+class SessionWatch:
     """Reads the device's state after slots, and stores the readings by arm. In each round, the state is read either
     after every slot or after none, so that a drift of the clocks affects all compared arms alike. The driver's counters
     of throttled time are read before and after the session.

@@ -20,11 +20,11 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ArmFailed, CompilingFailed, MeasuredArm, Quantisers, raise_as_arm_failure
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.ceilings import derive_ceiling
-from fp8bench.measure.device_watch import Settler, Watch
+from fp8bench.measure.device_watch import SessionWatch, Settler
 from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import DEFAULT_LIMITS, HANG_SECONDS, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, ran_out_of_memory
-from fp8bench.measure.rounds import ChooseFastest, Judge, ReplayPass, RoundSession
+from fp8bench.measure.rounds import ChooseFastest, JudgeArm, ReplayPass, RoundSession
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.windows import WindowPass, WindowRule
@@ -58,7 +58,7 @@ class GroupMethod:
     """
 
     rule: StoppingRule
-    judge: Judge
+    judge: JudgeArm
     seed: int
     limits: Limits = DEFAULT_LIMITS
     quantisers: Quantisers | None = None
@@ -411,8 +411,8 @@ class GroupMeasurement:
             settler = Settler(device, self._method.warm_up_seconds, is_brisk=self._method.brisk)
             return settler.run_until_settled(first, self._worker)
 
-    def _start_watch(self, session: RoundSession) -> Watch | None:
-        """Warms the device up. Returns the `Watch` that reads its state between slots; None without sensors."""
+    def _start_watch(self, session: RoundSession) -> SessionWatch | None:
+        """Warms the device up. Returns the `SessionWatch` that reads its state between slots; None without sensors."""
         if self._meter is None or not session.arms:
             return None
         device = self._meter.device
@@ -420,9 +420,9 @@ class GroupMeasurement:
             return None
         idle_worker, warm_up = self._timing_free_worker, self._warm_up(session.arms[0], device)
         idle_workers = int(idle_worker is not None and idle_worker.pid is not None)
-        return Watch(device, warm_up, pid=self._worker.pid, idle_workers=idle_workers)
+        return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=idle_workers)
 
-    def _store_watch_and_energy(self, session: RoundSession, watch: Watch | None) -> None:
+    def _store_watch_and_energy(self, session: RoundSession, watch: SessionWatch | None) -> None:
         # Leave out the control, because it repeats the reference.
         measured = [(self._find_outcome(arm), arm) for arm in session.arms if arm is not session.control]
         for outcome, arm in measured:

@@ -254,10 +254,10 @@ class ProcessWorker(Worker):
         try:
             process.send_request((self._request_number, name, arguments))
             if not process.wait_for_answer(limit):
-                delay = process.describe_delay()
+                delay_text = process.describe_delay()
                 self.restart()
                 raise WorkerHung(
-                    f"no answer to {name!r} within {limit:g} s{delay}; the worker was ended"
+                    f"no answer to {name!r} within {limit:g} s{delay_text}; the worker was ended"
                     + (" (--case-timeout sets the limit)" if self._module in TIME_LIMITED_MODULES else "")
                 )
             number, reply = _parse_answer(process.receive_answer())

@@ -242,11 +242,11 @@ class Passes:
         the same time. Skips cases with one rank.
         """
         for outcome in (case_outcome for case_outcome in outcomes if case_outcome.planned.case.ranks > 1):
-            limit = self._time_limits.for_untimed_pass(outcome.planned.work)
+            time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
             with self._requesting(outcome, "counting sent bytes", "bytes on the wire") as (_, case, facts):
-                outcome.note(transfer=self._worker.ask(limit, "transfer", case, facts))
+                outcome.note(transfer=self._worker.ask(time_limit, "transfer", case, facts))
             with self._requesting(outcome, "", "parts of a step") as (_, case, facts):
-                if (parts := self._worker.ask(limit, "step_parts", case, facts)) is not None:
+                if (parts := self._worker.ask(time_limit, "step_parts", case, facts)) is not None:
                     sent, overlap, scaling = parts
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
@@ -337,8 +337,8 @@ class Passes:
         if activity:
             self._observer.working(case, activity, 1.0)
         try:
-            limit = self._time_limits.for_untimed_pass(outcome.planned.work)
-            yield self._worker.within(limit), case, self._facts[case.device]
+            time_limit = self._time_limits.for_untimed_pass(outcome.planned.work)
+            yield self._worker.within(time_limit), case, self._facts[case.device]
         except WorkerError as cause:
             refusal_prefix = f"{CannotMark.__name__}: "
             reason = f"no {missing_figure}: {str(cause).removeprefix(refusal_prefix)}"

@@ -25,7 +25,7 @@ from fp8bench.registry import workloads
 T = TypeVar("T")
 
 
-class Orders(Generic[T]):
+class RoundOrders(Generic[T]):
     """Generates the order of the arms in each round. A block has as many rounds as there are arms, and in a block each
     arm takes each position once.
 
@@ -69,7 +69,7 @@ DISCARD_BELOW_SECONDS = 100e-3
 
 # A function that returns whether the comparison is decided, from the timings of a candidate, the reference and the
 # control.
-Judge = Callable[[Timing, Timing, Timing | None], bool]
+JudgeArm = Callable[[Timing, Timing, Timing | None], bool]
 # A function that returns the index of the candidate that is fastest relative to the reference and its control; None if
 # no candidate is faster.
 ChooseFastest = Callable[[Sequence[Timing], Timing, Timing | None], int | None]
@@ -125,7 +125,7 @@ class RoundSession:
         self,
         worker: Worker,
         rule: StoppingRule,
-        judge: Judge,
+        judge: JudgeArm,
         seed: int,
         report_progress: Callable[[MeasuredArm, float], None],
         clock: Callable[[], float] = time.monotonic,
@@ -135,7 +135,7 @@ class RoundSession:
 
         `after` is called with the arm after each slot.
         """
-        orders: Orders[MeasuredArm] = Orders(random.Random(seed))
+        orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
         started_at = clock()
         rounds, emulated_seconds = 0, 0.0
         undecided_arms = self._list_compared_arms()
@@ -220,7 +220,7 @@ class RoundSession:
         has_fixed_rounds = not self._list_compared_arms() and rounds < 2 * rule.least
         return (timed_arms if has_fixed_rounds else []) + emulated_arms
 
-    def _is_decided(self, arm: MeasuredArm, judge: Judge) -> bool:
+    def _is_decided(self, arm: MeasuredArm, judge: JudgeArm) -> bool:
         if self.reference is None:
             return False
         control = self.control.timing() if self.control is not None and arm is not self.control else None
@@ -256,7 +256,7 @@ class ReplayPass:
         reasons = {arm.key: self._capture_step(arm, worker) for arm in arms}
         captured_arms = [arm for arm in arms if not reasons[arm.key]]
         slots: dict[str, list[SlotSample]] = {arm.key: [] for arm in captured_arms}
-        orders: Orders[MeasuredArm] = Orders(random.Random(self._random_seed))
+        orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(self._random_seed))
         for round_number in range(REPLAY_ROUNDS if captured_arms else 0):
             for position, arm in enumerate(orders.next_round(captured_arms)):
                 self._report_progress(arm, round_number / REPLAY_ROUNDS)

@@ -16,7 +16,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.rounds import Orders
+from fp8bench.measure.rounds import RoundOrders
 from fp8bench.measure.sensors.energy import Energy, SourceKind
 from fp8bench.measure.sensors.mean_power import MIN_SAMPLED_SECONDS
 from fp8bench.measure.sensors.meter import MAX_WINDOW_SECONDS, Meter
@@ -213,7 +213,7 @@ class WindowPass:
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
         windows_in_order: list[ArmAndPhase] = []
-        orders: Orders[ArmAndPhase] = Orders(random.Random(self._random_seed))
+        orders: RoundOrders[ArmAndPhase] = RoundOrders(random.Random(self._random_seed))
         for round_number in range(self._window_rule.windows):
             if round_number == 1 and self._window_rule.brisk:
                 windows_in_order += [
@@ -253,8 +253,8 @@ class WindowPass:
                 # Finished windows remain. The other windows get the fault as the reason why they are missing, because
                 # all states may be lost.
                 worker.restart()
-                culprit = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
-                reason = f"{culprit} ended the windows: {cause}"
+                culprit_text = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
+                reason = f"{culprit_text} ended the windows: {cause}"
                 for missed_arm, missed_phase in windows_in_order[position:]:
                     results[missed_arm.key, missed_phase].reasons.append(reason)
                 return False
@@ -290,12 +290,12 @@ class WindowPass:
     def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
             return
-        replay = _hold_phase(arm, phase, worker)
-        if replay.why:
-            result.reasons.append(replay.why)
+        phase_replay = _hold_phase(arm, phase, worker)
+        if phase_replay.why:
+            result.reasons.append(phase_replay.why)
             return
-        repetitions = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
-        time_limit, chunk_count, seconds = arm.limits.for_slot(replay.seconds, repetitions), 0, 0.0
+        repetitions = max(1, round(CHUNK_SECONDS / max(phase_replay.seconds, 1e-7)))
+        time_limit, chunk_count, seconds = arm.limits.for_slot(phase_replay.seconds, repetitions), 0, 0.0
         with self._meter.window() as window:
             while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
                 seconds += worker.within(time_limit).loop_phase(arm.key, repetitions)
@@ -336,7 +336,7 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
 
 def _convert_to_energy_window(energy: Energy, steps: int) -> EnergyWindow:
     state_values = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    throttle, stretch = state_values.get("throttle"), energy.stretch
+    throttle, stretch = state_values.get("throttle"), energy.measured_stretch
     return EnergyWindow(
         steps,
         energy.seconds,

@@ -74,11 +74,11 @@ class Bench(UntimedPasses):
     def __init__(self, settings: Settings) -> None:
         import torch
 
-        from fp8bench.worker.trial import Trials
+        from fp8bench.worker.trial import ProductTrials
 
         super().__init__(settings)
         self._prepared: dict[str, PreparedCase] = {}
-        self._trials = Trials()
+        self._trials = ProductTrials()
         self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
         self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
         self._meet_ranks: Callable[[], None] = begin_without_ranks

@@ -104,7 +104,7 @@ class DeviceLedger:
 
 
 @dataclass(frozen=True)
-class Hardware:
+class EmulatedHardware:
     """The hardware that a case emulates. `arithmetics` has the hardware's casts and products by the key of a layer in
     the precision map ('' for all other layers).
 
@@ -127,30 +127,30 @@ class Hardware:
         return any(arithmetic.keeps_source for arithmetic in self.arithmetics.values())
 
 
-NO_EMULATION = Hardware()
+NO_EMULATION = EmulatedHardware()
 SEVERAL_RANKS_REASON = "it is not derived for several ranks"
 
 
-def find_hardware(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
+def find_hardware(case: Case, workload: Workload, facts: DeviceFacts) -> EmulatedHardware:
     if case.ranks > 1:
-        return Hardware(why=SEVERAL_RANKS_REASON)
+        return EmulatedHardware(why=SEVERAL_RANKS_REASON)
     emulated_hardware = find_hardware_for_modes((("", case.precision), *case.precision_map), facts)
     if emulated_hardware.arithmetics or emulated_hardware.why:
         return replace(emulated_hardware, why=emulated_hardware.why or workload.not_on_device)
     support = workload.support(dict(case.params), precisions.get(case.precision), facts)
-    return Hardware(why=f"the suite itself emulates ({support.reason})" if support.is_emulated else "")
+    return EmulatedHardware(why=f"the suite itself emulates ({support.reason})" if support.is_emulated else "")
 
 
-def find_hardware_for_modes(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
+def find_hardware_for_modes(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> EmulatedHardware:
     arithmetics: dict[str, Arithmetic] = {}
     for key, name in modes:
         precision = precisions.get(name)
         if precision.support(facts).is_emulated:
             hardware_arithmetic = precision.laid_out(facts)
             if isinstance(hardware_arithmetic, str):
-                return Hardware(why=hardware_arithmetic)
+                return EmulatedHardware(why=hardware_arithmetic)
             arithmetics[key] = hardware_arithmetic
-    return Hardware(arithmetics)
+    return EmulatedHardware(arithmetics)
 
 
 class LaidOutArithmetic(Arithmetic):

@@ -81,12 +81,12 @@ def store_phase_inputs(
         return RawReplay(why=_NO_LOAD_REASON)
     # backward may run on a different thread, so all threads use the same list of open phases
     open_phases: list[str] = [UNATTRIBUTED]
-    recording = Recording(phase, open_phases, most_bytes, check=device.kind == "cpu")
-    with recording:
+    phase_recording = Recording(phase, open_phases, most_bytes, check=device.kind == "cpu")
+    with phase_recording:
         workload.step(state, Markers(lambda name: ReportingMarker(name, open_phases, lambda told: None)))
     device.synchronise(index)
     try:
-        replay = recording.replay()
+        replay = phase_recording.replay()
     except CannotReplay as cannot:
         return RawReplay(why=str(cannot))
     if why := replay.find_difference():

@@ -30,7 +30,7 @@ from fp8bench.protocols import (
 )
 from fp8bench.protocols.arithmetic import Watch
 from fp8bench.worker.clock import make_reporting_phases
-from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, Hardware
+from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, EmulatedHardware
 from fp8bench.worker.host_counters import memory, reset_high_water
 from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state_tensors
 from fp8bench.worker.static_scales import step
@@ -53,7 +53,7 @@ MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], 
 
 
 def make_preparer(
-    workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = NO_EMULATION
+    workload: Workload, make_setup: Callable[[], Setup], hardware: EmulatedHardware = NO_EMULATION
 ) -> MakePrepare:
     def make_prepare(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
         setup = make_setup()
@@ -79,7 +79,7 @@ class _SecondStep(NamedTuple):
 
 
 def measure_step_memory(
-    make: MakePrepare, device: Device, index: int, leaks: bool = True, hardware: Hardware = NO_EMULATION
+    make: MakePrepare, device: Device, index: int, leaks: bool = True, hardware: EmulatedHardware = NO_EMULATION
 ) -> tuple[MemoryUse | str, Any]:
     """Measures the memory of a step. Returns the memory and the measured state. If the memory is unknown, returns the
     reason and None.

@@ -36,7 +36,7 @@ from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
 from fp8bench.worker.host_counters import counters
 from fp8bench.worker.state_tensors import get_address, iterate_tensors
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.step_guards import Running, owns_process, silent_step, untimed_pass
+from fp8bench.worker.step_guards import RunningTasks, owns_process, silent_step, untimed_pass
 from fp8bench.worker.switches import precision_scope, restore_switches, without_garbage_collection
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class PreparedCase:
     states: tuple[State, ...]
     clock: PhaseClock
     stamper: Stamper
-    started: Running
+    started: RunningTasks
     flush_cache: Callable[[], Any] | None = None
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None

@@ -50,12 +50,12 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
     is_native = precision.support(facts).is_native
     # Only native products take codes. TF32 units read float32 tensors and round them.
     takes_codes = is_native and isinstance(getattr(precision, "recipe", None), Recipe)
-    inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
+    operand_inspection = _OperandInspection(formats, is_native and precision.float32_products != "highest", takes_codes)
     state = workload.prepare(setup)
     state_inputs = StateInputs(state)
     clock = PhaseClock(devices.get(facts.kind).stamper(facts.index))
     start = time.thread_time()
-    with ProductWatch(inspection.inspect_operands) as watch:
+    with ProductWatch(operand_inspection.inspect_operands) as watch:
         step(workload, state, setup.scales, clock)
     input_sums = state_inputs.sum_inputs()
     held_weights = _HeldWeights(state, formats)
@@ -65,16 +65,16 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
             step(workload, state, setup.scales, clock)
     kernels = _list_multiplying_kernels(partial(step, workload, state, setup.scales), facts) if takes_codes else ()
     del state, state_inputs
-    has_low_values = inspection.has_low_operand or inspection.has_wide_operand
-    real_precision = identify_product(precision, facts) if inspection.count or kernels else ""
-    is_unknown = not formats or (not has_low_values and inspection.count > _MAX_INSPECTED)
+    has_low_values = operand_inspection.has_low_operand or operand_inspection.has_wide_operand
+    real_precision = identify_product(precision, facts) if operand_inspection.count or kernels else ""
+    is_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED)
     return Products(
-        inspection.count,
+        operand_inspection.count,
         None if is_unknown else has_low_values,
-        tuple(inspection.seen_dtypes),
+        tuple(operand_inspection.seen_dtypes),
         watch.operators,
         tuple(watch.attention),
-        inspection.has_wide_operand and not inspection.has_low_operand,
+        operand_inspection.has_wide_operand and not operand_inspection.has_low_operand,
         real_precision,
         kernels,
         input_sums,

@@ -186,17 +186,17 @@ def save_generators(state: object) -> list[Callable[[], object]]:
     """
     import torch
 
-    restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+    restore_functions: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
     numpy_generator: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
     for part in _iterate_objects(state):
         if isinstance(part, torch.Generator):
-            restorers.append(partial(part.set_state, part.get_state()))
+            restore_functions.append(partial(part.set_state, part.get_state()))
         elif isinstance(part, random.Random):
-            restorers.append(partial(part.setstate, part.getstate()))
+            restore_functions.append(partial(part.setstate, part.getstate()))
         elif isinstance(part, numpy_generator):
             bit_generator = part.bit_generator
-            restorers.append(partial(setattr, bit_generator, "state", bit_generator.state))
-    return restorers
+            restore_functions.append(partial(setattr, bit_generator, "state", bit_generator.state))
+    return restore_functions
 
 
 def holds_foreign_data(state: object) -> bool:

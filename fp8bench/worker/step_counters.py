@@ -163,8 +163,8 @@ def _count_device_allocations(run: Callable[[Phases], None], device: Device, ind
     seconds = sum_device_call_seconds(record_trace(run, device.kind)["traceEvents"]) / TRACED_STEPS
     measurements = []
     for name, spec in _DEVICE_COUNTS.items():
-        growths = tuple(float(later.get(name, 0) - earlier.get(name, 0)) for earlier, later in pairwise(readings))
-        measurements.append(Measurement(spec.name, spec.unit, growths))
+        count_growths = tuple(float(later.get(name, 0) - earlier.get(name, 0)) for earlier, later in pairwise(readings))
+        measurements.append(Measurement(spec.name, spec.unit, count_growths))
     return (*measurements, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
 
 

@@ -70,11 +70,11 @@ class _MemoryContents(NamedTuple):
     floating: bool
 
 
-class _TooSlow(Exception):
+class _InspectionTooSlow(Exception):
     """Inspecting a step takes too long. The message names what is slow."""
 
 
-class _Steps:
+class _StateSteps:
     """Takes steps of a case's state, and reads the contents of the state's memory after a step."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
@@ -150,7 +150,7 @@ def find_memories(*roots: object) -> dict[int, list[Any]]:
 
 def _require_time(deadline: float) -> None:
     if time.thread_time() > deadline:
-        raise _TooSlow(f"its state takes more than {MAX_STEP_SECONDS:g} s to read")
+        raise _InspectionTooSlow(f"its state takes more than {MAX_STEP_SECONDS:g} s to read")
 
 
 def check_step_effect(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
@@ -158,12 +158,12 @@ def check_step_effect(workload: Workload, setup: Setup, device: Device, index: i
     objects.
     """
     try:
-        return _check_effect(_Steps(workload, setup, device, index))
-    except _TooSlow as long:
+        return _check_effect(_StateSteps(workload, setup, device, index))
+    except _InspectionTooSlow as long:
         return StepEffect(None, str(long))
 
 
-def _check_effect(steps: _Steps) -> StepEffect:
+def _check_effect(steps: _StateSteps) -> StepEffect:
     prepared = steps.read_memory()
     history = _step_until_repeat(steps)
     if history is None:
@@ -227,7 +227,7 @@ class _StepHistory:
         return {tensor.address for tensor in self.history[0]}
 
 
-def _step_until_repeat(steps: _Steps) -> _StepHistory | None:
+def _step_until_repeat(steps: _StateSteps) -> _StepHistory | None:
     """Takes steps until one repeats an earlier result. Returns None if all of a few steps give new results."""
     steps.take_step_and_wait()
     # keep these tensors, so that new tensors of the next step get different addresses
@@ -235,7 +235,7 @@ def _step_until_repeat(steps: _Steps) -> _StepHistory | None:
     history = [steps.digest_memories(held_memories[0])]
     while len(history) < _MAX_COMPARED_STEPS:
         if steps.seconds() > MAX_STEP_SECONDS:
-            raise _TooSlow(f"a step takes more than {MAX_STEP_SECONDS:g} s")
+            raise _InspectionTooSlow(f"a step takes more than {MAX_STEP_SECONDS:g} s")
         held_memories.append(steps.memories())
         history.append(steps.digest_memories(held_memories[-1]))
         for earlier in reversed(history[:-1]):
@@ -280,7 +280,7 @@ def _count_digests(
     return tensor_counts, number_counts
 
 
-def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
+def _changes_result(steps: _StateSteps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
     """Returns whether a step gives a new result after the numbers at `chosen_addresses` were replaced. Single numbers
     that change in every step are not compared.
 
@@ -313,7 +313,7 @@ def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHis
     return count_results(memory_after) not in map(count_results, (*history.history, memory_before))
 
 
-def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
+def _rewrites_memory(steps: _StateSteps, written_once: set[_MemoryContents]) -> bool:
     """Returns whether a step works in place in a way that torch does not notice. `written_once` is memory that only the
     first step changed: rounding, for example, changes nothing when it is repeated. This function replaces the numbers
     in this memory. A step that works in place changes them again.
@@ -329,7 +329,7 @@ def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
     return False
 
 
-def _is_idle(steps: _Steps) -> bool:
+def _is_idle(steps: _StateSteps) -> bool:
     """Returns whether a step calls no operator of torch, and is too fast to do any other work."""
     if calls_operators(steps.take_step_and_wait) is not False:
         return False
@@ -365,7 +365,7 @@ MAX_BYTES = 1 << 26
 Sketches = list[Any]
 
 
-class Slot(NamedTuple):
+class SlotSummary(NamedTuple):
     """The seconds of the steps in a slot. `least` is the fastest step without the cost of counting operators, and
     `most` the slowest step with this cost.
     """
@@ -376,20 +376,20 @@ class Slot(NamedTuple):
     most: float
 
 
-def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> Slot:
+def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> SlotSummary:
     """Makes a Slot whose slowest step took `most` seconds. If operators were counted, `seconds` has the time of the
     operators in each step, and a step has `operators` operators. Otherwise `seconds` has the time of each step, and
     `operators` is 0.
     """
-    return Slot(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
+    return SlotSummary(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
 
 
-def compare_slots() -> Generator[bool, Slot | None, str]:
+def compare_slots() -> Generator[bool, SlotSummary | None, str]:
     """A generator that yields whether the next slot must be timed (True), or its operators counted (False), and
     receives this slot. It returns how timed and counted slots differ; '' if they do not differ, or if this is unknown.
     """
-    timed: list[Slot] = []
-    counted: list[Slot] = []
+    timed: list[SlotSummary] = []
+    counted: list[SlotSummary] = []
     reason = ""
     for is_timed in _SLOT_ORDER:
         if (slot := (yield is_timed)) is None or slot.typical > MAX_STEP_SECONDS:
@@ -400,7 +400,7 @@ def compare_slots() -> Generator[bool, Slot | None, str]:
     return reason
 
 
-def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
+def _describe_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSummary]) -> str:
     slowest_timed = max(slot.typical for slot in timed)
     fastest_counted = min(slot.least for slot in counted)
     if fastest_counted > _MAX_SLOWDOWN * slowest_timed:

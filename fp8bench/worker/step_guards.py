@@ -125,14 +125,14 @@ os.register_at_fork(after_in_child=_end_child_after_step)
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningTasks:
     """The threads and the descendant processes of this process."""
 
     threads: frozenset[threading.Thread] = frozenset()
     processes: frozenset[int] = frozenset()
 
-    def __sub__(self, earlier: Running) -> Running:
-        return Running(self.threads - earlier.threads, self.processes - earlier.processes)
+    def __sub__(self, earlier: RunningTasks) -> RunningTasks:
+        return RunningTasks(self.threads - earlier.threads, self.processes - earlier.processes)
 
 
 _owns_process = False
@@ -151,13 +151,13 @@ def owns_process() -> bool:
     return _owns_process
 
 
-def list_running() -> Running:
+def list_running() -> RunningTasks:
     thread_id = None if _owns_process else threading.get_native_id()
     descendants = () if _has_no_child() else _iterate_descendants(os.getpid(), thread_id)
-    return Running(frozenset(threading.enumerate()), frozenset(descendants))
+    return RunningTasks(frozenset(threading.enumerate()), frozenset(descendants))
 
 
-def wait_and_name_running(started: Running, grace_seconds: float = GRACE_SECONDS) -> list[str]:
+def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SECONDS) -> list[str]:
     """Returns the names of threads that do not end within `grace_seconds` seconds, and of processes. Ends these
     processes.
 

@@ -56,7 +56,7 @@ def explain_missing_backend(name: str) -> str:
     return ""
 
 
-class Trials:
+class ProductTrials:
     """Checks each precision on each device once, separately for single products and for whole layers of a library."""
 
     def __init__(self) -> None:

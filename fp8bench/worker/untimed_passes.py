@@ -32,7 +32,7 @@ from fp8bench.worker.device_layout import find_hardware
 from fp8bench.worker.memory_pass import make_preparer, measure_step_memory, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.worker.step_counters import count_step_allocations
-from fp8bench.worker.step_guards import Running, untimed_pass
+from fp8bench.worker.step_guards import RunningTasks, untimed_pass
 from fp8bench.worker.switches import precision_scope, restore_switches
 from fp8bench.worker.tracing import mark_slot, record_trace, write_trace
 
@@ -47,7 +47,7 @@ class KeptState(NamedTuple):
 
     device: Device
     state: Any
-    started: Running = Running()
+    started: RunningTasks = RunningTasks()
 
 
 class UntimedPasses:

@@ -21,7 +21,7 @@ from fp8bench.analysis.doubts import (
 from fp8bench.analysis.findings import find, findings
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compare_case
-from fp8bench.measure.rounds import Orders
+from fp8bench.measure.rounds import RoundOrders
 from fp8bench.model import (
     Case,
     Ceiling,
@@ -197,7 +197,7 @@ def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: 
 
     `slow` maps a position ('p0'), or an arm and position, to a factor.
     """
-    draw, orders = np.random.default_rng(seed), Orders[int](random.Random(seed))
+    draw, orders = np.random.default_rng(seed), RoundOrders[int](random.Random(seed))
     slots: list[list[SlotSample]] = [[] for _ in range(arms)]
     for number in range(rounds):
         there = arms - leave if number >= rounds // 2 else arms

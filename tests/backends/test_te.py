@@ -22,7 +22,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Role, Setup, SilentPhases
 from fp8bench.registry import backends, precisions, workloads
-from fp8bench.worker.trial import Trials
+from fp8bench.worker.trial import ProductTrials
 from tests.backends import fake_te, te_names
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, gpu
@@ -205,14 +205,14 @@ def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..
 @pytest.mark.parametrize("mode", MODES)
 def test_its_products_are_tried_before_they_are_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")
-    assert Trials().find_error(case, here(B200)) == ""
+    assert ProductTrials().find_error(case, here(B200)) == ""
     whole = fake_te.Linear.forward
 
     def wrong(self: fake_te.Linear, inp: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         return whole(self, torch.cat((inp[:, :-256], torch.zeros_like(inp[:, -256:])), 1))
 
     monkeypatch.setattr(fake_te.Linear, "forward", wrong)
-    assert "its forward product is wrong" in Trials().find_error(case, here(B200))
+    assert "its forward product is wrong" in ProductTrials().find_error(case, here(B200))
 
 
 @for_each("error", [ImportError, RuntimeError, OSError])
@@ -226,7 +226,7 @@ def test_a_package_that_does_not_import_gives_its_error(
     with pytest.raises(BackendMissing, match=r"te is installed and cannot be imported .*: Found empty"):
         backends.get("te").imported()
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
-    assert "Found empty" in Trials().find_error(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
+    assert "Found empty" in ProductTrials().find_error(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
 
 
 @pytest.mark.slow

@@ -17,11 +17,11 @@ import pytest
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.errors import WorkerLost
 from fp8bench.measure import group as group_module
-from fp8bench.measure.device_watch import Settler, Watch
+from fp8bench.measure.device_watch import SessionWatch, Settler
 from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.passes import make_numbers_key
 from fp8bench.measure.sensors.energy import TICK_PAUSE_SECONDS, Energy, Polling, Source, SourceKind
-from fp8bench.measure.sensors.mean_power import Rhythm, Tick
+from fp8bench.measure.sensors.mean_power import CounterRhythm, Tick
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowResult, WindowRule, window_rule_for
@@ -254,7 +254,7 @@ def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
 
 
 def test_every_tick_is_waited_for() -> None:
-    pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
+    pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
     for count in (1, 2, 12):
         assert (
             pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * TICK_PAUSE_SECONDS)
@@ -263,7 +263,7 @@ def test_every_tick_is_waited_for() -> None:
         assert pace.next(1.017, None, count) == TICK_PAUSE_SECONDS
         pace.limit_cost(0.2, 1.0)
         assert pace.next(1.017, None, count) > TICK_PAUSE_SECONDS
-        pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
+        pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02), every_tick=True)
 
 
 def looks_at(clocks: tuple[float, ...]) -> list[ClockLook]:
@@ -308,6 +308,6 @@ def test_the_worker_that_times_nothing_is_no_stranger_on_the_device() -> None:
     device = Gpu(Power())
     for processes, idle_workers, strangers in ((1, 1, 0), (2, 1, 1), (1, 0, 1), (0, 1, 0)):
         device.processes = processes
-        watch = Watch(device, pid=1, idle_workers=idle_workers)
+        watch = SessionWatch(device, pid=1, idle_workers=idle_workers)
         watch.finish()
         assert watch.summarise_arm(arm("bf16")).others == strangers

@@ -15,7 +15,7 @@ from fp8bench.analysis.labels import label_shared_device
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
-from fp8bench.measure.device_watch import Settler, Watch
+from fp8bench.measure.device_watch import SessionWatch, Settler
 from fp8bench.measure.group import GroupMeasurement, GroupMethod
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
@@ -69,7 +69,7 @@ def test_other_processes_on_the_device_are_labelled() -> None:
         (Device(), 42, (None, 0), ""),
         (Device(), None, (None, 0), ""),
     ):
-        watch = Watch(device, pid=pid)
+        watch = SessionWatch(device, pid=pid)
         watch.finish()
         seen = watch.summarise_arm(arm("bf16"))
         assert (seen.others, seen.slices) == counted
@@ -97,7 +97,7 @@ def watched(
     worker = FakeWorker({})
     for one in arms.values():
         one.prepare(worker)
-    watch = Watch(device, clock=clock)
+    watch = SessionWatch(device, clock=clock)
 
     def read_changing_state(plain: Callable[[], Readings] = device.read_changing_state) -> Readings:
         clock.now += look_seconds
@@ -158,7 +158,7 @@ def test_reading_the_driver_takes_at_most_a_twentieth_of_the_time() -> None:
 def test_throttled_seconds_are_counted_over_the_session(
     after: Read, held: tuple[tuple[str, float], ...], why: str
 ) -> None:
-    watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
+    watch = SessionWatch(Device(violations=(reading(5.0), after)), clock=Clock())
     watch.finish()
     seen = watch.summarise_arm(arm("fp32"))
     assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None

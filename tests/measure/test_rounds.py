@@ -14,7 +14,7 @@ import pytest
 
 from fp8bench.analysis.verdicts import is_decided
 from fp8bench.measure.arm import STATES_PER_SHORT_STEP, MeasuredArm
-from fp8bench.measure.rounds import Judge, Orders, RoundSession
+from fp8bench.measure.rounds import JudgeArm, RoundOrders, RoundSession
 from fp8bench.measure.slots import cut_into_cells
 from fp8bench.model import Level, SlotSample, Timing, Work
 from fp8bench.model.raw import RawSlot, RawStep
@@ -43,7 +43,7 @@ def never(case: Timing, reference: Timing, control: Timing | None) -> bool:
     return False
 
 
-def after(rounds: Mapping[int, int]) -> Judge:
+def after(rounds: Mapping[int, int]) -> JudgeArm:
     """Decides an arm, identified by its step time, after its number in `rounds`."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -56,7 +56,7 @@ def sit(
     scripts: Mapping[str, Script],
     session: RoundSession,
     rule: StoppingRule = FOREVER,
-    judge: Judge = never,
+    judge: JudgeArm = never,
     seed: int = 0,
     tick: Callable[[MeasuredArm, float], None] = lambda arm, share: None,
 ) -> tuple[FakeWorker, str]:
@@ -310,7 +310,7 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
 
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
-    orders: Orders[int] = Orders(random.Random(seed))
+    orders: RoundOrders[int] = RoundOrders(random.Random(seed))
     return [orders.next_round(range(arms)) for _ in range(rounds)]
 
 
@@ -339,7 +339,7 @@ def test_every_arm_follows_every_other_equally_often(arms: int) -> None:
 @for_each("stay", range(1, 7))
 @for_each("before", [3, 16, 17])
 def test_arms_that_leave_keep_the_orders_balanced(stay: int, before: int) -> None:
-    orders: Orders[int] = Orders(random.Random(stay))
+    orders: RoundOrders[int] = RoundOrders(random.Random(stay))
     first = [orders.next_round(range(7)) for _ in range(before)]
     rest = [orders.next_round(range(stay)) for _ in range(3 * stay)]
     cut = count_places(first)
@@ -349,7 +349,7 @@ def test_arms_that_leave_keep_the_orders_balanced(stay: int, before: int) -> Non
 
 
 def test_orders_are_random() -> None:
-    orders: Orders[int] = Orders(random.Random(0))
+    orders: RoundOrders[int] = RoundOrders(random.Random(0))
     assert orders.next_round([]) == [] and sorted(orders.next_round([3, 4])) == [3, 4] and orders.next_round([]) == []
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)
     blocks = {tuple(map(tuple, drawn(4, 400)[4 * block :][:4])) for block in range(100)}

@@ -21,7 +21,7 @@ from fp8bench.worker import prepared as prepared_module
 from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import PreparedCase, State
-from fp8bench.worker.step_guards import Running
+from fp8bench.worker.step_guards import RunningTasks
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 from tests.worker.scripted import Stub
@@ -240,7 +240,9 @@ def ready_to_move(share: float, device: Device | None = None) -> PreparedCase:
     device = device or Waiting()
     stamper = HostStamper()
     states = (State(share, None, FiniteState(None), ()),)
-    return PreparedCase(Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, Running())
+    return PreparedCase(
+        Moving(), precisions.get("fp32"), device, 0, states, PhaseClock(stamper), stamper, RunningTasks()
+    )
 
 
 @for_each(("moved", "filling"), [(0.0, None), (0.0, FILLING), (0.85, None), (0.85, FILLING), (-4.5, None)])

@@ -305,14 +305,14 @@ def told(left: Callable[[int, bool], Sketches], seconds: Callable[[int, bool], f
     """Compares scripted slots; the n-th leaves `left(n)` and takes `seconds(n)`."""
     numbers = iter(range(8))
 
-    def slot(timed: bool) -> step_effect.Slot:
+    def slot(timed: bool) -> step_effect.SlotSummary:
         number = next(numbers)
         return make_slot([seconds(number, timed)] * 3, 1, left(number, timed), seconds(number, timed))
 
     return compared(slot)
 
 
-def compared(slot: Callable[[bool], step_effect.Slot | None]) -> str:
+def compared(slot: Callable[[bool], step_effect.SlotSummary | None]) -> str:
     """Feeds the comparison the slots it requests; returns its result."""
     comparison = compare_slots()
     asked = next(comparison)
@@ -330,7 +330,7 @@ def sums(*values: float) -> torch.Tensor:
 def test_slots_that_agree_are_two() -> None:
     seen: list[bool] = []
 
-    def slot(timed: bool) -> step_effect.Slot:
+    def slot(timed: bool) -> step_effect.SlotSummary:
         seen.append(timed)
         return make_slot([MS], 1, [sums(1, 2), sums(3, 4)], MS)
 

@@ -18,7 +18,7 @@ from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 from fp8bench.numerics.products import multiply_in_float32
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.trial import Trials, find_wrong_product
+from fp8bench.worker.trial import ProductTrials, find_wrong_product
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
@@ -197,7 +197,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("fp8bench.nn.shared_precisions.RecipePrecision.arithmetic", arithmetic)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
-    return Trials().find_error(Case("gemm", (), "bf16", "cpu", (("mlp", "fp8"),)), H200)
+    return ProductTrials().find_error(Case("gemm", (), "bf16", "cpu", (("mlp", "fp8"),)), H200)
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,11 +210,11 @@ def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch:
 
 def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
-        assert Trials().find_error(Case("gemm", (), name, "cpu"), CPU) == ""
+        assert ProductTrials().find_error(Case("gemm", (), name, "cpu"), CPU) == ""
     calls = []
     monkeypatch.setattr(
         "fp8bench.worker.trial._try_precision", lambda precision, facts, single: calls.append(precision.mode) or "no"
     )
-    trials = Trials()
+    trials = ProductTrials()
     case = Case("gemm", (), "fp8", "cuda:0")
     assert [trials.find_error(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]

@@ -35,7 +35,7 @@ from fp8bench.measure.handle import Worker
 from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
 from fp8bench.measure.passes import CaseOutcome, Passes, ran_out_of_memory
-from fp8bench.measure.rounds import DISCARD_BELOW_SECONDS, Orders
+from fp8bench.measure.rounds import DISCARD_BELOW_SECONDS, RoundOrders
 from fp8bench.model import Case, Environment, PlannedCase, Request, Timing
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
@@ -85,7 +85,7 @@ class SessionArms:
         start_seconds = time.monotonic()
         self._prepare_states(order, tell)
         tell("measuring")
-        stop_reason = self._run(Orders(order), rule, start_seconds if rule.whole else time.monotonic())
+        stop_reason = self._run(RoundOrders(order), rule, start_seconds if rule.whole else time.monotonic())
         for entry in self.entries:
             with raise_as_arm_failure(entry.arm):
                 entry.arm.check_states(entry.worker)
@@ -126,7 +126,7 @@ class SessionArms:
             # Discard the first call of short steps.
             arm.discard_count = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
-    def _run(self, orders: Orders[DuelEntry], rule: StoppingRule, start: float) -> str:
+    def _run(self, orders: RoundOrders[DuelEntry], rule: StoppingRule, start: float) -> str:
         rounds = 0
         end_reason = ""
         while not end_reason:

@@ -339,9 +339,9 @@ class RanksProcess(WorkerProcess):
         return self._make_lost_error(self.describe_end())
 
     def _make_lost_error(self, reason: str) -> WorkerLost:
-        lost = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
-        lost.rank, lost.undecided = self.failed, self.undecided
-        return lost
+        lost_error = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
+        lost_error.rank, lost_error.undecided = self.failed, self.undecided
+        return lost_error
 
     def _end_ranks(self) -> None:
         for rank in self._ranks:

@@ -24,9 +24,9 @@ from fp8bench.measure.sensors.mean_power import (
     MAX_BRISK_UNCERTAINTY,
     MAX_UNCERTAINTY,
     MIN_INTERVALS,
+    CounterRhythm,
     PowerSample,
     PowerStretch,
-    Rhythm,
     Tick,
     has_enough_samples,
     is_resolved,
@@ -61,7 +61,7 @@ class Polling:
     each tick, so that the ends of a window of 1.2 s are precise. Then readings may take more CPU time.
     """
 
-    def __init__(self, counts: bool, rhythm: Rhythm | None = None, every_tick: bool = False) -> None:
+    def __init__(self, counts: bool, rhythm: CounterRhythm | None = None, every_tick: bool = False) -> None:
         is_fast_counter = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
         self.blind = False
         self._rhythm = None if is_fast_counter else rhythm
@@ -134,7 +134,7 @@ class Source:
 
     kind: SourceKind
     read: Callable[[], float]
-    rhythm: Rhythm | None = None
+    rhythm: CounterRhythm | None = None
 
     @property
     def is_counter(self) -> bool:
@@ -304,18 +304,18 @@ def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a window of `seconds`. It is the mean power of the measured part (`stretch`), times the window's
-    length. `watched` is the device's state during the window.
+    """The energy of a window of `seconds`. It is the mean power of the measured part (`measured_stretch`), times the
+    window's length. `watched` is the device's state during the window.
     """
 
     source: SourceKind
-    stretch: PowerStretch
+    measured_stretch: PowerStretch
     seconds: float
     watched: Readings
 
     @property
     def watts(self) -> float:
-        return self.stretch.watts
+        return self.measured_stretch.watts
 
     @property
     def joules(self) -> float:
@@ -335,7 +335,7 @@ class Window:
     _energy_source: Source
     _clock: Clock
     _max_seconds: float
-    _end: Callable[[Sampler], None]
+    _stop_sampler: Callable[[Sampler], None]
     _started_at: float = 0.0
     energy: Energy | Unavailable = _NOT_ENDED
 
@@ -356,7 +356,7 @@ class Window:
     def __exit__(self, *exc: object) -> None:
         seconds = self._clock.now() - self._started_at
         try:
-            self._end(self._sampler)
+            self._stop_sampler(self._sampler)
             self.energy = Energy(
                 self._energy_source.kind, self._measure_stretch(), seconds, summarise_readings(self._sampler.looks)
             )

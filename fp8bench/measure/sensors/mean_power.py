@@ -65,7 +65,7 @@ class PowerStretch:
 
 
 @dataclass(frozen=True)
-class Rhythm:
+class CounterRhythm:
     """How often a counter changes, in seconds: the median time between changes, the largest deviation from it, and
     the longest time.
     """
@@ -95,11 +95,11 @@ def is_resolved(ticks: Sequence[Tick], bound: float = MAX_UNCERTAINTY) -> bool:
     return len(ticks) > MIN_INTERVALS and (measure_tick_power(ticks).uncertainty or 0.0) <= bound
 
 
-def measure_rhythm(ticks: Sequence[Tick]) -> Rhythm:
+def measure_rhythm(ticks: Sequence[Tick]) -> CounterRhythm:
     """Measures how often a counter changes, from consecutive ticks (changes of the counter)."""
     intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
     period = median(intervals)
-    return Rhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
+    return CounterRhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
 
 
 def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:

@@ -192,8 +192,8 @@ def others(pid: int) -> DeviceQuery:
     """
 
     def count_strangers(processes: Sequence[Any]) -> int:
-        strangers = [process for process in processes if process.pid != pid]
-        return len(strangers) - (0 < len(strangers) == len(processes))
+        other_processes = [process for process in processes if process.pid != pid]
+        return len(other_processes) - (0 < len(other_processes) == len(processes))
 
     return DeviceQuery("others", _make_reader(_PROCESSES_FUNCTION, "", of=count_strangers), QuerySubject.MIG_INSTANCE)
 

@@ -23,7 +23,7 @@ _MAX_WATTS = 10e3
 
 
 @dataclass(frozen=True)
-class Domain:
+class EnergyDomain:
     """A part of the machine with an energy counter: 'package-0', 'package-0/dram'.
 
     `range_uj` is the value at which the counter wraps around, None if unknown.
@@ -34,7 +34,7 @@ class Domain:
     range_uj: int | None
 
 
-def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
+def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[EnergyDomain, ...]:
     """Lists the processor packages, and memory that is counted separately. Raises NoReading without a package,
     or if a counter cannot be read.
 
@@ -61,7 +61,7 @@ def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[Do
 class EnergyCounter:
     """Adds up the joules of several domains since the first reading. A counter that wraps around is handled."""
 
-    def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
+    def __init__(self, parts: Sequence[EnergyDomain], now: Callable[[], float]) -> None:
         self._parts = tuple(parts)
         self._now = now
         self._last_energies: tuple[int, ...] | None = None
@@ -79,7 +79,7 @@ class EnergyCounter:
         return self._total_uj * _MICRO
 
 
-def _measure_growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
+def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
     wrapped_growth = new - old + (part.range_uj or 0)
@@ -88,15 +88,15 @@ def _measure_growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
     return wrapped_growth
 
 
-def _make_domain(name: str, path: Path) -> Domain:
+def _make_domain(name: str, path: Path) -> EnergyDomain:
     range_uj = None
     with suppress(NoReading, ValueError):
         # The file has the largest value that the counter reaches.
         range_uj = int(read_text(path / "max_energy_range_uj")) + 1
-    return Domain(name, path / "energy_uj", range_uj)
+    return EnergyDomain(name, path / "energy_uj", range_uj)
 
 
-def _read_energy_uj(domain: Domain) -> int:
+def _read_energy_uj(domain: EnergyDomain) -> int:
     text = read_text(domain.counter)
     if not text.isdecimal():
         raise NoReading(f"the energy counter of {domain.name} is {text[:40]!r}, which is not a number")

@@ -22,7 +22,7 @@ from fp8bench.measure.sensors.energy import (
     Polling,
     SourceKind,
 )
-from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, Rhythm, Tick
+from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, CounterRhythm, Tick
 from fp8bench.measure.sensors.meter import Meter, open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
@@ -69,9 +69,9 @@ def test_constant_power_within_one_per_cent(
         energy, start, end = measured(meter, clock)
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
         assert energy.seconds == pytest.approx(end - start)
-        assert energy.stretch.intervals >= MIN_INTERVALS
-        assert energy.stretch.uncertainty is not None and energy.stretch.uncertainty <= 0.005
-        assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 1e-9
+        assert energy.measured_stretch.intervals >= MIN_INTERVALS
+        assert energy.measured_stretch.uncertainty is not None and energy.measured_stretch.uncertainty <= 0.005
+        assert abs(energy.watts / 300 - 1) <= energy.measured_stretch.uncertainty + 1e-9
 
 
 @pytest.mark.parametrize("curve", [SQUARE, SINE])
@@ -85,9 +85,9 @@ def test_a_swinging_power_is_averaged(nvml: Simulation, opened: Opened, clock: V
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.03)
         # The offset of the ticks is unknown: they are whole periods apart, within the window.
         first = (int(start * 10) + 1) / 10
-        truth = nvml.joules(first, first + round(energy.stretch.seconds, 1))
-        assert energy.stretch.joules == pytest.approx(truth, rel=1e-4)
-        assert energy.watts * round(energy.stretch.seconds, 1) == pytest.approx(truth, rel=0.02)
+        truth = nvml.joules(first, first + round(energy.measured_stretch.seconds, 1))
+        assert energy.measured_stretch.joules == pytest.approx(truth, rel=1e-4)
+        assert energy.watts * round(energy.measured_stretch.seconds, 1) == pytest.approx(truth, rel=0.02)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
@@ -100,7 +100,7 @@ def test_few_intervals_give_no_number(nvml: Simulation, library: Library, millis
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
     if isinstance(energy, Energy):
-        assert energy.stretch.intervals >= MIN_INTERVALS and end - start > 1.0
+        assert energy.measured_stretch.intervals >= MIN_INTERVALS and end - start > 1.0
     else:
         assert energy.reason.startswith("not measurable: ") and end - start < 1.2
 
@@ -124,8 +124,8 @@ def test_a_counter_may_change_its_period(
     nvml.state.device[0].period_ns = after * 1_000_000
     for _ in range(5):
         energy, start, end = measured(meter, clock)
-        assert energy.stretch.uncertainty is not None
-        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.stretch.uncertainty + 1e-6)
+        assert energy.measured_stretch.uncertainty is not None
+        assert energy.joules == pytest.approx(nvml.joules(start, end), rel=energy.measured_stretch.uncertainty + 1e-6)
 
 
 def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -138,9 +138,11 @@ def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opene
         device.period_ns = 40_000_000
         clock.wait(lambda: clock.now() >= start + 2.0)
         end = clock.now()
-    assert window.energy.stretch.uncertainty is not None
-    assert window.energy.stretch.seconds < 1.75
-    assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.stretch.uncertainty + 1e-6)
+    assert window.energy.measured_stretch.uncertainty is not None
+    assert window.energy.measured_stretch.seconds < 1.75
+    assert window.energy.joules == pytest.approx(
+        nvml.joules(start, end), rel=window.energy.measured_stretch.uncertainty + 1e-6
+    )
 
 
 def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: VirtualClock) -> None:
@@ -168,7 +170,7 @@ def test_without_a_counter_power_is_integrated(nvml: Simulation, opened: Opened,
     meter = opened()
     assert meter.why.startswith("counter: this device or its driver does not support it")
     energy, start, end = measured(meter, clock)
-    assert (energy.source, energy.stretch.uncertainty) == (SourceKind.INSTANT, None)
+    assert (energy.source, energy.measured_stretch.uncertainty) == (SourceKind.INSTANT, None)
     assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.05)
     assert end - start < 3.0
 
@@ -271,15 +273,15 @@ def test_windows_in_real_time_have_the_true_energy(nvml: Simulation) -> None:
         while not window.is_enough:
             sum(range(1000))
     energy = window.energy
-    assert energy.stretch.uncertainty is not None
+    assert energy.measured_stretch.uncertainty is not None
     # The offset between the host's clock and the counter's steps is arbitrary.
-    assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
+    assert abs(energy.watts / 300 - 1) <= energy.measured_stretch.uncertainty + 0.005
 
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-STEADY = Rhythm(0.1, 0.0, 0.1)
+STEADY = CounterRhythm(0.1, 0.0, 0.1)
 LAST = MIN_INTERVALS + 1
 
 
@@ -308,14 +310,14 @@ def test_after_ten_ticks_the_sampler_sleeps_until_the_next() -> None:
 
 
 def test_ticks_of_a_fast_counter_are_skipped() -> None:
-    pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
+    pace = Polling(counts=True, rhythm=CounterRhythm(0.02, 0.0, 0.02))
     assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * TICK_PAUSE_SECONDS) and pace.blind
     assert pace.next(1.056, tick(1.05), LAST) == TICK_PAUSE_SECONDS and not pace.blind
     assert pace.next(1.06, tick(1.06), LAST + 1) > TICK_PAUSE_SECONDS
 
 
 def test_expensive_readings_become_rarer() -> None:
-    fast, steady = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
+    fast, steady = Polling(counts=True, rhythm=CounterRhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
     for pace in (fast, steady):
         pace.limit_cost(0.006, 0.5)
     assert fast.next(0.0, None, 0) == FAST_PAUSE_SECONDS

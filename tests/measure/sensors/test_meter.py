@@ -63,7 +63,7 @@ def test_rapl_counters_become_energy(
     package = zone(tmp_path, "intel-rapl:0", "package-0", limit=80_000_000 - 1)
     zone(tmp_path, "intel-rapl:0:0", "dram", limit=80_000_000 - 1)
 
-    def energy_uj(part: opening.rapl.Domain) -> int:
+    def energy_uj(part: opening.rapl.EnergyDomain) -> int:
         watts = 65 if part.counter.parent == package else 5
         return nvml.state.now_ns // 1_000_000 * watts * 1_000 % 80_000_000
 

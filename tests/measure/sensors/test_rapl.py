@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.rapl import Domain, EnergyCounter, HostDevice
+from fp8bench.measure.sensors.rapl import EnergyCounter, EnergyDomain, HostDevice
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 from tests.counts import for_each
 from tests.fakes import MS, FakeWorker, Script, arm, gemm_steps
@@ -66,7 +66,7 @@ def test_a_counter_that_wraps_is_continued(growths: list[int], limit: int, start
         total += growth
         values.append(total % (limit + 1))
     seconds = iter(range(1000))
-    domain = Domain("package-0", Path("none"), limit + 1)
+    domain = EnergyDomain("package-0", Path("none"), limit + 1)
     readings = iter([start % (limit + 1), *values])
     counter = EnergyCounter((domain,), lambda: float(next(seconds)))
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ from fp8bench.model.step import Coverage
 from fp8bench.protocols import Arithmetic, Device, Phases, Precision, SilentPhases
 from fp8bench.registry import precisions, workloads
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.device_layout import SEVERAL_RANKS_REASON, DeviceLedger, Hardware, find_hardware_for_modes
+from fp8bench.worker.device_layout import SEVERAL_RANKS_REASON, DeviceLedger, EmulatedHardware, find_hardware_for_modes
 from fp8bench.worker.faults import DescribedFault, describe_fault
 from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import MakePrepare, PreparedMemory, ReportMemory, make_cast_watch, measure_step_memory
@@ -242,14 +242,14 @@ def take_extra_step(trainer: Trainer, phase: Phases) -> None:
         raise NotFinite(f"it stopped at step {trainer.step}: its numbers were not finite")
 
 
-def find_hardware(task: SeedTask) -> Hardware:
+def find_hardware(task: SeedTask) -> EmulatedHardware:
     """Returns hardware that multiplies in the arm's formats. An emulated arm's memory is counted as if the arm ran on
     this hardware.
     """
     (arm,) = task.arms
     settings = arm.merge_settings(task.settings)
     if task.facts.ranks > 1:
-        return Hardware(why=SEVERAL_RANKS_REASON)
+        return EmulatedHardware(why=SEVERAL_RANKS_REASON)
     carried_by = precisions.get(arm.precision).carried_by
     modes = dict.fromkeys(filter(None, (arm.precision, carried_by, *dict(settings.precision_map).values())))
     hardware = find_hardware_for_modes(((mode, mode) for mode in modes), task.facts)
@@ -259,7 +259,7 @@ def find_hardware(task: SeedTask) -> Hardware:
     return replace(hardware, why=hardware.why or reason) if hardware.arithmetics else hardware
 
 
-def make_arm_builder(task: SeedTask, arm: Arm, hardware: Hardware) -> MakePrepare:
+def make_arm_builder(task: SeedTask, arm: Arm, hardware: EmulatedHardware) -> MakePrepare:
     """Returns a function that builds the task's arm in order to count its memory. Tensors of this arm are not measured,
     because measuring would use memory.
     """
