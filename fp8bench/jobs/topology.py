@@ -26,13 +26,13 @@ from fp8bench.store.runs.listing import iterate_newest_files
 from fp8bench.store.runs.run_file import load_run
 
 # GB/s of one PCIe lane in one direction, by PCIe generation.
-_LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+_PCIE_LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # NVLink's data rate as a part of its signal rate. The driver reports the signal rate: 18 links of 26.562 GB/s give the
 # 450 GB/s of an H100.
-_DATA_SHARE = 16 / 17
+_NVLINK_DATA_SHARE = 16 / 17
 # The most runs that are searched for an all-reduce, newest first.
 _MAX_RUNS = 200
-_GPU_QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+_NVIDIA_SMI_FIELDS = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -60,9 +60,9 @@ def write_topology(path: Path, store: Path, infiniband: Path = INFINIBAND) -> It
     """
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
-    answer = _query_driver(f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
+    answer = _query_driver(f"--query-gpu={_NVIDIA_SMI_FIELDS}", "--format=csv,noheader,nounits")
     gpus = [list(map(str.strip, line.split(","))) for line in answer]
-    if not gpus or any(len(fields) != len(_GPU_QUERY.split(",")) for fields in gpus):
+    if not gpus or any(len(fields) != len(_NVIDIA_SMI_FIELDS.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
@@ -101,7 +101,7 @@ def _make_topology_lines(
         link_rate = measured_bandwidth[0] / 1e9
         source = f"bus bandwidth of all_reduce, measured in run {measured_bandwidth[1]}"
     elif links:
-        link_rate = links * _DATA_SHARE
+        link_rate = links * _NVLINK_DATA_SHARE
         source = "the data rate of its NVLinks, not measured"
     else:
         link_rate = _compute_pcie_rate(*pcie)
@@ -174,7 +174,7 @@ def sum_link_rates(status: list[str]) -> float:
 
 def _compute_pcie_rate(generation: str, width: str) -> float | None:
     try:
-        return _LANE_RATES[int(generation)] * int(width)
+        return _PCIE_LANE_RATES[int(generation)] * int(width)
     except (KeyError, ValueError):
         return None
 

@@ -240,8 +240,8 @@ class MeasuredArm:
         )
 
     def check_states(self, worker: Worker) -> None:
-        """Raises WorkerFault if the timed steps damaged the state. The time of steps with NaN or infinity may differ
-        from that of others.
+        """Raises WorkerFault if the timed steps damaged a state of the arm. Steps with NaN or infinity may take a
+        different time than steps with finite numbers.
         """
         for key in (self.key, *self.copy_keys):
             state_check = worker.within(self.limits.for_untimed_pass(self.planned.work)).check(key)

@@ -22,7 +22,7 @@ from fp8bench.units import size
 # The number of batches that are predicted by a line. After that, the search halves the interval.
 _MAX_PREDICTIONS = 4
 # If the prediction exceeds the last attempt by more than this factor, a third of the predicted batch is tried first.
-_MAX_JUMP = 8
+_MAX_BATCH_JUMP = 8
 # The number of steps that are timed with the largest batch.
 _TIMED_STEPS = 8
 
@@ -96,7 +96,7 @@ class NumberSearch:
             predicted_number = fitting_number + self._increment
             self._increment *= 2
         return min(
-            predicted_number if predicted_number <= _MAX_JUMP * fitting_number else predicted_number // 3,
+            predicted_number if predicted_number <= _MAX_BATCH_JUMP * fitting_number else predicted_number // 3,
             self.largest_number,
         )
 
@@ -255,8 +255,8 @@ class _BatchSearch:
         return BatchAttempt(number, True, used_bytes)
 
     def _find_batch_multiple(self) -> int:
-        """Returns the number by which batches must be divisible, so that the precision accepts them. It is a power of
-        two. Raises NoSearch if no such number is found.
+        """Returns the power of two by which batches must be divisible, so that the precision accepts them. Raises
+        NoSearch if no such number is found.
         """
         batch_multiple = 1
         while batch_multiple <= _MAX_BATCH_MULTIPLE:

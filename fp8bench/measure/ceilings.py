@@ -18,7 +18,7 @@ from fp8bench.registry import precisions
 CEILING_SECONDS = 12.0
 RUNS_PER_RATE, MIN_RUNS_PER_RATE = 5, 2
 # The part of CEILING_SECONDS that is used to search the best shape, before the runs begin.
-_SEARCH_SHARE = 0.4
+_SEARCH_TIME_SHARE = 0.4
 
 
 def derive_ceiling(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | None:
@@ -46,12 +46,14 @@ def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     changes. If the worker is lost, only the rate that it measured is lost.
     """
     bench = worker.within(COMPILE_SECONDS)
-    # The first run searches the best shapes, and has its own part of the time.
+    # The first run searches the best shape of each rate, and gets a separate part of the time.
     rates = list(bench.ceiling_rates(device))
     spent_seconds = [0.0] * len(rates)
     for run in range(1 + RUNS_PER_RATE):
         run_seconds = (
-            (_SEARCH_SHARE if run == 0 else (1 - _SEARCH_SHARE) / RUNS_PER_RATE) * CEILING_SECONDS / len(rates)
+            (_SEARCH_TIME_SHARE if run == 0 else (1 - _SEARCH_TIME_SHARE) / RUNS_PER_RATE)
+            * CEILING_SECONDS
+            / len(rates)
         )
         for index, rate in enumerate(rates):
             # A rate that has used up its part of the time gets no further runs. They would take the time of other

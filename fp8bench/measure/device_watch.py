@@ -22,7 +22,7 @@ from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.stopping import ClockLook, Settling, is_clock_flat, slopes
 
 # The seconds that the arm runs between two readings.
-_RUN_SECONDS = 0.15
+_SECONDS_BETWEEN_READINGS = 0.15
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Settler:
         readings = [self._read_clock_and_temperature(start)]
         if readings[0].clock is None and readings[0].temperature is None:
             return None
-        steps_per_run = max(1, round(_RUN_SECONDS / arm.step_seconds))
+        steps_per_run = max(1, round(_SECONDS_BETWEEN_READINGS / arm.step_seconds))
         has_settled = False
         while not has_settled and readings[-1].at < self.limit:
             worker.within(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
@@ -60,7 +60,7 @@ class Settler:
 
 # The part of the time that may be spent on reading the driver. A reading takes up to milliseconds, in which the
 # device idles.
-_READING_SHARE = 0.05
+_READING_TIME_SHARE = 0.05
 
 
 class SessionWatch:
@@ -97,7 +97,7 @@ class SessionWatch:
         clock_reading = state["sm_clock"]
         arm.slots[-1] = replace(slot, clock=clock_reading.number if isinstance(clock_reading, Reading) else None)
         # The slower the driver is, the later the next reading is due. So reading takes a fixed part of the time.
-        self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_SHARE
+        self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_TIME_SHARE
 
     def finish(self) -> None:
         self._throttled = grown(self._throttled_seconds_at_start, self._device.read_throttled_seconds())

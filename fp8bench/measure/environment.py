@@ -23,7 +23,7 @@ from fp8bench.user_code import hash_user_code
 _CPU_TIMES_FILE, _SLEEP_SECONDS = "/proc/stat", 0.05
 _RECORDED_VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE_FOLDER = Path(__file__).parents[1]
 # The time limit for a call of git, in seconds. It is long, because git is slow on a busy machine, and a run without
 # git's answer has no commit.
 _GIT_SECONDS = 60
@@ -117,11 +117,13 @@ def _read_commit(folder: Path) -> dict[str, Scalar | None]:
     commit, seconds = commit_lines[0].removeprefix("commit "), commit_lines[1]
     changed_files = _read_git(folder, "status", "--porcelain", "--untracked-files=no")
     repository = _read_git(folder, "rev-parse", "--show-toplevel")
-    repository_package = _PACKAGE if repository is None else Path(repository) / _PACKAGE.name
+    repository_package = _PACKAGE_FOLDER if repository is None else Path(repository) / _PACKAGE_FOLDER.name
     # If `folder` is in fp8bench's own repository, the running code may still come from elsewhere, for example from a
     # second working tree.
-    is_our_repository = (repository_package / "__init__.py").is_file() and not repository_package.samefile(_PACKAGE)
-    code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE)
+    is_our_repository = (repository_package / "__init__.py").is_file() and not repository_package.samefile(
+        _PACKAGE_FOLDER
+    )
+    code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE_FOLDER)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,

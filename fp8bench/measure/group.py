@@ -49,9 +49,9 @@ class GroupMethod:
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the warm-up.
     `lost_devices` maps each device that no longer answers to the reason; all groups share it.
 
-    `tapes` and `shares` turn on passes that observe operators. Shares are measured in a worker that times nothing any
-    more. Tapes are recorded there too, unless `tapes_apart` is false. `checks_late_steps` turns on two checks after the
-    timing: whether the timed steps did work, and whether their memory grows.
+    `tapes` and `shares` turn on passes that observe operators. Shares are measured in a worker that no longer times
+    anything. Tapes are recorded there too, unless `tapes_apart` is false. `checks_late_steps` turns on two checks after
+    the timing: whether the timed steps did work, and whether their memory grows.
 
     A `brisk` group takes about 10 s on a GPU. Its passes with a profiler run in the worker that times nothing, so that
     no worker restarts. `known_errors` collects numerical errors, so that brisk groups measure equal errors only once.
@@ -138,7 +138,7 @@ class GroupMeasurement:
         return tuple(outcome.make_record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
 
     def _run_untimed_passes(self, passes: Passes, timed_reference: CaseOutcome | None, with_memory: bool) -> None:
-        """Runs the untimed passes in both workers. `timed_reference` is the reference of the rounds."""
+        """Runs the untimed passes. `timed_reference` is the reference with which the cases were timed."""
         # 1. Measure numerical errors first. A case that fails here skips the other passes.
         untimed_passes = self._select_untimed_passes() or passes
         passes.measure_errors(self._list_alive(), self._errors)
@@ -148,7 +148,7 @@ class GroupMeasurement:
             self._remove_pairing()
         if reference is not None:
             passes.ask("statistics", [reference])
-        # 2. Measure memory last of these passes, because it uses torch's profiler, which could disturb the others.
+        # 2. Measure memory last of these passes, because torch's profiler could disturb the passes after it.
         passes.ask("products", self._list_alive())
         untimed_passes.check_effects(self._list_alive())
         passes.measure_transfers(self._list_alive())

@@ -22,7 +22,7 @@ from fp8bench.model.codec import PlainUnpickler
 # Seconds between two checks of the exit status. The socket alone does not show the end, because an orphan of the
 # worker may keep it open.
 _POLL_SECONDS = 0.5
-_CLOSE_SECONDS = 2.0
+_CLOSING_SECONDS = 2.0
 # How long to wait for the end of a process that has closed its socket. On a loaded machine the process must wait for
 # a core.
 _EXIT_SECONDS = 20.0
@@ -92,7 +92,7 @@ class WorkerProcess:
     def close(self) -> None:
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_CLOSE_SECONDS)
+            self._popen.wait(_CLOSING_SECONDS)
         self.kill()
 
     def kill(self) -> None:

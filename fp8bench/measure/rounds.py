@@ -173,8 +173,8 @@ class RoundSession:
         after: Callable[[MeasuredArm], None] | None,
     ) -> tuple[MeasuredArm, Fresh] | None:
         """Times the fastest candidate again, together with the reference and its control, in as many new rounds as
-        before. Its first time is biased: among equal candidates, noise decides which is the fastest. New rounds have
-        no such bias.
+        before. The first time of this candidate is biased: among equal candidates, noise decides which is the fastest.
+        New rounds have no such bias.
         """
         candidates = [arm for arm in self.candidates if not arm.is_emulated]
         reference, control = self.reference, self.control
@@ -237,7 +237,7 @@ REPLAY_ROUNDS = 10
 # The seconds that the host takes to launch a captured step, at most (10 to 20 us).
 _LAUNCH_SECONDS = 20e-6
 # The number of discarded replays in a slot: the first replay finds the data of the previous arm in the caches.
-_REPLAY_DISCARD = 1
+_DISCARDED_REPLAYS = 1
 
 
 @dataclass(frozen=True)
@@ -323,10 +323,10 @@ def _data_loaded_by_host(arm: MeasuredArm) -> str:
 
 
 def _time_replays(arm: MeasuredArm, worker: Worker, round_number: int, position: int) -> SlotSample:
-    time_limit = arm.limits.for_slot(arm.step_seconds, arm.calls + _REPLAY_DISCARD)
+    time_limit = arm.limits.for_slot(arm.step_seconds, arm.calls + _DISCARDED_REPLAYS)
     # If the host loads data between calls, it may fall behind, so the device is kept busy before each call
     # separately.
     filling = choose_filling(_LAUNCH_SECONDS, 1 if _data_loaded_by_host(arm) else arm.calls)
-    slot = worker.within(time_limit).replay(arm.key, arm.calls, _REPLAY_DISCARD, filling)
+    slot = worker.within(time_limit).replay(arm.key, arm.calls, _DISCARDED_REPLAYS, filling)
     calls_ns = tuple((sum(step.intervals_ns),) for step in slot.steps)
     return SlotSample(round_number, calls_ns, slot.wall_seconds, slot.cpu_seconds, slot.host_seconds, place=position)

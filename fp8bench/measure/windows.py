@@ -29,7 +29,7 @@ from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 
 # The seconds that the worker runs for one request.
 CHUNK_SECONDS = 0.25
-_WARM_SECONDS = 0.3
+_WARM_UP_SECONDS = 0.3
 # The part of the device's memory for copies of a phase's inputs. The states of all cases are also in memory.
 _PHASE_MEMORY_SHARE = 0.25
 _COLD_CACHE_REASON = (
@@ -39,9 +39,9 @@ _COLD_CACHE_REASON = (
 # relative amount, which is more than clocks explain, a third window is measured.
 _BRISK_WINDOWS, _MAX_BRISK_DIFFERENCE = 2, 0.02
 _BRISK_CHUNK_SECONDS = 0.1
-# The seconds that a case runs before a brisk window. At its power cap, an H200 reaches the clock of the next case
-# after 0.17 s.
-_BRISK_WARM_SECONDS = 0.2
+# The seconds that a case runs before its window in a brisk run. At its power cap, an H200 reaches the clock of the next
+# case after 0.17 s.
+_BRISK_WARM_UP_SECONDS = 0.2
 # The number of turns (long windows) of a case. Fewer turns than these give no confidence interval.
 _TURNS, _QUICK_TURNS = 4, 3
 
@@ -73,8 +73,8 @@ class WindowRule:
         if self.turn_seconds:
             return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, MAX_WINDOW_SECONDS)
         if self.brisk:
-            return _BRISK_WARM_SECONDS + MIN_SAMPLED_SECONDS, _BRISK_WARM_SECONDS + 2 * MIN_SAMPLED_SECONDS
-        return _WARM_SECONDS + MIN_SAMPLED_SECONDS, _WARM_SECONDS + MAX_WINDOW_SECONDS
+            return _BRISK_WARM_UP_SECONDS + MIN_SAMPLED_SECONDS, _BRISK_WARM_UP_SECONDS + 2 * MIN_SAMPLED_SECONDS
+        return _WARM_UP_SECONDS + MIN_SAMPLED_SECONDS, _WARM_UP_SECONDS + MAX_WINDOW_SECONDS
 
 
 def window_rule_for(request: Request, groups: int) -> WindowRule | None:
@@ -122,7 +122,7 @@ class WindowResult:
 
     @property
     def needs_third_window(self) -> bool:
-        """Returns whether two brisk windows differ so much that a third one is needed."""
+        """Returns whether the two windows of a case in a brisk run differ so much that a third window is needed."""
         joules = [window.joules / window.steps for window in self.windows]
         return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _MAX_BRISK_DIFFERENCE) * min(joules)
 
@@ -318,7 +318,7 @@ class WindowPass:
             settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
             if (settling_readings := settler.run_until_settled(arm, worker)) is not None:
                 return settling_readings
-        warm_up_seconds = _BRISK_WARM_SECONDS if self._window_rule.brisk else _WARM_SECONDS
+        warm_up_seconds = _BRISK_WARM_UP_SECONDS if self._window_rule.brisk else _WARM_UP_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))
         worker.within(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
         return None

@@ -123,16 +123,16 @@ def _list_files(name: str) -> list[Path]:
 
 _PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 # A longer error is printed without its middle: only this many characters of its beginning and of its end.
-_SHOWN_LENGTH = 250
+_MAX_SHOWN_PART_LENGTH = 250
 
 
 def own_words(error: BaseException) -> str:
-    """Describes an error of a user's code in one line: its kind and text, and the last line of the user's own files
-    that led to it. Installed packages are not the user's.
+    """Describes an error of a user's code in one line: its kind and text, and the last line of the user's files in its
+    traceback. Files of installed packages do not count as the user's.
     """
     text = " ".join(str(error).split()).rstrip(".")
-    if len(text) > 2 * _SHOWN_LENGTH:
-        text = f"{text[:_SHOWN_LENGTH]} ... {text[-_SHOWN_LENGTH:]}"
+    if len(text) > 2 * _MAX_SHOWN_PART_LENGTH:
+        text = f"{text[:_MAX_SHOWN_PART_LENGTH]} ... {text[-_MAX_SHOWN_PART_LENGTH:]}"
     error_kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
     description = ": ".join(part for part in (error_kind, text) if part)
     other_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")

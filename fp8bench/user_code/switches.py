@@ -130,8 +130,8 @@ _CLOCK_NAMES = (
 _HANDLED_SIGNALS = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
-_NO_HANDLER = {Handler.value: Handler for Handler in signal.Handlers}
-_TIMERS = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
+_SPECIAL_HANDLERS = {Handler.value: Handler for Handler in signal.Handlers}
+_TIMERS_BY_KIND = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
 
 
 @cache
@@ -198,7 +198,10 @@ def _list_clock_and_signal_switches() -> Iterator[Switch]:
             partial(signal.signal, number),
             set_by_imports=True,
         )
-    for kind, timer in _TIMERS.items():  # stop a timer that still runs; a timer that has ended cannot be started again
+    for (
+        kind,
+        timer,
+    ) in _TIMERS_BY_KIND.items():  # stop a timer that still runs; a timer that has ended cannot be started again
         yield Switch(f"the {kind} timer", partial(_is_timer_running, timer), partial(_stop_timer, timer), usual=False)
 
 
@@ -232,7 +235,7 @@ def _get_handler(number: int) -> Any:
     handlers to enumerators first.
     """
     handler = raw_handler(number)
-    return _NO_HANDLER[handler] if type(handler) is int else handler
+    return _SPECIAL_HANDLERS[handler] if type(handler) is int else handler
 
 
 def _is_timer_running(timer: int) -> bool:

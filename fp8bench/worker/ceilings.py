@@ -40,7 +40,9 @@ _RANDOM_BLOCK_ELEMENTS = 1 << 20
 
 
 def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
-    """Returns the shapes in which the best rate is searched; () if the device has no such limit."""
+    """Returns the shapes of products, or the sizes of arrays, among which the fastest is searched; () if the device has
+    no such limit.
+    """
     if limit is Limit.PRODUCT:
         return _PRODUCT_SHAPES.get(facts.kind, _PRODUCT_SHAPES[""])
     if limit is Limit.LAUNCH:
@@ -108,7 +110,7 @@ PRECISION_NAMES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-bl
 # part of it.
 _BATCH_SECONDS = 0.5e-3
 # The third fastest batch gives the rate of a shape, so that a jump of the clock does not count as a peak.
-_BATCH_RANK = 2
+_RATED_BATCH_INDEX = 2
 
 
 def list_rates(facts: DeviceFacts) -> list[Rate]:
@@ -177,7 +179,7 @@ def _find_best_shape(
         batch_seconds = [single_call_seconds]
         while time.perf_counter() < deadline:
             batch_seconds.append(_time_batch(call, calls_per_batch, wait))
-        rate = work / sorted(batch_seconds)[: _BATCH_RANK + 1][-1]
+        rate = work / sorted(batch_seconds)[: _RATED_BATCH_INDEX + 1][-1]
         best_rate, best_shape = max((best_rate, best_shape), (rate, shape))
     return best_shape, best_rate, tried_count
 

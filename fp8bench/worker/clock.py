@@ -310,8 +310,8 @@ def _call_repeatedly(function: Callable[[], object]) -> None:
 def time_loop_pairs(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Returns the CPU seconds per step of two loops: the slots of the harness, and bare loops. In each round both
-    run, and they take turns in running first.
+    """Returns the CPU seconds per step of two loops: the slots of fp8bench (`harness`), and loops that measure nothing
+    (`bare`). Both loops run in each round, and take turns in running first.
     """
     harness_seconds = []
     bare_seconds = []

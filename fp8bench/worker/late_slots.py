@@ -32,7 +32,7 @@ _MAX_CHECKED_OPERATORS, _MAX_SAMPLED_NUMBERS = 64, 4096
 # If the FLOPs of two steps differ by more than this relative amount, the steps do different work.
 _MAX_FLOPS_VARIATION = 0.05
 # The number of operators whose seconds are reported, the slowest ones.
-_REPORTED_OPERATORS = 12
+_MAX_REPORTED_OPERATORS = 12
 
 
 class LateSlots:
@@ -119,7 +119,7 @@ class LateSlots:
             varies=max(step_flops) - min(step_flops) > _MAX_FLOPS_VARIATION * max(step_flops),
             switches=tuple(first_tape.switches),
             subnormal=first_tape.subnormal / max(first_tape.sampled_count, 1),
-            seconds=tuple(sorted(operator_seconds.items(), key=lambda pair: -pair[1])[:_REPORTED_OPERATORS])
+            seconds=tuple(sorted(operator_seconds.items(), key=lambda pair: -pair[1])[:_MAX_REPORTED_OPERATORS])
             if has_operator_times
             else (),
             in_operators=sum(operator_seconds.values()) if has_operator_times else None,

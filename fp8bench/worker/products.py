@@ -37,7 +37,7 @@ from fp8bench.worker.tracing import record_trace
 
 # If none of this many products has an operand in a format of the case, no more products are inspected. Inspecting them
 # takes about a second.
-_MAX_INSPECTED = 256
+_MAX_INSPECTED_PRODUCTS = 256
 # A step is taken a second time only if it takes less than this many seconds.
 _MAX_STEP_SECONDS = 1.0
 
@@ -67,7 +67,7 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
     del state, state_inputs
     has_low_values = operand_inspection.has_low_operand or operand_inspection.has_wide_operand
     real_precision = identify_product(precision, facts) if operand_inspection.count or kernels else ""
-    is_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED)
+    is_unknown = not formats or (not has_low_values and operand_inspection.count > _MAX_INSPECTED_PRODUCTS)
     return Products(
         operand_inspection.count,
         None if is_unknown else has_low_values,
@@ -204,7 +204,7 @@ class _OperandInspection:
         """Inspects the operands of a product. The backward pass calls this method from a different thread, but for one
         product at a time.
         """
-        if self.has_low_operand or self.count > _MAX_INSPECTED:
+        if self.has_low_operand or self.count > _MAX_INSPECTED_PRODUCTS:
             return
         self.count += 1
         self.seen_dtypes.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))

@@ -80,7 +80,7 @@ class _StateSteps:
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        # Use the stamper of timed steps, because a step could recognise a different class.
+        # Take time stamps as in timed steps, because a step could recognise a different class.
         self._stamper = device.stamper(index)
         self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)

@@ -1,7 +1,7 @@
 """Finds forbidden side effects of a workload: printing in a step, and threads or processes that keep running.
 
-These side effects would be timed. Printing would be timed with its step, and threads and processes with everything
-that follows. A process can be ended, and a thread cannot. The error names both.
+These side effects would be timed. Printing would be timed with its step, and threads and processes with everything that
+follows. A process can be ended, and a thread cannot. The error names the threads and the processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LeftRunning(RuntimeError):
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Redirects the output of the body to stderr, because stdout belongs to fp8bench's tables."""
+    """Redirects the output of the `with` block to stderr, because stdout belongs to fp8bench's tables."""
     with _end_forked_children(), contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -173,7 +173,9 @@ def wait_and_name_running(started: RunningTasks, grace_seconds: float = GRACE_SE
 
 @contextlib.contextmanager
 def end_processes_on_error() -> Iterator[None]:
-    """If the body raises, ends the processes that the body has started. No state exists that could end them later."""
+    """If the `with` block raises, ends the processes that the block has started, because no state exists whose release
+    would end them.
+    """
     running_before = list_running()
     try:
         yield

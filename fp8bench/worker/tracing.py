@@ -106,7 +106,7 @@ def write_trace(trace: Mapping[str, Any], file: Path) -> None:
 Event = dict[str, Any]
 
 RANGE_PREFIX = "fp8bench."
-_PHASE_RANGES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
+_PHASE_RANGE_NAMES = frozenset(RANGE_PREFIX + phase for phase in PHASES)
 PROFILER_STEP_PREFIX = "ProfilerStep#"
 _OPERATOR_CATEGORY = "cpu_op"
 _ANNOTATION_CATEGORY = "user_annotation"
@@ -170,7 +170,7 @@ def _has_times(event: Event) -> bool:
 
 
 def _is_phase(event: Event) -> bool:
-    is_phase_name = str(event.get("name")) in _PHASE_RANGES
+    is_phase_name = str(event.get("name")) in _PHASE_RANGE_NAMES
     return is_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _has_times(event)
 
 

@@ -180,7 +180,7 @@ _MERGE_FUNCTIONS: MergeFunctions = {
 # failed.
 _VICTIM_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
 # Errors that gloo and NCCL raise in a rank because another rank failed. A suite may raise such errors as well.
-_NEIGHBOUR_ERRORS = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
+_ERRORS_OF_OTHER_RANKS = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class RankState:
 
     @property
     def raised_first_error(self) -> bool:
-        return bool(self.fault[0]) and _NEIGHBOUR_ERRORS.match(self.fault[0]) is None
+        return bool(self.fault[0]) and _ERRORS_OF_OTHER_RANKS.match(self.fault[0]) is None
 
 
 def find_rank_behind(states: Sequence[RankState]) -> RankState:

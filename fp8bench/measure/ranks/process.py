@@ -37,14 +37,14 @@ LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _POLL_SECONDS = 0.2
 # How long to wait for the other ranks after one has failed. The others fail soon, or wait in vain. A busy machine may
 # stop a rank for seconds. A fault of all ranks must not be blamed on the rank that reports it first.
-_GRACE_SECONDS = 5.0
+_OTHER_RANKS_SECONDS = 5.0
 # Seconds to wait until the processes of all ranks have ended. On a loaded machine this takes long.
 _EXIT_SECONDS = 10.0
 # Seconds to wait for the launcher's exit. It checks its ranks every 0.1 s, and ends all ranks once one of them has
 # ended.
 _LAUNCHER_EXIT_SECONDS = 2.5
 # Seconds to wait for the launcher's report about ended ranks. On a loaded machine, the launcher must wait for a core.
-_STATUS_SECONDS = 30.0
+_LAUNCHER_REPORT_SECONDS = 30.0
 _ENDED_NORMALLY = "ended without an error, before it had answered"
 _ENDED_WITHOUT_REPORT = "ended, and the launcher of the ranks did not report how"
 # The longest path of a temporary folder in which sockets are made. The complete path of a socket may have 103
@@ -239,7 +239,7 @@ class RanksProcess(WorkerProcess):
                 rank.ended_at = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        deadline = time.monotonic() + _GRACE_SECONDS
+        deadline = time.monotonic() + _OTHER_RANKS_SECONDS
         while time.monotonic() < deadline and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
             self._receive_replies(0.05)
 
@@ -299,7 +299,7 @@ class RanksProcess(WorkerProcess):
         if not hasattr(self, "_exit_statuses"):
             self._exit_statuses: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
-                if self._connection.poll(_STATUS_SECONDS):
+                if self._connection.poll(_LAUNCHER_REPORT_SECONDS):
                     self._exit_statuses = unpickle_answer(self._connection.recv_bytes())
         return self._exit_statuses
 

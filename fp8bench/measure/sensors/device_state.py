@@ -18,7 +18,7 @@ from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 
 # The driver's facts that are stored in the environment. The name of the device is stored elsewhere.
-_KEPT_FACTS = (
+_STORED_FACTS = (
     "driver",
     "cuda_driver",
     "uuid",
@@ -74,7 +74,7 @@ def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar |
     """Returns a device's settings and energy source. A processor without a driver has only an energy source."""
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
-        kept_facts = {name: fact for name, fact in meter.device.facts().items() if name in _KEPT_FACTS}
+        kept_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACTS}
         state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in kept_facts.items()}
         state["unknown"] = "; ".join(reasons_of(kept_facts)) or None
     state["energy_source"] = meter.kind.value

@@ -45,9 +45,9 @@ POWER_PAUSE_SECONDS = 10e-3
 _TICK_INTERVAL_SECONDS = 0.05
 # The part of one processor's time that reading a source may take, on average. At the start of a window it may take
 # more, because _ADVANCE_SECONDS are added to the window's duration.
-_PROCESSOR_SHARE = 0.005
-_ADVANCE_SECONDS = 1.0
-_SLOWER_FACTOR = 1.5
+_MAX_CPU_SHARE = 0.005
+_CPU_ADVANCE_SECONDS = 1.0
+_PAUSE_GROWTH_FACTOR = 1.5
 _MAX_TICK_INTERVAL_SECONDS = 0.4
 _MAX_PAUSE_SECONDS = 50e-3
 # The longest pause between two readings near a tick: 0.5% of a window of a second at each end.
@@ -107,14 +107,14 @@ class Polling:
         return max(seconds, self._pause)
 
     def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
-        if cpu_seconds <= _PROCESSOR_SHARE * (seconds + _ADVANCE_SECONDS):
+        if cpu_seconds <= _MAX_CPU_SHARE * (seconds + _CPU_ADVANCE_SECONDS):
             return
         if self._rhythm is None:
-            self._pause = min(_SLOWER_FACTOR * self._pause, _MAX_PAUSE_SECONDS)
+            self._pause = min(_PAUSE_GROWTH_FACTOR * self._pause, _MAX_PAUSE_SECONDS)
         elif self._every_tick:
-            self._pause = min(_SLOWER_FACTOR * self._pause, _MAX_TICK_PAUSE_SECONDS)
+            self._pause = min(_PAUSE_GROWTH_FACTOR * self._pause, _MAX_TICK_PAUSE_SECONDS)
         else:
-            self._tick_interval = min(_SLOWER_FACTOR * self._tick_interval, _MAX_TICK_INTERVAL_SECONDS)
+            self._tick_interval = min(_PAUSE_GROWTH_FACTOR * self._tick_interval, _MAX_TICK_INTERVAL_SECONDS)
 
 
 class SourceKind(StrEnum):
@@ -144,9 +144,9 @@ class Source:
 THREAD_NAME = "fp8bench-sampler"
 # Seconds between two readings of the device's state. Seconds between two checks of how much CPU time sampling takes,
 # and of whether the energy is precise enough.
-_STATE_SECONDS = 0.2
-_CHECK_SECONDS = 0.05
-_AGE_MARGIN = 1.5
+_STATE_READING_SECONDS = 0.2
+_PRECISION_CHECK_SECONDS = 0.05
+_TICK_AGE_MARGIN = 1.5
 
 
 class Sampler:
@@ -181,7 +181,7 @@ class Sampler:
         self._every_tick = every_tick
         self._polling = Polling(source.is_counter, source.rhythm, every_tick)
         # The largest age of the counter's value: its longest interval, with a margin.
-        self._max_age = _AGE_MARGIN * source.rhythm.longest if source.rhythm else math.inf
+        self._max_age = _TICK_AGE_MARGIN * source.rhythm.longest if source.rhythm else math.inf
         self._state_due = self._check_due = 0.0
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
@@ -262,12 +262,12 @@ class Sampler:
 
     def _read_state_if_due(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
-            self._state_due = now + _STATE_SECONDS
+            self._state_due = now + _STATE_READING_SECONDS
             self.looks.append(self._look())
 
     def _check_if_due(self, now: float) -> None:
         if now >= self._check_due:
-            self._check_due = now + _CHECK_SECONDS
+            self._check_due = now + _PRECISION_CHECK_SECONDS
             self._polling.limit_cost(self._clock.cpu() - self._cpu_at_start, now - self.begun)
             self.is_enough = self.is_enough or self._has_enough(self)
 

@@ -25,7 +25,7 @@ MAX_UNCERTAINTY = 0.005
 MAX_BRISK_UNCERTAINTY = 0.01
 # The measured part may begin a second later, or end a second earlier, if the time of the tick there is known more
 # precisely by at least this many seconds.
-_SHARPER_PER_SECOND = 0.1
+_PRECISION_GAIN_PER_SECOND = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,11 @@ def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:
     start, end = ticks[0].time, ticks[-1].time
     first_index = min(
         range(len(ticks) - MIN_INTERVALS),
-        key=lambda index: ticks[index].time_range + _SHARPER_PER_SECOND * (ticks[index].time - start),
+        key=lambda index: ticks[index].time_range + _PRECISION_GAIN_PER_SECOND * (ticks[index].time - start),
     )
     last_index = min(
         range(len(ticks) - 1, first_index + MIN_INTERVALS - 1, -1),
-        key=lambda index: ticks[index].time_range + _SHARPER_PER_SECOND * (end - ticks[index].time),
+        key=lambda index: ticks[index].time_range + _PRECISION_GAIN_PER_SECOND * (end - ticks[index].time),
     )
     return first_index, last_index
 

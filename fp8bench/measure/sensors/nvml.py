@@ -349,9 +349,9 @@ class AbsentDevice(DeviceReader):
 
 
 class NvmlDevice(DeviceReader):
-    """Reads the NVML device that belongs to a CUDA device. NVML stays initialised until `close`. Several calls
-    together take no longer than the library's timeout. Each value may fail separately. A MIG instance (a part of a
-    device) has its own figure for memory. Its power, energy, clocks and temperature are those of the whole device.
+    """Reads the NVML device that belongs to a CUDA device. NVML stays initialised until `close`. Several calls together
+    take no longer than the library's timeout. Each value may fail separately. A MIG instance (a part of a device) has a
+    separate figure for memory. The power, energy, clocks and temperature of an instance are those of the whole device.
     """
 
     def __init__(self, identity: DeviceIdentity, library: Library = NVML_LIBRARY) -> None:

@@ -31,11 +31,11 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import UNATTRIBUTED_CODE, PhaseClock, make_reporting_phases
 
 _START_LINE_FILE = "start-line"
-_COUNT_BYTES = 8
+_ARRIVAL_COUNT_BYTES = 8
 # A rank that waits for others polls for this many seconds before it sleeps. A sleeping rank wakes up too late to
 # begin together with the others.
 _SPINNING_SECONDS = 5e-4
-_NAP_SECONDS = 1e-4
+_SLEEP_SECONDS = 1e-4
 
 
 class HeartbeatWriter:
@@ -77,8 +77,8 @@ class StartLine:
         file = folder / _START_LINE_FILE
         file.touch()
         with file.open("r+b") as opened:
-            opened.truncate(ranks * _COUNT_BYTES)  # does not delete counts that other ranks have written
-            self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
+            opened.truncate(ranks * _ARRIVAL_COUNT_BYTES)  # does not delete counts that other ranks have written
+            self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _ARRIVAL_COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
 
@@ -96,7 +96,7 @@ class StartLine:
             if waited_seconds < _SPINNING_SECONDS:
                 os.sched_yield()  # another rank may need this core
             else:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
 
 
 if TYPE_CHECKING:
@@ -106,7 +106,9 @@ _ESTABLISHED, _LISTENING = "01", "0A"
 
 
 class _ConnectionEnd(NamedTuple):
-    """One end of a connection on this machine, as /proc/net/tcp lists it: both addresses, state, owner, inode."""
+    """One end of a TCP connection, as /proc/net/tcp lists it. `owner` is the user, and `inode` the socket, to which
+    this end belongs.
+    """
 
     local_address: str
     remote_address: str
@@ -299,7 +301,7 @@ RECORDED_PREFIXES = (
 
 
 # How long ranks wait for each other at the start, because they import torch and the user's code at different speeds.
-_MEETING_SECONDS = 300.0
+_START_TIMEOUT_SECONDS = 300.0
 
 
 def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
@@ -309,7 +311,7 @@ def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
     # Use a file in a private folder as the store: a store that listens on a port would trust any connection.
     store = FileStore(str(folder / MEETING), ranks)
     store.set(f"here/{rank}", "")
-    store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
+    store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_START_TIMEOUT_SECONDS))
     return PrefixStore("group", store)
 
 

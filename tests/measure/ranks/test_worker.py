@@ -119,7 +119,7 @@ def test_ranks_are_asked_together_and_end_together(tmp_path: Path, monkeypatch: 
 def measured(faults: Sequence[str], store: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     """A run with a case per fault. The ranks' timeout is also the longest delay of a healthy rank."""
     monkeypatch.setattr("fp8bench.measure.ranks.worker.WAIT_SECONDS", 20.0)
-    monkeypatch.setattr(ranks_process, "_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(ranks_process, "_OTHER_RANKS_SECONDS", 0.5)
     axes = (("fault", tuple(faults)),)
     request = Request("failing_ranks", axes=axes, rounds=1, quick=True, imports=(SUITE,), ranks=2)
     with forgotten(Path(SUITE).parent):
