@@ -161,7 +161,7 @@ from fp8bench.analysis.steps.change_points import find_steps
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
 from fp8bench.analysis.steps.changes import find_changes_in_stretches
-from fp8bench.jobs.history import stretches
+from fp8bench.jobs.history import list_stretches
 store = Path(".fp8bench")
 import_user_modules(("./long_history.py",))
 for name in workloads.names():
@@ -180,7 +180,7 @@ print(cpu, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrs
 """
 OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = find_changes_in_stretches(stretches(history), find_steps)
+found = find_changes_in_stretches(list_stretches(history), find_steps)
 if not found.changes:
     sys.exit("no change was found")
 """

@@ -60,13 +60,13 @@ def measure_for_asv(
 
 def _list_earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
     """Returns the points of other runs of the commit. These runs have the same machine, interpreter and versions."""
-    tracked_content = make_tracked_run(run)
-    if tracked_content is None:
+    tracked_run = make_tracked_run(run)
+    if tracked_run is None:
         return []
-    versions = {(point.series, point.version) for point in tracked_content.content.points}
+    versions = {(point.series, point.version) for point in tracked_run.content.points}
     points: list[Point] = []
     for earlier in runs_of_commit(store, commit):
-        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked_content.identity.home):
+        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked_run.identity.home):
             points += [point for point in earlier.content.points if (point.series, point.version) in versions]
     return points
 

@@ -157,7 +157,7 @@ def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
         yield f"  event pair, device {seconds(overheads.event_pair)}"
 
 
-def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
+def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
     """Yields the lines of `fp8bench list SUBJECT`, with the support and the axes that this machine has."""
     if subject == "suites":
         for suite in known_suites():

@@ -102,11 +102,11 @@ def _count_bytes(path: Path) -> int:
 
 def find_all_changes(history: History, store: Path, observer: JobObserver) -> Found:
     """Returns the changes of all trends, including those that are acknowledged."""
-    changes = find_changes_in_stretches(stretches(history), find_steps)
+    changes = find_changes_in_stretches(list_stretches(history), find_steps)
     return apply_acks(changes, load_matching_acks(store, changes, observer))
 
 
-def stretches(history: History) -> Iterator[list[Stretch]]:
+def list_stretches(history: History) -> Iterator[list[Stretch]]:
     """Yields, for each trend (the figures of a series, commit by commit), its stretches: figures that can be compared
     with each other. A trend is read only when one of its stretches needs it.
     """

@@ -371,13 +371,13 @@ def _divide_into_cells(
     divided in the proportions of the last step with marks.
     """
     step_cells: list[tuple[int, ...] | None] = []
-    last_marked: tuple[int, ...] | None = None
+    last_marked_cells: tuple[int, ...] | None = None
     for step in steps:
-        if step.codes == _UNMARKED_STEP_CODES and last_marked is not None:
-            step_cells.append(_divide_proportionally(sum(step.intervals_ns), last_marked))
+        if step.codes == _UNMARKED_STEP_CODES and last_marked_cells is not None:
+            step_cells.append(_divide_proportionally(sum(step.intervals_ns), last_marked_cells))
         else:
-            last_marked = cut(step.codes, step.intervals_ns)
-            step_cells.append(last_marked)
+            last_marked_cells = cut(step.codes, step.intervals_ns)
+            step_cells.append(last_marked_cells)
     return step_cells
 
 

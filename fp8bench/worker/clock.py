@@ -359,15 +359,11 @@ def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterat
         clock_end = clock()
         latest_end = _READ_CLOCK(_HARDWARE_CLOCK)
         clock_duration = clock_end - clock_start
-        least_duration = earliest_end - latest_start
-        most_duration = latest_end - earliest_start
-        if (
-            not least_duration * (1 - MAX_CLOCK_DIFFERENCE)
-            <= clock_duration
-            <= most_duration * (1 + MAX_CLOCK_DIFFERENCE)
-        ):
+        min_duration = earliest_end - latest_start
+        max_duration = latest_end - earliest_start
+        if not min_duration * (1 - MAX_CLOCK_DIFFERENCE) <= clock_duration <= max_duration * (1 + MAX_CLOCK_DIFFERENCE):
             raise ClocksDisagree(
                 f"{name} counted {clock_duration * 1e-9:.6f} s where the hardware's clock counted "
-                f"{most_duration * 1e-9:.6f} s: code has replaced a clock of this process, or a program sets the "
+                f"{max_duration * 1e-9:.6f} s: code has replaced a clock of this process, or a program sets the "
                 "system's clock. Such times mean nothing: end that, and measure again."
             )

@@ -20,12 +20,12 @@ from fp8bench.formats.triton_casts import describe
 
 _OPERATORS_MODULE = "fp8bench.formats.operators"
 _MAX_REASON_LENGTH = 200
-_EMPTY_REGISTRY = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
+_EMPTY_KERNEL_REGISTRY = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
 def _find_kernel_registry() -> Any:
     """Returns the registry of compiled quantisers, or an empty one if the module of quantisers was never imported."""
-    return getattr(sys.modules.get(_OPERATORS_MODULE), "KERNELS", _EMPTY_REGISTRY)
+    return getattr(sys.modules.get(_OPERATORS_MODULE), "KERNELS", _EMPTY_KERNEL_REGISTRY)
 
 
 def forget_waiting() -> None:

@@ -19,7 +19,7 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _RESET_HIGH_WATER = "5"
 
 
-def counters(proc: Path = PROC_FOLDER) -> Readings:
+def read_counters(proc: Path = PROC_FOLDER) -> Readings:
     """Returns counters that only grow. `readings.grown` gives their growth over an interval.
 
     `preemptions` counts how often the system took the core away from this process while it had work. `steal` is the
@@ -33,7 +33,7 @@ def counters(proc: Path = PROC_FOLDER) -> Readings:
     }
 
 
-def memory(proc: Path = PROC_FOLDER) -> Readings:
+def read_resident_memory(proc: Path = PROC_FOLDER) -> Readings:
     return {"rss": _read_resident(proc, "VmRSS"), "rss_high_water": _read_resident(proc, "VmHWM")}
 
 

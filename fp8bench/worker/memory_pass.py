@@ -31,7 +31,7 @@ from fp8bench.protocols import (
 from fp8bench.protocols.arithmetic import Watch
 from fp8bench.worker.clock import make_reporting_phases
 from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, EmulatedHardware
-from fp8bench.worker.host_counters import memory, reset_high_water
+from fp8bench.worker.host_counters import read_resident_memory, reset_high_water
 from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state_tensors
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.switches import without_garbage_collection
@@ -137,7 +137,7 @@ def _measure_second_step(
         prepared.step(make_reporting_phases(meter.enter))
         seconds = time.perf_counter() - start
         if isinstance(resident_reading, Reading):
-            resident_reading = memory()["rss_high_water"]
+            resident_reading = read_resident_memory()["rss_high_water"]
     finally:
         memory_course = meter.stop()
     return _SecondStep(memory_course, prepared, state_before, resident_reading, seconds)
@@ -306,7 +306,7 @@ FIRST_STEPS = 3
 MIN_STEPS, MAX_STEPS = 12, 48
 FURTHER_STEPS_SECONDS = 2.0
 # The growth of memory is measured only for steps up to this many seconds.
-LONGEST_SECONDS = 1.0
+LONGEST_STEP_SECONDS = 1.0
 # Slower growth does not count as a leak: it needs more than four million steps to reach a GiB.
 MIN_GROWTH_BYTES = 256
 
@@ -329,7 +329,7 @@ def measure_growth(step: Callable[[], None], device: str, seconds: float) -> flo
     replace those made before tracing began.
     """
     # After a few steps, most states hold the same bytes and need no more steps.
-    bytes_after_first_steps = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_SECONDS else []
+    bytes_after_first_steps = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_STEP_SECONDS else []
     if not bytes_after_first_steps:
         return None
     if bytes_after_first_steps[-1] - bytes_after_first_steps[0] < MIN_GROWTH_BYTES:

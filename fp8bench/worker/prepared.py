@@ -33,7 +33,7 @@ from fp8bench.worker.checked_results import check_verdict
 from fp8bench.worker.clock import BetweenCalls, PhaseClock, require_agreeing_clocks, stamp_cost
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.held_phase import HeldPhase, store_phase_inputs
-from fp8bench.worker.host_counters import counters
+from fp8bench.worker.host_counters import read_counters
 from fp8bench.worker.state_tensors import get_address, iterate_tensors
 from fp8bench.worker.static_scales import step
 from fp8bench.worker.step_guards import RunningTasks, owns_process, silent_step, untimed_pass
@@ -274,7 +274,7 @@ class PreparedCase:
             self.meet_ranks()
             retries_before = self.device.retried(self.index)
             # read the host's counters before the discarded calls, because reading leaves the caches cold
-            counters_before = counters()
+            counters_before = read_counters()
             for _ in range(discard):
                 state = make_ready()
                 begin()
@@ -292,12 +292,12 @@ class PreparedCase:
                 marks.append(end())
                 call_seconds.append(now() - call_start)
             host_seconds = time.perf_counter() - wall_start
-            counters_at_end = counters_before if self._between_calls is None else counters()
+            counters_at_end = counters_before if self._between_calls is None else read_counters()
             self.device.synchronise(self.index)
             wall_seconds = time.perf_counter() - wall_start
             thread_seconds = time.thread_time() - thread_start
             cpu_seconds = time.process_time() - cpu_start
-            counters_after = counters()
+            counters_after = read_counters()
             counter_growth = grown(counters_before, counters_after)
             retries_after = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
@@ -339,8 +339,8 @@ class PreparedCase:
             return
         fastest_step = min(steps, key=lambda step: step.seconds)
         stamp_count = max(len(step.codes) for step in steps) - 1
-        marks_share = stamp_cost(self.device, self.index) * stamp_count / max(fastest_step.seconds, 1e-7)
-        steps_per_mark = min(_MAX_STEPS_PER_MARKED_STEP, math.ceil(marks_share / MARKS_SHARE))
+        marks_time_share = stamp_cost(self.device, self.index) * stamp_count / max(fastest_step.seconds, 1e-7)
+        steps_per_mark = min(_MAX_STEPS_PER_MARKED_STEP, math.ceil(marks_time_share / MARKS_SHARE))
         self.steps_per_marked_step = max(self.steps_per_marked_step, steps_per_mark)
 
     @contextmanager

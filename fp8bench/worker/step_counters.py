@@ -26,7 +26,7 @@ from fp8bench.worker.tracing import TRACED_STEPS, record_trace
 MEASURED_STEPS = 8
 _WARM_UP_STEPS = 2
 _CALIBRATING_CALLS = 1001
-NO_PROBE = "the system's loader preloads no library into the worker"
+NO_PROBE_REASON = "the system's loader preloads no library into the worker"
 # The metrics that a reading of the host's counters has, in this order.
 HOST_METRICS = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
 # The metric for each counter of torch's allocator, by the counter's name.
@@ -123,7 +123,7 @@ def count_step_allocations(
     with without_garbage_collection():
         for _ in range(_WARM_UP_STEPS):
             run(SilentPhases())
-        host_counts, host_reasons = _count_host_allocations(run, unprobed or NO_PROBE)
+        host_counts, host_reasons = _count_host_allocations(run, unprobed or NO_PROBE_REASON)
         on_device, device_reasons = _count_device_allocations(run, device, index)
     return (*host_counts, *on_device), tuple(dict.fromkeys((*host_reasons, *device_reasons)))
 

@@ -252,10 +252,10 @@ def _find_changed_numbers(
     in memory that each step allocates again. Lasting memory is compared by address, and memory that is allocated again
     as a whole.
     """
-    old_by_address = {tensor.address: tensor for tensor in old}
-    lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
+    old_contents = {tensor.address: tensor for tensor in old}
+    lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_contents}
     changed_addresses = {
-        address for address, tensor in lasting_memories.items() if tensor.digest != old_by_address[address].digest
+        address for address, tensor in lasting_memories.items() if tensor.digest != old_contents[address].digest
     }
     # Memory that each step allocates again has no lasting address. So compare the digests of all such tensors as a
     # set, and of single numbers as a second set.
@@ -423,13 +423,13 @@ def _describe_difference(timed: Sequence[SlotSummary], counted: Sequence[SlotSum
     for tensor_sums in zip_longest(*sketches):
         timed_sums = tensor_sums[: len(timed)]
         counted_sums = tensor_sums[len(timed) :]
-        all_slots_agree = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
+        all_slots_agree = _do_all_agree(timed_sums, least_change) and _do_all_agree(counted_sums, least_change)
         if all_slots_agree and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
             return "a step leaves other results when it is timed than when its operators are counted"
     return ""
 
 
-def _all_agree(sketches: Sequence[Any], least_change: float) -> bool:
+def _do_all_agree(sketches: Sequence[Any], least_change: float) -> bool:
     return all(_are_same_sums(sketches[0], sums, least_change) for sums in sketches[1:])
 
 

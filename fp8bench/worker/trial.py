@@ -28,7 +28,7 @@ from fp8bench.registry import backends, precisions, workloads
 _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
 # The largest allowed error, relative to the sum of magnitudes. Rounding to bfloat16 and sums in 14 bits cause 0.3%. A
 # wrong scale of an operand causes much more.
-_MAX_ERROR = 0.01
+_MAX_PRODUCT_ERROR = 0.01
 # The largest allowed error of a library's whole layers, relative to the product. With four bits, random rounding and
 # rotations cause 3%.
 _MAX_LAYER_ERROR = 0.08
@@ -125,7 +125,7 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
         denominator_text = "that"
     else:
         errors = _compare_with_codes(arithmetic, *sources)
-        allowed_error = _MAX_ERROR
+        allowed_error = _MAX_PRODUCT_ERROR
         expected_text = "the same product in fp64"
         denominator_text = "the sum of its magnitudes"
     for name, error in errors.items():

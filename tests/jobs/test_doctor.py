@@ -10,7 +10,7 @@ import pytest
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
-from fp8bench.jobs.doctor import examine, list_precisions_by_rank, listing
+from fp8bench.jobs.doctor import describe_subject, examine, list_precisions_by_rank
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Request
 from fp8bench.model.raw import Settings
@@ -76,7 +76,7 @@ def test_a_gpu_that_nothing_runs_on_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_listing_devices_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU,))
-    assert list(listing("devices", ())) == [
+    assert list(describe_subject("devices", ())) == [
         "cpu      a processor, 16.0 GiB",
         "cuda     none on this machine",
         "xpu      none on this machine",
@@ -87,7 +87,7 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
     shown = {}
     for device in (CPU, H200):
         monkeypatch.setattr(LocalWorker, "probe", lambda self, device=device: (CPU, device))
-        shown[device.kind] = "\n".join(listing("transformer", ()))
+        shown[device.kind] = "\n".join(describe_subject("transformer", ()))
     assert "default values on cpu" in shown["cpu"] and "nano" in shown["cpu"]
     assert "default values on cuda:0" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
     assert "by kind attn, mlp, head, embed, residual, logits, norm; by name blocks.0.attn.qkv to head" in shown["cuda"]
@@ -95,13 +95,13 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
 
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
-    short = list(listing("precisions", ()))
+    short = list(describe_subject("precisions", ()))
     names = [line.split()[0] for line in short[:-1] if not line.startswith("  ")]
     assert names == [precision.name for precision in list_precisions_by_rank()]
     assert all(len(line) <= 80 for line in short)
     assert " ".join(precisions.get("fp8").summary.split()) in " ".join(" ".join(short).split()), "no summary is cut"
     assert "list precisions NAME" in short[-1]
-    text = "\n".join(line for name in precisions.names() for line in listing("precisions", (), name))
+    text = "\n".join(line for name in precisions.names() for line in describe_subject("precisions", (), name))
     assert "nvfp4 (also fp4): " in text
     for name in precisions.names():
         for option in precisions.get(name).options:

@@ -268,7 +268,9 @@ def test_a_host_that_waits_for_a_core_is_not_a_step_that_lies(
     """A slot's end, which a machine with too much work notices late, is not accused for that."""
     totals = count(0.0, waited)
     read = {name: Reading(0.0, "", "test") for name in ("preemptions", "steal")}
-    monkeypatch.setattr(prepared_module, "counters", lambda: {**read, "waited": Reading(next(totals), "s", "test")})
+    monkeypatch.setattr(
+        prepared_module, "read_counters", lambda: {**read, "waited": Reading(next(totals), "s", "test")}
+    )
     prepared = ready_to_move(0.0, Late())
     for _ in range(3):
         prepared.slot(2, 0)

@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.protocols import Arithmetic, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
 from fp8bench.worker.memory_pass import (
-    LONGEST_SECONDS,
+    LONGEST_STEP_SECONDS,
     compute_growth,
     find_role,
     measure_growth,
@@ -97,7 +97,7 @@ def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again
         cycle.append(cycle)
 
     assert measure_growth(step, "cpu", 0.001) == 0.0
-    assert measure_growth(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None
+    assert measure_growth(lambda: pytest.fail("not to be run"), "cpu", LONGEST_STEP_SECONDS + 1) is None
 
 
 class RoleNote:

@@ -166,10 +166,10 @@ def fake(folder: Path, status: str = STATUS, stat: str = "cpu  1 2 3 4 5 6 7 250
 
 
 def test_steal(tmp_path: Path) -> None:
-    assert host.counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
-    steal = host.counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
+    assert host.read_counters(fake(tmp_path / "a"))["steal"] == Reading(2.5, "s", f"{tmp_path}/a/stat")
+    steal = host.read_counters(fake(tmp_path / "b", stat="cpu  1 2 3 4 5 6 7 0 9 10\n"))["steal"]
     assert isinstance(steal, Reading) and steal.value == 0
-    assert host.counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == Unavailable(
+    assert host.read_counters(fake(tmp_path / "c", stat="cpu 1 2\n"))["steal"] == Unavailable(
         f"{tmp_path}/c/stat does not report stolen time"
     )
 
@@ -178,13 +178,13 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     proc = fake(tmp_path)
     (proc / "thread-self").mkdir()
     (proc / "thread-self" / "schedstat").write_text("900 2500000000 3\n")
-    assert host.counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
+    assert host.read_counters(proc)["waited"] == Reading(2.5, "s", f"{proc}/thread-self/schedstat")
     (proc / "thread-self" / "schedstat").write_text("0 0\n")
-    assert isinstance(host.counters(proc)["waited"], Unavailable)
+    assert isinstance(host.read_counters(proc)["waited"], Unavailable)
     begun = time.monotonic()
-    before = host.counters()
+    before = host.read_counters()
     time.sleep(0.2)
-    spent = grown(before, host.counters())
+    spent = grown(before, host.read_counters())
     awake = time.monotonic() - begun - 0.19
     waited = spent["waited"]
     preemptions = spent["preemptions"]

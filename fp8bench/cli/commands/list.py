@@ -61,5 +61,5 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{arguments.name!r:.80} was given, but {arguments.what} takes no name. Leave it out.")
     if arguments.name is not None:
         precisions.get(arguments.name)
-    print_lines(doctor.listing(arguments.what, (*arguments.imports, *files), arguments.name))
+    print_lines(doctor.describe_subject(arguments.what, (*arguments.imports, *files), arguments.name))
     return EXIT_OK

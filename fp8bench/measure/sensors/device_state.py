@@ -74,9 +74,9 @@ def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar |
     """Returns a device's settings and energy source. A processor without a driver has only an energy source."""
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
-        kept_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACTS}
-        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in kept_facts.items()}
-        state["unknown"] = "; ".join(reasons_of(kept_facts)) or None
+        stored_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACTS}
+        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in stored_facts.items()}
+        state["unknown"] = "; ".join(reasons_of(stored_facts)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _counter_period(meter)
     state["energy_why"] = meter.why or None

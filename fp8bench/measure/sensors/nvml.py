@@ -185,7 +185,7 @@ def _format_cuda_version(number: int) -> str:
 _PROCESSES_FUNCTION = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
-def others(pid: int) -> DeviceQuery:
+def make_other_processes_query(pid: int) -> DeviceQuery:
     """Returns a query for the number of processes on the device, not counting `pid`. In a container the driver may
     list this process under a different number. So if no process has the number `pid`, one process is counted as this
     one.
@@ -198,7 +198,7 @@ def others(pid: int) -> DeviceQuery:
     return DeviceQuery("others", _make_reader(_PROCESSES_FUNCTION, "", of=count_strangers), QuerySubject.MIG_INSTANCE)
 
 
-def process_memory(pid: int) -> DeviceQuery:
+def make_process_memory_query(pid: int) -> DeviceQuery:
     """Returns a query for the bytes that a process holds on the device, its context included."""
     return DeviceQuery("process_memory", _make_reader(_PROCESSES_FUNCTION, "B", of=partial(_find_process_bytes, pid)))
 
@@ -314,12 +314,12 @@ class DeviceReader(ABC):
 
     def process_memory(self, pid: int | None = None) -> Read:
         """Reads the bytes that a process (by default this one) holds on the device, its context included."""
-        query = process_memory(os.getpid() if pid is None else pid)
+        query = make_process_memory_query(os.getpid() if pid is None else pid)
         return self._read_queries((query,))[query.name]
 
     def count_other_processes(self, pid: int) -> Read:
         """Reads how many processes other than `pid` use the device."""
-        query = others(pid)
+        query = make_other_processes_query(pid)
         return self._read_queries((query,))[query.name]
 
     def read_changing_state(self) -> Readings:

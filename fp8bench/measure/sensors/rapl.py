@@ -19,7 +19,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 _MICRO = 1e-6
 # A counter with a smaller value than before has wrapped around. If this would mean more than this power in watts, it
 # was reset instead.
-_MAX_WATTS = 10e3
+_MAX_COUNTER_WATTS = 10e3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _measure_growth_uj(part: EnergyDomain, old: int, new: int, elapsed: float) -
     if new >= old:
         return new - old
     wrapped_growth = new - old + (part.range_uj or 0)
-    if part.range_uj is None or not 0 <= wrapped_growth * _MICRO <= _MAX_WATTS * elapsed:
+    if part.range_uj is None or not 0 <= wrapped_growth * _MICRO <= _MAX_COUNTER_WATTS * elapsed:
         raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
     return wrapped_growth
 
