@@ -134,7 +134,7 @@ def describe_exit(status: int) -> str:
         return f"exited with status {status}"
     signal_names = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have no names
     description = f"was ended by {signal_names.get(-status, f'signal {-status}')}"
-    return description + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
+    return description + " (the system does this when memory runs out)" * (-status == signal.SIGKILL)
 
 
 def describe_last_line(log: IO[bytes]) -> str:

@@ -57,9 +57,9 @@ def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_
 
 
 def choose_filling(host_seconds: float, calls: int) -> Filling | None:
-    """Returns how many calls a device's queue must cover, and for how long it is kept busy. Meanwhile the host
-    enqueues these calls. If this takes longer than MAX_FILLING_SECONDS, only the first calls of a slot are covered.
-    Returns None if the host takes no measurable time.
+    """Returns for how long the device is kept busy while the host enqueues calls, and how many calls the host can
+    enqueue in this time. If enqueueing all calls takes longer than MAX_FILLING_SECONDS, only the first calls of a slot
+    are covered. Returns None if the host takes no measurable time.
     """
     if host_seconds <= 0:
         return None

@@ -1,11 +1,11 @@
-"""Checks whether timed steps have turned numbers of a state into infinity or NaN. With such numbers, a step may take
-a different time.
+"""Checks whether timed steps have turned numbers of a state into infinity or NaN. With such numbers, a step may take a
+different time.
 
-Infinity and NaN may exist from the start: attention masks hold -inf, and uninitialised memory may hold anything. So
-an element counts as lost only if it was finite in the prepared state, or if a step made its tensor. Three kinds of
-tensors that a step made do not count. A tensor that was made before the first timed step, and never written again, is
-an input. A tensor with -inf next to finite numbers is a mask. If a prepared tensor held -inf, it is a mask that may
-move, so more -inf may appear in it.
+Infinity and NaN may exist from the start: attention masks hold -inf, and uninitialised memory may hold anything. So an
+element counts as lost only if it was finite in the prepared state, or if a step made its tensor. Three kinds of tensors
+that a step made are exceptions. A tensor that was made before the first timed step, and never written again, is an
+input. A tensor with -inf next to finite numbers is a mask. If a prepared tensor held -inf, it is a mask that may move,
+so more -inf may appear in it.
 
 Tensors that cannot be read within SECONDS are not checked.
 """

@@ -124,7 +124,7 @@ def _measure_second_step(
 ) -> _SecondStep:
     prepare = make(meter.say, ledger)
     gc.collect(0)
-    device.empty_cache()  # cached blocks would change how new ones are allocated
+    device.empty_cache()  # cached blocks would change how new blocks are allocated
     meter.start()
     try:
         prepared = prepare()

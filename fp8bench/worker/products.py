@@ -275,8 +275,8 @@ class StateInputs:
 
 
 def _has_numbers(tensor: Any) -> bool:
-    """Returns whether a tensor has numbers of two bytes or more. A view that repeats some of its numbers does not
-    count.
+    """Returns whether a tensor has several floating-point numbers, of two bytes or more each. Returns False for a view
+    that repeats some of its numbers.
     """
     has_wide_floats = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1 and tensor.numel() > 1
     return bool(has_wide_floats and tensor.numel() * tensor.dtype.itemsize <= tensor.untyped_storage().nbytes())

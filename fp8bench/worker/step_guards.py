@@ -1,7 +1,7 @@
 """Finds forbidden side effects of a workload: printing in a step, and threads or processes that keep running.
 
-These side effects would be timed. Printing would be timed with its step, and threads and processes with everything that
-follows. A process can be ended, and a thread cannot. The error names the threads and the processes.
+Printing would be timed with its step, and threads and processes with everything that follows. A process can be ended,
+and a thread cannot. The error names the threads and the processes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def list_function_modes() -> list[Any]:
 
 
 def count_function_modes() -> int:
-    """Returns how many modes intercept torch's functions, without that of a default device."""
+    """Returns how many modes intercept torch's functions, not counting the mode of a default device."""
     return len(list_function_modes()) - (get_default_device() is not None)
 
 
@@ -58,8 +58,8 @@ def restore_saved_hooks(old: Any) -> None:
 
 
 def list_disabled_operators() -> tuple[tuple[str, str], ...]:
-    """Lists the disabled ones among those torch operators that are written in Python. Each entry is a kind of filter
-    ('language', 'operator' or 'device') and the name that it disables.
+    """Lists what is disabled among torch's operators that are written in Python. Each entry is a kind of filter
+    ('language', 'operator' or 'device') and the name that this filter disables.
     """
     native: Any = torch.backends.python_native
     state = native._get_filter_state()

@@ -183,7 +183,7 @@ def _compare_group_products(
         torch.split_with_sizes(restore_in_fp64(a), part_sizes), map(restore_in_fp64, cast_weights), strict=True
     )
     transposed_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
-    # 3. Compute the same products by the library's grouped kernels: forward, and for the gradients of weights.
+    # 3. Compute the same products by grouped kernels: forward, and for the gradients of weights.
     forward_products = torch.split_with_sizes(
         arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
     )
@@ -239,8 +239,8 @@ def _compare_with_emulation(
 
 
 def _find_largest_error(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
-    """Returns the largest difference, divided by the summed magnitudes of its element; NaN if all magnitudes are
-    zero.
+    """Returns the largest difference of any element from the exact product, divided by the sum of the magnitudes of the
+    element's terms; NaN if all magnitudes are zero.
     """
     if not bool(magnitudes.max() > 0):
         return math.nan

@@ -263,7 +263,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
                 "segv",
                 "the worker crashed during 'slot': it was ended by SIGSEGV: Fatal Python error: Segmentation fault",
             ),
-            ("kill", "it was ended by SIGKILL (the system ends processes so when memory runs out)"),
+            ("kill", "it was ended by SIGKILL (the system does this when memory runs out)"),
             ("signal", "the worker crashed during 'slot': it was ended by signal 40"),
             ("hang", "no answer to 'slot' within 3 s; the worker was ended (--case-timeout sets the limit)"),
             (

@@ -111,7 +111,7 @@ def resident_bytes(worker: ProcessWorker) -> int:
 def test_a_worker_that_is_killed_is_no_end_of_the_search(worker: ProcessWorker, heap: str) -> None:
     found = searched(worker, planned("heap", how="killed"), 64 * MIB)
     assert (found.axis, found.batch, found.beyond, found.peak) == ("mib", 63, 64, 63 * MIB)
-    assert "was ended by SIGKILL (the system ends processes so when memory runs out)" in found.why
+    assert "was ended by SIGKILL (the system does this when memory runs out)" in found.why
 
 
 @linux
