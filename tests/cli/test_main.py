@@ -401,7 +401,7 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
         patch.setattr(several_runs, "measure_standard_case", lambda store, observer: iter(["alike"]))
-        patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
+        patch.setattr(doctor, "describe_subject", lambda what, imports, name: iter([what]))
         patch.setattr(checks, "run_selfchecks", lambda device: iter(()))
         patch.setattr(power, "measure_power", lambda *_: power.OperationResult("nothing", loads=[1.0]))
         patch.setattr(sys, "path", list(sys.path))
