@@ -195,7 +195,10 @@ def open_nvml_meter(
         return Meter((), device, _NO_ENERGY_REASON, clock)
     if (instance_count := device.mig_instance_count) > 1:
         return Meter(
-            (), device, f"{instance_count} MIG instances share the GPU, and only the energy of all is known", clock
+            (),
+            device,
+            f"{instance_count} MIG instances share the GPU, and only the energy of the whole GPU is known",
+            clock,
         )
     return Meter(sources, device, "", clock, library.timeout, library.stop_calls)
 

@@ -207,8 +207,8 @@ def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
     used_bytes = [process.usedGpuMemory for process in processes if process.pid == pid]
     if not used_bytes:
         raise NoReading(
-            f"process {pid} is not among the {len(processes)} that NVML lists: it has no context on the GPU, or NVML "
-            "lists it by a number outside its container"
+            f"process {pid} is not among the {len(processes)} processes that NVML lists: it has no context on the GPU, "
+            "or NVML lists it by its number outside of the container"
         )
     if not used_bytes[0]:
         raise NoReading("the driver does not report the memory of single processes")

@@ -92,7 +92,9 @@ def test_mig_instances_that_share_a_gpu_share_its_energy(
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
     with open_nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
-        assert meter.measure_idle() == Unavailable("2 MIG instances share the GPU, and only the energy of all is known")
+        assert meter.measure_idle() == Unavailable(
+            "2 MIG instances share the GPU, and only the energy of the whole GPU is known"
+        )
         assert isinstance(meter.device.state()["sm_clock"], Reading)
     nvml.split(device, 1)
     with open_nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
