@@ -105,7 +105,7 @@ def test_memory_of_processes_is_read(nvml: Simulation, device: NvmlDevice) -> No
         assert device.process_memory() == Unavailable("the driver does not report the memory of single processes")
     gpu.pid[0] = 2
     read = device.process_memory()
-    assert "not among the 2 that NVML lists" in read.reason
+    assert "not among the 2 processes that NVML lists" in read.reason
     gpu.processes = 0
     read = device.process_memory()
     assert "not among the 0" in read.reason
