@@ -338,4 +338,6 @@ class _CompleteRun(TrainingRun):
         windows = WindowPass(
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")
         )
-        return energy_by_arm | {name: taken.energy_use for name, taken in windows.measure(measured_arms, self.worker).items()}
+        return energy_by_arm | {
+            name: taken.energy_use for name, taken in windows.measure(measured_arms, self.worker).items()
+        }
