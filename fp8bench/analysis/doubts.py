@@ -23,22 +23,21 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# A case counts as larger than another if its work is at least this many times as much.
+# A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
 # Two times count as equal if their ratio is below _MAX_EQUAL_RATIO, even after _ADDED_STANDARD_ERRORS are added.
 _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
-# The seconds per operator that the host may need, with autograd and Python. This is twice the 14 us of a convolution
-# with 8 channels on an AMD EPYC (Zen 5). Where a step takes less time per operator, the host may set its time, which
-# then need not grow with the work.
+# The seconds that the host may need for each operator, with autograd and Python. This is twice the 14 us of a
+# convolution with 8 channels on an AMD EPYC (Zen 5). If a step takes less time per operator, the host may set the
+# step's time, which then need not grow with the work.
 _OPERATOR_SECONDS = 30e-6
 
 
 def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Labelled]:
-    """Returns labels by case id. If the larger of two sizes takes no longer than the smaller, the larger one is
-    labelled.
+    """Returns labels by case id. If a case takes no longer than a smaller case, the larger case is labelled.
 
-    These labels do not remove a verdict, because both sizes may share work that the counts do not show. A GPU or
-    several threads may be half idle at the smaller size. There, sizes are compared only if the larger one claims more
+    These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
+    several threads may be half idle in the smaller case. There, cases are compared only if the larger one claims more
     than half of the device's peak. Cases with fewer rounds than an emulated case are left out.
     """
     sizes: dict[tuple[str, ...], list[Record]] = {}
@@ -58,10 +57,11 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
 
 
 def _is_larger(small: Record, large: Record) -> bool:
-    """Returns whether the second case has at least twice every declared count of the first, and no smaller parameter.
+    """Returns whether every declared count of the second case is at least twice that of the first, and no parameter is
+    smaller.
 
-    If no bytes are declared, the minimum memory of the state is compared instead. A product of one row takes as long
-    as a product of two rows, because each reads all weights.
+    If no bytes are declared, the minimum memory of the state is compared instead. That is because a product of one row
+    takes as long as a product of two rows: each reads all weights.
     """
     few, many = small.work, large.work
     if not (few.flops or few.bytes or few.tokens) or many.tokens < few.tokens:
@@ -84,10 +84,10 @@ def _is_at_least(value: Scalar, bound: Scalar) -> bool:
 
 
 def _describe_flat_time(small: Record, large: Record) -> str:
-    """Describes the times and work of two sizes if the larger one provably takes no longer. Otherwise returns ''."""
+    """Describes the times and work of two sizes if the larger size provably takes no longer. Returns '' otherwise."""
     assert small.timing is not None and large.timing is not None
     small_seconds, seconds = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
-    # 1. Skip steps whose time may be set by the host's time per operator, because it need not grow with the work.
+    # 1. Skip steps whose time the host may set, because such a time need not grow with the work.
     operator_calls = None if small.products is None else small.products.operators
     if operator_calls is None or small_seconds <= _OPERATOR_SECONDS * operator_calls:
         return ""
@@ -96,7 +96,7 @@ def _describe_flat_time(small: Record, large: Record) -> str:
         or seconds > _MAX_EQUAL_RATIO * small_seconds
     ):
         return ""
-    # 2. Require that the ratio of the times is near 1 even with its error.
+    # 2. Require that the ratio of the two times is near 1, even after its error is added.
     error = _ADDED_STANDARD_ERRORS * math.hypot(
         _estimate_best_case_error(small.timing), _estimate_best_case_error(large.timing)
     )
@@ -159,10 +159,10 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
     point, reach = mean_with_reach([*log_ratios.values()])
     if abs(point) <= math.log1p(CLOCK_TOLERANCE) or abs(point) - reach <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
         return
-    words, reference_words = (
+    clock_text, reference_clock_text = (
         units.count(_average_clock(timings, log_ratios), "Hz") for timings in ([case], reference_timings)
     )
-    reason = f"SM clock {words} against {reference}'s {reference_words}, {units.change(math.exp(point))}"
+    reason = f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(point))}"
     yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
 
 
@@ -209,9 +209,9 @@ class PositionEffect(NamedTuple):
 
     @property
     def label(self) -> Labelled:
-        where = "the first of its round" if self.place == 0 else f"number {self.place + 1} of its round"
+        position_text = "the first of its round" if self.place == 0 else f"number {self.place + 1} of its round"
         point, low, high = map(units.change, (self.ratio.point, self.ratio.low, self.ratio.high))
-        return Labelled(Label.POSITION, f"{where} takes {point} time [{low}, {high}]")
+        return Labelled(Label.POSITION, f"{position_text} takes {point} time [{low}, {high}]")
 
 
 def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
@@ -225,10 +225,10 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     log_time_ratios = _tabulate_slots(timings)
     log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
-    minus_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
-    minus_other_slots = minus_round_mean * counts / (counts - 1)
-    variance_by_round = np.nansum(minus_other_slots**2, axis=1, keepdims=True) / counts
-    # 2. If rounds have two positions, check only one, because the other has the opposite effect.
+    difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
+    difference_from_other_slots = difference_from_round_mean * counts / (counts - 1)
+    variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
+    # 2. If rounds have two positions, check only the first, because the second has the opposite effect.
     positions = [
         position
         for position in range(log_time_ratios.shape[1])
@@ -241,7 +241,7 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     highest_certainty, surest_effect = 0.0, None
     for position in positions:
         has_slot = ~np.isnan(log_time_ratios[:, position])
-        point = float(minus_other_slots[has_slot, position].mean())
+        point = float(difference_from_other_slots[has_slot, position].mean())
         error = math.sqrt(float(variance_by_round[has_slot].sum())) / int(has_slot.sum())
         if abs(point) > reach * error and abs(point) / error > highest_certainty:
             highest_certainty = abs(point) / error
@@ -256,8 +256,8 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
 
 
 def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
-    """Returns a table by round and position. An entry is the logarithm of a slot's mean time divided by the median of
-    its case. Places without a slot are NaN.
+    """Returns a table with a row for each round and a column for each position in the round. An entry is the logarithm
+    of a slot's mean time divided by the median of its case. Entries without a slot are NaN.
     """
     slots = _collect_slots(timings)
     round_numbers = sorted({slot.round for slot in slots})

@@ -26,7 +26,8 @@ from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
-# The case and its reference need this many windows each. Fewer do not show how much windows of the same code differ.
+# A case and its reference need this many energy windows each. Fewer do not show how much windows of the same code
+# differ.
 MIN_WINDOWS = 3
 # Labels that make a comparison of energy unreliable: a different step ran, or the clocks differed.
 _UNRELIABLE_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
@@ -108,10 +109,10 @@ def energy_figures(record: Record) -> EnergyFigures | None:
     uncertainty = _largest_uncertainty(windows)
     idle_watts, net_joules, reason = _compute_net_energy(use, windows, (uncertainty or 0.0) * gross_joules.middle)
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
-    joules_per = []
+    joules_per_unit = []
     for count, (spec, unit_size) in ENERGY_PER.items():
         if work := getattr(record.work, count):
-            joules_per.append((spec, gross_joules.middle * unit_size / work))
+            joules_per_unit.append((spec, gross_joules.middle * unit_size / work))
     return EnergyFigures(
         use.source,
         windows,
@@ -123,7 +124,7 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         reason,
         uncertainty,
         statistics.median(clocks) if clocks else None,
-        tuple(joules_per),
+        tuple(joules_per_unit),
     )
 
 
@@ -157,8 +158,8 @@ def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
 
 
 def why_no_energy(record: Record) -> str:
-    """Returns why a case has no energy figure although one was requested. Returns '' if it has one or none was
-    requested.
+    """Returns why a case has no energy figure although energy was requested. Returns '' if it has a figure, or if
+    energy was not requested.
     """
     if record.energy is None or _valid_windows_of(record.energy):
         return ""
@@ -193,8 +194,8 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
 def _explain_unclear_ratio(
     record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]
 ) -> str:
-    """Returns why a comparison of two energies would not be reliable, however much they differ. Returns '' if it
-    would be reliable.
+    """Returns why a comparison of two energies would be unreliable, however much they differ. Returns '' if it would be
+    reliable.
     """
     if None in (figures.uncertainty, base.uncertainty):
         return "the error of its power sensor is unknown"
@@ -226,11 +227,12 @@ def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow,
 def _compute_net_energy(
     use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
 ) -> tuple[float | None, Range | None, str]:
-    """Returns three values: the idle power, a step's energy above idling, and the reason if that energy is unknown.
+    """Returns three values: the idle power, the energy of a step above idling, and the reason if this energy is
+    unknown.
 
-    The idle power was measured before and after the windows. The higher of these powers gives the lowest energy, the
-    lower one the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is below it,
-    the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
+    The idle power was measured before and after the windows. The higher of the two powers gives the lowest energy, and
+    the lower power gives the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is
+    below it, the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
     """
     idle_watts, missing_idle = [], []
     for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
@@ -259,7 +261,7 @@ def _subtract_idle_energy(windows: Sequence[EnergyWindow], idle_watts: float) ->
 
 NO_SOURCE = "none"
 MAX_UNCERTAINTY = 0.01
-# Joules per step of a case's windows may differ by this share of their median.
+# The joules per step may differ between the windows of a case by this share of their median.
 MAX_WINDOW_DIFFERENCE = 0.05
 
 
@@ -304,20 +306,21 @@ def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
     return [name for name in reasons_in(reason_bits) if name not in CHOSEN]
 
 
-# Joules of a phase may differ between its windows by this share of their median.
+# The joules of a phase may differ between its windows by this share of their median.
 MAX_PHASE_WINDOW_DIFFERENCE = 0.10
-# The phases behaved differently in the step if their time when each phase runs alone differs by more than this share
-# from their time in the step.
+# If each phase runs alone, the time of all phases may differ from their time in the step by this share. A larger
+# difference means that the phases behave differently in the step.
 MAX_PHASE_TIME_DIFFERENCE = 0.10
 
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step. If they were measured, `range` covers the windows of the phase with their
-    uncertainty. `seconds` is then the time of the phase when it runs alone, and `seconds_width` is how much that time
-    differs between windows. An estimated phase has no range, and `why` is the reason. The estimate is the step's
-    joules times the phase's share of the time. Time outside all phases is the unattributed phase, which gets the
-    joules that remain.
+    """Joules of one phase of a step.
+
+    If they were measured, `range` covers the windows of the phase with their uncertainty, `seconds` is the time of the
+    phase when it runs alone, and `seconds_width` is how much that time differs between windows. If they were estimated,
+    `range` is None and `why` is the reason. The estimate is the step's joules times the phase's share of the time. Time
+    outside all phases is the unattributed phase, which gets the remaining joules.
     """
 
     phase: str
@@ -349,8 +352,8 @@ class PhaseEnergies:
 
     @property
     def pace_mismatch(self) -> str:
-        """Describes by how much the phases take longer or shorter when each runs alone than in the step. Returns ''
-        if the times agree.
+        """Describes how much longer or shorter the phases take when each runs alone than in the step. Returns '' if the
+        times agree.
         """
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
@@ -407,7 +410,7 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
 
 
 def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
-    """Returns the energy from a phase's windows, or the reason for missing energy."""
+    """Returns the energy of a phase from its windows, or the reason why it is unknown."""
     windows = drop_invalid_windows(energy.windows)
     if not windows:
         return energy.why or "no window was measured, for an unknown reason"
@@ -430,7 +433,7 @@ def _check_against_step(
     The power in the remaining time must be between the idle power and the highest power of any phase. If the times
     are too noisy to know the remaining time, the time of the unmeasured phases is used.
     """
-    # 1. Compute the joules of the step outside measured phases.
+    # 1. Compute the joules that the step takes outside the measured phases.
     phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]
     gross_range = figures.gross.widen(figures.uncertainty or 0.0)
     residual = Range(
@@ -438,7 +441,7 @@ def _check_against_step(
         gross_range.low - sum(span.high for span in phase_ranges),
         gross_range.high - sum(span.low for span in phase_ranges),
     )
-    # 2. Divide the time of the phases, when each runs alone, by their time in the step.
+    # 2. Divide the time of the phases when each runs alone by their time in the step.
     step_seconds = figures.seconds.middle
     phases_alone_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
     unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)

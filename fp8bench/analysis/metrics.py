@@ -1,6 +1,6 @@
 """Yields all figures of a case as metrics.
 
-The rows of CSV and JSON, the history and comparisons all read this list. So a new figure needs no code in any of
+The rows of CSV and JSON, the history and comparisons all read these metrics. So a new figure needs no code in any of
 them.
 """
 
@@ -56,8 +56,8 @@ _MEASURED = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
-    """Yields all metrics of a case, starting with the step's time, which every case has. Best cases are yielded only
-    with a finding.
+    """Yields all metrics of a case, starting with the time of the step, which every case has. Metrics of best cases
+    need a finding.
     """
     timing = record.timing
     # Several metrics use these samples, so compute them once, and only if a caller reads them.
@@ -69,7 +69,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
 
 
 def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
-    """Returns the spec of a figure of the step, changed for a figure of one part of the step."""
+    """Returns the spec of a figure for one part of the step, made from the spec for the whole step."""
     return replace(spec, rank=Rank.DETAIL)
 
 
@@ -299,8 +299,8 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
 def _yield_phase_energies(
     energies: PhaseEnergies, finding: Finding | None, metric_without_value: Metric
 ) -> Iterator[Metric]:
-    """Yields the energy of phases and what remains of the step's energy. Measured phases have bounds, estimated
-    phases have the reason why they were not measured.
+    """Yields the energy of each phase and the remaining energy of the step. A measured phase has bounds. An estimated
+    phase has the reason why it was not measured.
     """
     for phase_joules in energies.phases:
         labels = _list_phase_labels(finding, phase_joules.phase)

@@ -27,7 +27,7 @@ _UNATTRIBUTED_INDEX = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(frozen=True)
 class _PhaseTimes:
-    """The seconds of each phase of one case, with shape (phases,). Also has the seconds in each bootstrap resample,
+    """The seconds of each phase of one case, with shape (phases,), and the same seconds in each bootstrap resample,
     with shape (phases, resamples).
     """
 
@@ -38,21 +38,22 @@ class _PhaseTimes:
 def find_phase_gains(
     timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool, is_reference_unmarked: bool = False
 ) -> tuple[PhaseGain, ...]:
-    """Returns how many seconds each phase of the first timing gains over the other timings, in the order of the
-    phases.
+    """Returns how many seconds each phase of the first timing saves compared with the other timings, in the order of
+    the phases.
 
     The bounds hold for all phases together, at the level of a verdict. With `whole_steps`, the fastest steps are
-    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time.
-    Then the case's products do as well.
+    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time,
+    and so do the case's products.
     """
-    # 1. Estimate the phases of each timing. The reference's are the mean over its timings.
+    # 1. Estimate the phase times of each timing. Those of the reference are the mean over its timings.
     calls = count_common_calls(*timings)
     whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
     case, *entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
     reference = np.mean([entry.seconds for entry in entries], axis=0)
     resampled_gains = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
     control_difference = np.ptp([entry.seconds for entry in entries], axis=0)
-    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, also those of the case.
+    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, in the reference and in the
+    # case.
     if is_reference_unmarked:
         unmarked_indices = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
         for values in (case.seconds, resampled_gains):
@@ -70,11 +71,9 @@ def find_phase_gains(
 
 
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
-    """Returns the gains after scaling the case's seconds. The scaled gains sum to the ratio that several sessions
-    gave.
+    """Scales the seconds of a case so that its gains sum to the ratio that several sessions gave.
 
-    The bounds also include the bounds of the single session. So a phase is clear only if it is clear before and after
-    scaling.
+    The scaled bounds include the unscaled bounds. So a phase is clear only if it is clear before and after scaling.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     factor = ratio * reference / seconds if seconds > 0 else 1.0
@@ -89,14 +88,14 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
 def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
     if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
-        points, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
+        segment_seconds, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
     else:
         samples = cell_seconds(timing, calls, rounds)
-        points, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
+        segment_seconds, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
     phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
     phase_of_segment = np.zeros((len(CELL_PHASES), len(phases)))
     phase_of_segment[phases, range(len(phases))] = 1
-    return _PhaseTimes(phase_of_segment @ points, phase_of_segment @ resampled)
+    return _PhaseTimes(phase_of_segment @ segment_seconds, phase_of_segment @ resampled)
 
 
 class Cause(StrEnum):
@@ -119,26 +118,25 @@ class Reason:
     reference_seconds: float
 
 
-# The cause is that gains and losses cancel, if the gains and the losses are each this many times as large as the net
-# gain.
+# The cause is CANCEL if the gains, and also the losses, are each more than this many times the net gain.
 _CANCEL_RATIO = 4.0
-# The cause is that casts take the gain, if the time that casts add is at least this share of the gain.
+# The cause is CASTS if casts add at least this share of the time that faster phases save.
 _CASTS_SHARE = 0.5
-# The cause is a small share of faster phases, if the step gains less than the first share of the reference's time and
-# these phases take less than the second share of it.
+# The cause is SMALL_SHARE if the step gains less than the first share of the reference's time, and the faster phases
+# take less than the second share of it.
 _SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
-# The cause is one phase, if that phase has at least this share of the gain.
+# The cause is ONE_PHASE if one phase has at least this share of the gain.
 _ONE_PHASE_SHARE = 0.9
-# Differences of phases below this share of the net gain, or of the largest gain, explain nothing.
+# A phase explains nothing if its difference is below this share of the net gain, or of the largest gain of a phase.
 _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 
 
 def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
-    """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has
-    only one phase.
+    """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has only
+    one phase.
 
-    Phases in `unclear` are never an explanation, however much they seem to gain.
+    A phase in `unclear` is never an explanation, however much it seems to gain.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     net_gain = reference - seconds
@@ -162,10 +160,10 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
     is returned.
     """
     shown_gains = list(clear_gains[:_MAX_SHOWN_PHASES])
-    for gains in (True, False):
-        same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is gains]
-        if same_sign and same_sign[0] not in shown_gains:
-            shown_gains[-1] = same_sign[0]
+    for is_gain in (True, False):
+        gains_of_same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is is_gain]
+        if gains_of_same_sign and gains_of_same_sign[0] not in shown_gains:
+            shown_gains[-1] = gains_of_same_sign[0]
     return shown_gains
 
 

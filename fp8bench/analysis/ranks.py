@@ -1,7 +1,8 @@
-"""Figures of a case with several ranks: differences between their times, waiting in collectives, communication that
-is hidden behind products, and the speed-up over one rank.
+"""Figures of a case with several ranks: differences between their times, waiting in collectives, communication that is
+hidden behind products, and the speed-up over one rank.
 
-A figure that was measured in a few rounds is their median with an interval, or the reason why the figure is missing.
+A figure that was measured in a few rounds is the median of its values with an interval, or the reason why it is
+missing.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from fp8bench.model.specs import MetricSpec
 
 # An interval contains the true median with at least this probability.
 CONFIDENCE = 0.9
-# Run one after the other, products and communication must take the sum of their separate times, within these factors.
-# Otherwise they disturb each other.
+# If products and communication run one after the other, they must take the sum of their separate times, within these
+# factors. Otherwise they disturb each other.
 CHECK_SUM_LIMITS = (0.9, 1.1)
-# Figures with wider intervals are not shown. The width for exposed time is relative to the time of products and
-# communication at once. The width for the hidden share is a difference of two shares. The width for an efficiency is
-# relative to the efficiency: 80% is still shown if its interval is 60% to 100%.
+# A figure whose interval is wider than this is not shown. The width for exposed time is relative to the time of
+# simultaneous products and communication. The width for the hidden share is a difference of two shares. The width for
+# an efficiency is relative to the efficiency: 80% is still shown if its interval is 60% to 100%.
 MAX_EXPOSED_WIDTH = 0.25
 MAX_HIDDEN_WIDTH = 0.5
 MAX_EFFICIENCY_WIDTH = 0.5
@@ -41,7 +42,7 @@ class Middle(NamedTuple):
 
 
 class Untold(NamedTuple):
-    """The reason why a figure is missing, and a word that is shown in the figure's place."""
+    """The reason why a figure is missing, and a word that is shown in its place."""
 
     word: str
     why: str
@@ -71,12 +72,13 @@ UNPAIRED = Untold(units.NONE, "one rank alone and all ranks were not measured in
 
 def find_median_interval(values: Sequence[float]) -> Middle | Untold:
     """Returns the median of the values with an interval that contains the true median with at least the probability
-    CONFIDENCE. The ends of the interval are two of the values, so it needs no assumption about the distribution. With
-    5 values they are the smallest and the largest (94%), with 8 values the second from either end (93%). Returns the
-    reason if there are fewer values or any value is not finite.
+    CONFIDENCE. Returns the reason if there are too few values or any value is not finite.
+
+    The ends of the interval are two of the values, so it needs no assumption about the distribution. With 5 values they
+    are the smallest and the largest (94%), with 8 values the second from either end (93%).
     """
-    ordered, count = sorted(values), len(values)
-    if not all(map(math.isfinite, ordered)):
+    sorted_values, count = sorted(values), len(values)
+    if not all(map(math.isfinite, sorted_values)):
         return TOO_FEW_ROUNDS
     probability_outside, rank = 0.0, 0
     while rank < count:
@@ -84,7 +86,11 @@ def find_median_interval(values: Sequence[float]) -> Middle | Untold:
         if probability_outside > 1 - CONFIDENCE:
             break
         rank += 1
-    return Middle(statistics.median(ordered), ordered[rank - 1], ordered[-rank]) if rank else TOO_FEW_ROUNDS
+    return (
+        Middle(statistics.median(sorted_values), sorted_values[rank - 1], sorted_values[-rank])
+        if rank
+        else TOO_FEW_ROUNDS
+    )
 
 
 @dataclass(frozen=True)
@@ -204,8 +210,8 @@ class OverlapFigures(NamedTuple):
     """The seconds that communication adds to the products (`exposed`), and the share of communication that is hidden
     behind the products.
 
-    Noise may make either of them negative. `check_sum` is the time of products and communication one after the other,
-    divided by the sum of their separate times.
+    Noise may make either figure negative. `check_sum` is the time of products and communication that run one after the
+    other, divided by the sum of their separate times.
     """
 
     exposed: Middle | Untold
@@ -213,38 +219,40 @@ class OverlapFigures(NamedTuple):
     check_sum: float | None = None
 
 
-class _Round(NamedTuple):
+class _RoundSeconds(NamedTuple):
     compute: float
     communication: float
-    both: float
-    in_turn: float
+    simultaneous: float
+    consecutive: float
 
 
 def overlap_figures(overlap: Overlap) -> OverlapFigures:
-    """Computes the overlap of communication and products in each round, because slow rounds then cancel in the
-    differences.
+    """Computes the overlap of communication and products. Differences are computed in each round, so that a slow round
+    cancels out.
     """
-    rounds = tuple(map(_Round, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
-    if overlap.why or not rounds or not all(parts.compute > 0 and parts.communication > 0 for parts in rounds):
+    rounds = tuple(map(_RoundSeconds, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
+    if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
         missing_figure = Untold(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
-    check_sum = statistics.median(parts.in_turn / (parts.compute + parts.communication) for parts in rounds)
+    check_sum = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
     if not CHECK_SUM_LIMITS[0] <= check_sum <= CHECK_SUM_LIMITS[1]:
         return OverlapFigures(SUM_MISMATCH, SUM_MISMATCH, check_sum)
-    exposed_seconds = find_median_interval([parts.both - parts.compute for parts in rounds])
-    beyond_longer_part = find_median_interval(
-        [parts.both - max(parts.compute, parts.communication) for parts in rounds]
+    exposed_seconds = find_median_interval([seconds.simultaneous - seconds.compute for seconds in rounds])
+    excess_over_longer_part = find_median_interval(
+        [seconds.simultaneous - max(seconds.compute, seconds.communication) for seconds in rounds]
     )
-    hidden_share = find_median_interval([1 - (parts.both - parts.compute) / parts.communication for parts in rounds])
+    hidden_share = find_median_interval(
+        [1 - (seconds.simultaneous - seconds.compute) / seconds.communication for seconds in rounds]
+    )
     if (
         isinstance(exposed_seconds, Untold)
-        or isinstance(beyond_longer_part, Untold)
+        or isinstance(excess_over_longer_part, Untold)
         or isinstance(hidden_share, Untold)
     ):
         return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, check_sum)
-    if beyond_longer_part.high < 0:
+    if excess_over_longer_part.high < 0:
         return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, check_sum)
-    max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(parts.both for parts in rounds)
+    max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)
     return OverlapFigures(
         WIDE_OVERLAP if exposed_seconds.high - exposed_seconds.low > max_exposed_width else exposed_seconds,
         WIDE_OVERLAP if hidden_share.high - hidden_share.low > MAX_HIDDEN_WIDTH else hidden_share,
@@ -265,9 +273,9 @@ def find_overlap(record: Record) -> OverlapFigures | None:
 
 
 class Efficiency(NamedTuple):
-    """How well a case scales over n ranks. `strong_scaling` is the speed-up over one rank divided by n.
-    `weak_scaling` is the speed of n ranks divided by the speed of one rank with the same work per rank. Noise may make
-    either larger than 1.
+    """How well a case scales over n ranks. `strong_scaling` is the speed-up over one rank, divided by n. `weak_scaling`
+    is the speed of n ranks divided by the speed of one rank that has the same work as each of them. Noise may make
+    either figure larger than 1.
     """
 
     strong_scaling: Middle | Untold
@@ -275,8 +283,8 @@ class Efficiency(NamedTuple):
 
 
 def compute_efficiency(record: Record) -> Efficiency | None:
-    """Returns how well a case scales over ranks. Each round gives one value, because slow rounds then cancel. Returns
-    None if one rank was not measured alone.
+    """Returns how well a case scales over ranks. Ratios are computed in each round, so that a slow round cancels out.
+    Returns None if one rank was not measured alone.
     """
     rounds = record.scaling
     if rounds is None:
@@ -287,7 +295,7 @@ def compute_efficiency(record: Record) -> Efficiency | None:
 
 def _compute_speed_share(alone: Sequence[float], together: Sequence[float], factor: float = 1.0) -> Middle | Untold:
     if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
-        return UNPAIRED  # the times are not from the same rounds
+        return UNPAIRED
     speed_share = find_median_interval(
         [value / all_ranks * factor for value, all_ranks in zip(alone, together, strict=True)]
     )
@@ -323,9 +331,9 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if (overlap := find_overlap(record)) is not None:
         yield _make_metric(specs.EXPOSED, overlap.exposed)
         yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)
-    if (idle := measure_bubble(record)) is not None:
-        yield Metric(specs.BUBBLE, idle.measured * 100)
-        yield Metric(specs.IDEAL_BUBBLE, idle.ideal * 100)
+    if (bubble := measure_bubble(record)) is not None:
+        yield Metric(specs.BUBBLE, bubble.measured * 100)
+        yield Metric(specs.IDEAL_BUBBLE, bubble.ideal * 100)
     if (gain := compute_efficiency(record)) is not None:
         yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)
         yield _make_metric(specs.WEAK_SCALING, gain.weak_scaling, 100)

@@ -20,11 +20,11 @@ from typing import Any
 from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
-# A phase counts as one of a step's product phases if it has at least this share of the step's FLOPs.
+# A phase counts as a phase with products if it has at least this share of the step's FLOPs.
 _MIN_SHARE_OF_PRODUCTS = 0.05
 # If a phase reaches less than this share of every ceiling, no ceiling limits it.
 _NEAR_CEILING_SHARE = 0.5
-# A phase is mostly overhead if it takes less than this many times the time of its launches.
+# A phase is limited by overhead if it takes less than this many times the time of its launches.
 _OVERHEAD_LAUNCHES = 10.0
 # A measured peak is ignored if its runs differ by more than this share, because other programs then used the device.
 _MAX_RATE_SPREAD = 0.5
@@ -33,8 +33,9 @@ _MAX_RATE_SPREAD = 0.5
 class Bound(StrEnum):
     """The resource that limits a phase.
 
-    A phase far below all its ceilings is limited by overhead if its operators are small. For other such phases no
-    limit is known. It may be kernels that do not fit its shapes, latency, or code between operators.
+    A phase that is far below all its ceilings is limited by overhead if its operators are small. For other phases far
+    below their ceilings, the limit is unknown. It may be kernels that do not fit the phase's shapes, latency, or code
+    between operators.
     """
 
     COMPUTE = "compute-bound"
@@ -91,8 +92,8 @@ class Roofs:
 
 @dataclass(frozen=True)
 class PhaseRoof:
-    """A phase's counts and best-case seconds, and the least seconds that it could take at the measured peaks and at
-    the datasheet's peaks.
+    """The FLOPs, bytes and launches of a phase, its best-case seconds, and the least seconds that it could take at the
+    measured peaks and at the datasheet's peaks.
 
     If a compiler `fused` the phase, bytes and launches are those of the phase without the compiler.
     """
@@ -121,8 +122,8 @@ class PhaseRoof:
 
     @property
     def bound(self) -> Bound | None:
-        """The resource that limits the phase. It is the resource that takes longest at the device's peaks, if that is
-        at least half of the phase's time. If no peaks were measured, the datasheet's are used.
+        """The resource that limits the phase: the one that takes longest at the device's peaks, if it takes at least
+        half of the phase's time. If no peaks were measured, the datasheet's peaks are used.
         """
         min_seconds = self.measured or self.sheet
         if not min_seconds:
@@ -136,7 +137,7 @@ class PhaseRoof:
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """The least time of the phase at the measured peaks, divided by its actual time. A phase with a share of 1
+        """The least time of the phase at the measured peaks, divided by its actual time. If the share is 1, the phase
         cannot be faster.
         """
         return max(self.measured.values()) / self.seconds if self.measured else None
@@ -148,12 +149,12 @@ class PhaseRoof:
 
 @dataclass(frozen=True)
 class Gain:
-    """The largest possible speed-up of a precision over its reference's step, and the actual one.
+    """The largest possible speed-up of a precision over its reference's step, and the actual speed-up.
 
     Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak there. The step would be
     `most` times as fast if the precision's products ran at their peak and needed no casts. `kernels` is the actual
-    speed-up of the products without casts, `with_casts` the one with casts. If `binds` is False, a peak is uncertain
-    and a larger speed-up is possible.
+    speed-up of the products without casts, and `with_casts` their speed-up with casts. If `binds` is False, a peak is
+    uncertain, so a larger speed-up is possible.
     """
 
     share: float
@@ -167,7 +168,7 @@ class Gain:
 
 
 def upper_bounds_of(ceiling: Ceiling) -> Roofs:
-    """Returns peaks that no claim may exceed. They are the measured peaks whose repeated runs agree, and the fastest
+    """Returns peaks that no claim may exceed: the measured peaks whose repeated runs agree, and the rate of the fastest
     copies.
     """
     steady_rates = [rate for rate in ceiling.rates if rate.steady]
@@ -194,7 +195,7 @@ def _collect_measured_roofs(ceiling: Ceiling) -> Roofs | None:
         return None
     products: dict[str, float] = {}
     for rate, value in usable_rates:
-        if rate.limit is Limit.PRODUCT:  # all recipes of one format use the same kernels
+        if rate.limit is Limit.PRODUCT:  # all recipes of a format use the same kernels
             kind = product_kind_of(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
     bytes_per_second = max(
@@ -239,7 +240,8 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
         return None
     if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
-    # 1. Find the products of the case's and the reference's step, with their seconds and their least seconds.
+    # 1. Find the phases with products in the steps of case and reference, their seconds, and the least seconds at the
+    # peaks.
     product_roofs, base_product_roofs = _select_product_roofs(roofs), _select_product_roofs(base_roofs)
     seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs))
     flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
@@ -339,7 +341,7 @@ class Datasheet:
         return self.dense.get(product_kind_of(path))
 
     def cite(self, *figures: str) -> str:
-        """Returns 'datasheet', or 'datasheet, unverified' if any of these fields is unverified."""
+        """Returns 'datasheet', or 'datasheet, unverified' if any of the fields in `figures` is unverified."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
@@ -378,9 +380,9 @@ def find_datasheet(device: str) -> Datasheet | None:
     """
     if "MIG" in device:
         return None
-    longest, fitting = 0, None
+    longest_match, best_match = 0, None
     for datasheet in load_datasheets():
         for words in datasheet.match:
-            if len(words) > longest and re.search(rf"\b{re.escape(words)}\b", device):
-                longest, fitting = len(words), datasheet
-    return fitting
+            if len(words) > longest_match and re.search(rf"\b{re.escape(words)}\b", device):
+                longest_match, best_match = len(words), datasheet
+    return best_match

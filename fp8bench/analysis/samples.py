@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Caches the results of a function for the latest timings. Several figures use each timing, and all cases use
-    that of the reference.
+    """Caches the results of a function for the latest timings, because several figures use each timing, and all cases
+    use the timing of the reference.
     """
     results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
-    def of_timing(timing: Timing) -> T:
-        for cached, value in results:
-            if cached is timing:
+    def get_result(timing: Timing) -> T:
+        for cached_timing, value in results:
+            if cached_timing is timing:
                 return value
         value = make(timing)
         results.append((timing, value))
         return value
 
-    return of_timing
+    return get_result
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
@@ -73,9 +73,9 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Returns the case's time divided by the reference's time in each round. If the reference has a control, the two
-    are averaged. Returns () for the reference itself, and if the two share no rounds. Emulated cases have no speed,
-    so a comparison with one also returns ().
+    """Returns the case's time divided by the reference's time in each round. If the reference has a control, the times
+    of both are averaged. Returns () for the reference itself, and if case and reference share no rounds. Emulated cases
+    have no speed, so a comparison with one also returns ().
     """
     reference_seconds = [_step_seconds_by_round(entry) for entry in _list_reference_timings(record, reference)]
     if record.timing is None or not reference_seconds:
@@ -83,7 +83,7 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     samples = []
     for round_number, seconds in _step_seconds_by_round(record.timing).items():
         reference_seconds_of_round = [entry.get(round_number) for entry in reference_seconds]
-        if all(reference_seconds_of_round):  # a coarse clock may read 0
+        if all(reference_seconds_of_round):  # with a coarse clock, a time may be 0
             samples.append(seconds / _geometric_mean([base for base in reference_seconds_of_round if base]))
     return tuple(samples)
 
@@ -154,8 +154,8 @@ def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
 @_cache_latest_timings
 def _cell_seconds_by_round(timing: Timing) -> Floats:
     """Returns the seconds of each part of a step (column) in each round (row), from the fastest calls. Every slot
-    contributes the same number of calls, because a minimum over more calls is lower. The parts of a round must not
-    sum to more than the mean of the slot's calls without waiting. If they do, they are scaled down to that mean.
+    contributes the same number of calls, because a minimum over more calls is lower. If the parts of a round sum to
+    more than the mean of the slot's calls without waiting, they are scaled down to that mean.
     """
     fastest = cell_seconds(timing, count_common_calls(timing))
     fastest_steps, mean_steps = fastest.sum(axis=1), _mean_seconds_by_round(timing)
@@ -168,7 +168,7 @@ def _cell_seconds_by_round(timing: Timing) -> Floats:
 
 # Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.
 _CLOCK_TOLERANCE = 0.02
-# An interval needs this many measurements. Two do not show how much measurements of the same code differ.
+# An interval needs this many sustained measurements. Two do not show how much measurements of the same code differ.
 MIN_TURNS = 3
 
 
@@ -203,8 +203,8 @@ def is_at_another_clock(record: Record) -> bool:
     if record.support.level is not Level.NATIVE or record.timing is None:
         return False
     clock, slots_clock = _median_without_none([window.sm_clock for window in windows]), record.timing.clock
-    has_moved = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
-    return has_moved or any((window.throttle or 0) & POWER_CAP for window in windows)
+    is_clock_different = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
+    return is_clock_different or any((window.throttle or 0) & POWER_CAP for window in windows)
 
 
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
@@ -248,8 +248,8 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:
-    """Returns the sustained measurements of a case, or its energy windows if it has no such measurement. Impossible
-    numbers, which an edited file may contain, are dropped.
+    """Returns the sustained measurements of a case. If there are none, returns its energy windows in the same form.
+    Drops impossible numbers, which an edited file may contain.
     """
     measurements: Sequence[SustainedTurn] = record.sustained
     if not measurements and record.energy is not None and not record.support.is_emulated:

@@ -25,12 +25,12 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 RESAMPLE_COUNT = 2000
-# The best case is the mean of at least this many rounds, if there are as many. A bootstrap interval of the minimum
-# alone would be too narrow, because a resample's minimum is never below the sample's.
+# A best case is the mean of at least this many rounds, if there are so many. The interval of the minimum alone would be
+# too narrow, because the minimum of a bootstrap resample is never below that of the sample.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_DIVISOR = 4
-# A resample is searched only among the fastest rounds, increased by this many times the square root of their number.
-# It almost always has enough of these.
+# At first, a resample is searched only among the fastest rounds, increased by this many times the square root of their
+# number. These almost always contain all rounds that it needs.
 _EXTRA_ROUNDS_FACTOR = 6.0
 
 
@@ -43,7 +43,7 @@ class Resampled:
 
     @property
     def error(self) -> float:
-        """The standard error of the logarithm within the run."""
+        """The standard error of the logarithm, from noise within the run."""
         return float(self.resampled.std())
 
 
@@ -71,16 +71,16 @@ def best_steps(steps: Floats) -> Floats:
 
 
 def resample_mean(rounds: Floats) -> Resampled:
-    """Returns the logarithm of the mean seconds over rounds, also for each bootstrap resample. The resamples draw the
-    same rounds as those of the best case.
+    """Returns the logarithm of the mean seconds over rounds, and the same logarithm for each bootstrap resample. The
+    resamples draw the same rounds as those of the best case.
     """
     resampled = np.log(rounds @ _draw_resamples(len(rounds)) / len(rounds))
     return Resampled(math.log(rounds.mean()), resampled)
 
 
 def resample_best_case(samples: Floats) -> Resampled:
-    """Returns the logarithm of the best case in seconds, also for each bootstrap resample. For equal numbers of
-    rounds, the resamples draw the same rounds.
+    """Returns the logarithm of the best case in seconds, and the same logarithm for each bootstrap resample. Samples
+    with equally many rounds are resampled with the same rounds.
     """
     return Resampled(math.log(best_by_segment(samples).sum()), np.log(resample_segments(samples).sum(axis=0)))
 
@@ -95,10 +95,11 @@ def _draw_resamples(rounds: int) -> Counts:
 
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
-    """Returns the ratio of a case's time to that of its references. Percentiles of the resamples are its interval.
+    """Returns the ratio of a case's time to that of its references. Its interval is made of percentiles of the
+    resamples.
 
-    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because
-    a best case is faster if it is chosen from more rounds.
+    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because a
+    best case is lower if it is chosen from more rounds.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
     resampled_logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
@@ -134,7 +135,6 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
     """
     samples = np.frombuffer(raw).reshape(shape)
     fastest = count_fastest_rounds(len(samples))
-    # How often each resample (column) draws each round (row).
     draws = _draw_resamples(len(samples))
     segments = np.array([_sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]) / fastest
     segments.setflags(write=False)
@@ -171,8 +171,8 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
 
 
 def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
-    """Returns the sum of the values, each times its count. The counts are given as running totals. Summation by parts
-    avoids computing the single counts.
+    """Returns the sum of the values, each multiplied by its count. The counts are given as running totals. Summation by
+    parts makes single counts unnecessary.
     """
     differences = values.copy()
     differences[:-1] -= values[1:]
@@ -199,10 +199,11 @@ def correlate_ranks(values: Floats) -> float:
 
 
 def split_into_clusters(sorted_values: Floats) -> tuple[float, int]:
-    """Splits sorted values into the two clusters that explain most of the variance. Returns the explained share of
-    the variance, and the size of the lower cluster. Values with two modes give two clusters that explain 90%, each
-    with at least a fifth of the values. Values in one cluster with a tail give clusters that explain less, or one
-    with few values. Returns (0, 0) for fewer than eight values.
+    """Splits sorted values into the two clusters that explain most of the variance. Returns the explained share of the
+    variance, and the size of the lower cluster. Returns (0, 0) for fewer than eight values.
+
+    Values with two modes give two clusters that explain 90%, each with at least a fifth of the values. Values in one
+    cluster with a tail give clusters that explain less, or a cluster with few values.
     """
     n = len(sorted_values)
     overall_mean = sorted_values.mean() if n else 0.0

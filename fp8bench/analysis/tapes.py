@@ -35,8 +35,8 @@ _TRAILING_DIGITS_PATTERN = re.compile(r"(\d+)$")
 
 
 def operand_bits_of(path: str) -> int:
-    """Returns the bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
-    reads float32. Returns 0 if the name is not a dtype.
+    """Returns the number of bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', and 32 for
+    'tf32', which reads float32. Returns 0 if `path` is not a dtype.
     """
     if path == "tf32":
         return 32
@@ -57,7 +57,7 @@ def compute_intensity(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
-# Padding makes a side of a matrix longer, by fewer elements than this number.
+# Padding makes a side of a matrix longer by fewer elements than this number.
 _MAX_PADDING = 128
 _OperatorPair = tuple[OperatorCount, OperatorCount]
 _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
@@ -65,7 +65,7 @@ _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: useful FLOPs, and extra FLOPs that this precision adds."""
+    """The FLOPs of a step's matrix products: the useful FLOPs, and the additional FLOPs that this precision causes."""
 
     useful: int
     rotations: int = 0
@@ -74,7 +74,7 @@ class ProductWork:
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
-        """The extra FLOPs by metric. Metrics with zero FLOPs are left out."""
+        """The additional FLOPs by metric, without metrics of zero FLOPs."""
         flops_by_spec = {
             specs.ROTATION_FLOPS: self.rotations,
             specs.PADDING_FLOPS: self.padding,
@@ -118,8 +118,8 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     reference.
 
     Counterparts are matched in order. The sides of some pairs may not fit, because the padded products of experts are
-    equally large, but the unpadded ones are not. Then matching starts again with the largest product, and each
-    product gets the largest free counterpart that it can contain.
+    equally large, but the unpadded products are not. Then matching starts again with the largest product, and each
+    product gets the largest unmatched counterpart that it can contain.
     """
     products, references = _list_calls(tape), _list_calls(reference)
     if len(products) != len(references):
@@ -169,8 +169,8 @@ def _parse_matrix_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
-    """Returns whether a product may be the padded form of the reference's. Then each of its sides is as long, or
-    longer by at most the padding.
+    """Returns whether a product may be the padded form of the reference's product. Each side is then at least as long
+    as in the reference, and longer by less than _MAX_PADDING.
     """
     sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
     side_pairs = zip(sides, reference_sides, strict=False)
@@ -180,7 +180,7 @@ def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
 
 
 def exact_counts_of(tape: Tape) -> tuple[int, int, int]:
-    """Returns FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
+    """Returns the FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
@@ -214,8 +214,8 @@ def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
 
 @dataclass(frozen=True)
 class Taped:
-    """The recorded step of one case. Without a recording, `why` has the reason. `declared` is the FLOPs that the
-    suite declares.
+    """The recorded step of one case. If it was not recorded, `why` is the reason. `declared` is the number of FLOPs
+    that the suite declares.
     """
 
     setting: str
@@ -242,7 +242,7 @@ class OperatorSums:
 
 @dataclass(frozen=True)
 class TapeRow:
-    """One operator with its sums in each of several recordings."""
+    """One operator, and its sums in each of several recordings."""
 
     phase: str
     operator: str
@@ -254,7 +254,7 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# At most this many operators are named in a text. The rest is only counted.
+# A text names at most this many operators, and counts the rest.
 _MAX_NAMED_OPERATORS = 4
 
 
@@ -348,7 +348,7 @@ class StepShares:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Shares of the step by kind of work, with unattributed time at the end. Convolutions are separate from other
+        """Shares of the step's time by kind of work. Unattributed time comes last. Convolutions are separate from other
         products.
         """
         if self.shares is None:
@@ -358,7 +358,7 @@ class StepShares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module in decreasing order, without work outside modules."""
+        """Shares of the step's time by module in decreasing order, without work outside modules."""
         return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property

@@ -23,8 +23,8 @@ Memory = tuple[Any, ...]
 
 
 class DelayedCodes(NamedTuple):
-    """The results of a cast with a delayed scale: the scale that it multiplied by, the scale that decodes, the codes,
-    and the codes of the transpose. The last is None if it was not requested.
+    """The results of a cast with a delayed scale: the scale by which the cast multiplied, the inverse of this scale for
+    decoding, the codes, and the codes of the transpose, which are None if they were not requested.
     """
 
     scale: Tensor
@@ -34,7 +34,7 @@ class DelayedCodes(NamedTuple):
 
 
 def allocate(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
-    """Allocates a tensor for each shape in a list. A shape of None gives None."""
+    """Allocates a tensor for each of `shapes`. Returns None in place of a shape that is None."""
     return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
@@ -67,9 +67,7 @@ def square_codes_by_operations(
 
 
 def fill_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
-    """Returns the matrix, extended by zeros so that all blocks are complete. Also returns whether they were complete
-    before.
-    """
+    """Returns the matrix, extended by zeros to complete blocks, and whether its blocks were complete before."""
     height, width = x.shape
     rows, columns = -height % down if down else 0, -width % across if across else 0
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)

@@ -25,8 +25,8 @@ _LARGEST_INDEX = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """The seeds of the next casts. Each seed is `last` plus one of `steps`. The last of these seeds is written to
-    `after`.
+    """The seeds of the next casts. Each seed is the sum of `last`, the seed that was used last, and one of `steps`. The
+    last of the new seeds is written to `after`.
     """
 
     last: Tensor
@@ -48,8 +48,8 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """Returns the int32 key of a seed, as a tensor without dimensions. With `stretch`, returns one key for each run
-    of 2^32 elements.
+    """Returns the int32 key of a seed, as a tensor without dimensions. `stretch` has the numbers of runs of 2^32
+    elements. If it is given, returns one key for each run.
     """
     seed = seed.reshape(())
     high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
@@ -117,8 +117,8 @@ def round_magnitudes(
 
 
 def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
-    """Rounds as `round_magnitudes` does, but without an upper limit. It is for numbers below the format's next power
-    of two, and for infinity.
+    """Rounds as `round_magnitudes` does, but without an upper limit. The numbers must be infinite, or below the first
+    power of two above the format's range.
 
     It rounds to nearest even by adding a power of two and subtracting it again. Each number has its own power of two:
     the one whose last float32 bit is worth one step of the grid.
@@ -139,7 +139,8 @@ def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, ran
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
     steps = magnitudes * inverse
     floor = steps.floor()
-    # Round the rest first. Without that, even the tiniest values would be rounded up with a probability of 2^-24.
+    # Round the remainder to 24 bits first. Otherwise even the tiniest values would be rounded up with a probability of
+    # 2^-24.
     rounds_up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
     return (floor + rounds_up.to(torch.float32)).mul_(step)
 
@@ -180,7 +181,7 @@ def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Te
 
 
 def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Replaces infinities by the format's largest value, if values saturate. It is for tf32 and bf16. Their only
+    """Replaces infinities by the format's largest value, if values saturate. This is for tf32 and bf16: their only
     other overflow is infinity, which rounding already gives.
     """
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
@@ -198,8 +199,8 @@ def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
         addend = random.bitwise_and((1 << dropped_bits) - 1)
     rounded = (bits + addend).bitwise_and(-(1 << dropped_bits))
     # do not change NaN: a carry out of its mantissa would give -0
-    finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
-    return torch.where(finite, rounded, bits).view(torch.float32)
+    is_finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
+    return torch.where(is_finite, rounded, bits).view(torch.float32)
 
 
 def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
@@ -234,13 +235,13 @@ def round_to(
     """Rounds `x` to the grid of `fmt`. Rounding is to nearest even, or stochastic with a seed. The result is float32,
     or has the dtype of `out`.
 
-    Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or do
-    what `overflow` names. e8m0 has neither sign nor zero. There, negative numbers and zeros become NaN, and ties go
-    up.
+    Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or
+    become infinity or NaN if `overflow` says so. e8m0 has neither sign nor zero: negative numbers and zeros become NaN,
+    and ties go up.
 
-    `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on
-    the device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their
-    overflow differs between versions of torch and between formats.
+    `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on the
+    device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their overflow
+    differs between versions of torch and between formats.
     """
     check_input(x)
     values = x.detach().to(torch.float32)

@@ -22,7 +22,7 @@ from fp8bench.formats.product_rules import Product, Scheme, explain_missing, lis
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# A size that is a multiple of every required number, because shapes do not matter here.
+# A multiple of all sizes that products require. The support of a recipe does not depend on shapes.
 _TYPICAL_SIDE = 4096
 _SCALE_EXTENTS = {
     Scheme.TENSOR: "a scale a tensor",

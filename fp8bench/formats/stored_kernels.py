@@ -33,14 +33,14 @@ from fp8bench.files import compact, parse_json, seal, unseal, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
-# An environment variable of torch's. In it a library finds the function that returns a tensor's address.
+# torch's environment variable through which a library finds the function that returns a tensor's address.
 _ADDRESS_VARIABLE = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
-# The prefix of torch's options in the environment, and those options that do not change a kernel.
+# The prefix of torch's options in the environment, and the options that do not change a kernel.
 _OPTION_PREFIX, _IGNORED_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 def load_kernel(kernel: object) -> tuple[Call, int] | None:
-    """Returns a stored kernel and the bits of its vectors. Returns None if the kernel is missing or was changed."""
+    """Returns a stored kernel and its vector width in bits. Returns None if the kernel is missing or was changed."""
     path = _find_kernel_path(kernel)
     try:
         stored = unseal(parse_json(_read_owned_file(path))) if path is not None else None
@@ -73,9 +73,9 @@ def collect_modules() -> Iterator[list[ModuleType]]:
     """Yields a list that receives the modules which torch generates during the body."""
     from torch._inductor.codecache import PyCodeCache
 
-    first, modules = len(PyCodeCache.modules), list[ModuleType]()
+    first_module, modules = len(PyCodeCache.modules), list[ModuleType]()
     yield modules
-    modules.extend(PyCodeCache.modules[first:])
+    modules.extend(PyCodeCache.modules[first_module:])
 
 
 def _describe_module(module: ModuleType) -> dict[str, Any]:
@@ -102,18 +102,18 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
 def _load_call(stored: dict[str, Any]) -> Call:
     """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
     guards: Any = torch._C._dynamo.guards
-    names: dict[str, Any] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch}
     # If a library has changed, it belongs to a different kernel.
     for name, (file, digest) in stored["libraries"].items():
         if _hash_file(Path(file)) != digest:
             raise LookupError(file)
-        names[name] = _load_library(file).kernel
+        namespace[name] = _load_library(file).kernel
     for name in stored["helpers"]:
-        names[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
+        namespace[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
     # This executes only text that a process of the same user has written. _read_owned_file has checked the owner of
     # the file.
-    exec(compile(stored["call"], "<kept kernel>", "exec"), names)
-    call = names["call"]
+    exec(compile(stored["call"], "<kept kernel>", "exec"), namespace)
+    call = namespace["call"]
     return lambda *arguments: call(None, [*arguments])
 
 
@@ -122,15 +122,15 @@ def _load_library(file: str) -> Any:
     loader = importlib.machinery.ExtensionFileLoader("kernel", file)
     spec = importlib.util.spec_from_loader("kernel", loader)
     assert spec is not None
-    name, earlier = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
-    # The library reads from the environment where the function is that returns a tensor's address.
+    name, previous_value = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
+    # When the library is loaded, it reads this variable to find the function that returns a tensor's address.
     os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
     try:
         library = importlib.util.module_from_spec(spec)
         loader.exec_module(library)
         return library
     finally:
-        os.environ.pop(name) if earlier is None else os.environ.update({name: earlier})
+        os.environ.pop(name) if previous_value is None else os.environ.update({name: previous_value})
 
 
 def _writes_same_bits(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:

@@ -1,10 +1,9 @@
-"""Computes the ratio of two sides that were measured at different times. Its interval includes differences between
-runs.
+"""Computes the ratio of two sides that were measured at different times. The interval of the ratio includes differences
+between runs.
 
-Runs differ in clocks, memory layout and other programs. Noise within a run does not show these differences. With
-eight runs or more, the spread between runs is known and is part of the interval. With fewer runs, the interval
-contains the ratio of every new run to every old run. There is then no p-value, and a change below 10% is neither
-better nor worse.
+Runs differ in clocks, memory layout and other programs. Noise within a run does not show these differences. With eight
+runs or more, the spread between runs is known and is part of the interval. With fewer runs, the interval contains the
+ratio of every new run to every old run. There is then no p-value, and a change below 10% is neither better nor worse.
 
 This module also compares exact values, such as memory.
 """
@@ -30,8 +29,8 @@ MIN_CHANGE_OF_FEW_RUNS = 0.10
 _SMALLEST_TERM = 1e-300
 _CONVERGENCE_TOLERANCE = 1e-15
 _MAX_TERMS = 1000
-# From this many degrees of freedom on, the spread between runs counts as known. With fewer, it is a guess, and its t
-# interval is far too wide.
+# With at least this many degrees of freedom, the spread between runs counts as known. With fewer, the spread is a
+# guess, and Student's t makes the interval far too wide.
 MIN_DEGREES_OF_FREEDOM = 6
 # Exact values are equal whenever the same code runs. They may still differ by this share, because stored numbers have
 # few digits.
@@ -48,8 +47,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The ratio of the new side to the old side, with its interval. `p_value` is None if it is unknown how much runs
-    differ.
+    """The ratio of the new side to the old side, with its interval. `p_value` is None if the spread between runs is
+    unknown.
     """
 
     ratio: Interval
@@ -146,8 +145,8 @@ class FigureChange(NamedTuple):
 def compare_exact_values(
     old: Sequence[float], new: Sequence[float], *, rounding: float = STORED_DIGITS_TOLERANCE
 ) -> FigureChange:
-    """Compares values like memory and errors, which are equal whenever the same code runs. A value that differs by
-    more than `rounding` has changed. If the values of one side vary, both sides are compared like noisy values.
+    """Compares values like memory and errors, which are equal whenever the same code runs. A relative difference of
+    more than `rounding` is a change. If the values of one side vary, both sides are compared like noisy values.
     """
     # 1. NaN is worse than any number.
     has_nan = [any(map(math.isnan, side)) for side in (old, new)]
@@ -165,7 +164,7 @@ def compare_exact_values(
     if not (0 < old_value < math.inf and 0 < new_value < math.inf):
         reason = "a change from or to zero or infinity has no ratio"
         return FigureChange(direction, old_value, new_value, why=reason)
-    # 3. Compare values that vary on one side like noisy ones.
+    # 3. If the values of one side vary, compare both sides like noisy values.
     values_vary = any(max(side) > min(side) * (1 + STORED_DIGITS_TOLERANCE) for side in (old, new))
     if values_vary and all(0 < value < math.inf for value in (*old, *new)):
         old_logs = [Estimate(math.log(value), 0.0) for value in old]
@@ -183,7 +182,7 @@ def compare_exact_values(
 
 
 def mean_with_reach(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of at least two values, and the half-width of its interval by Student's t."""
+    """Returns the mean of at least two values, and the half-width of the mean's interval by Student's t."""
     return fmean(values), student_quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
@@ -204,8 +203,7 @@ def p_value(statistic: float, freedom: float) -> float:
 
 @lru_cache(maxsize=2048)
 def student_quantile(level: float, freedom: float) -> float:
-    """Returns the number that a value with Student's t distribution exceeds, in either direction, only with
-    probability 1 - `level`.
+    """Returns the number that the magnitude of Student's t exceeds with probability 1 - `level`.
 
     An example is 12.7 for 95% and 1 degree of freedom.
     """

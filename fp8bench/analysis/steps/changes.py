@@ -1,9 +1,9 @@
 """Finds changes in the trends of a history: commits where a figure stepped up or down and stayed there.
 
-Steps are searched among figures of complete measurements that have the same version and the same conditions. The
-range of commits of a step may also contain commits without a comparable figure. For exact counts, every
-difference is a certain step. A figure that becomes or stops being finite, like an error that becomes NaN, is also a
-certain step.
+A trend is searched for steps among figures of complete measurements that have the same conditions and the same version
+of the measured work. The range of commits of a step may also contain commits without a comparable figure. For exact
+counts, every difference is a certain step. A figure that becomes or stops being finite, like an error that becomes NaN,
+is also a certain step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_FINITE = "a change from or to a number that is not finite has no ratio"
 _ZERO_SHARE = 0.5
 
 
-# Maps each metric of the mean over all calls to the same metric of the fastest calls.
+# For each metric of the mean over all calls: the same metric of the fastest calls.
 _FASTEST_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 FindSteps = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
@@ -51,11 +51,11 @@ class ChangeState(StrEnum):
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
-    # Between the same commits, the mean over all calls stepped in the opposite direction.
+    # The mean over all calls stepped in the opposite direction between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step took back at least half of this change. An exact count may also have returned to an earlier count.
+    # A later step took back at least half of this change, or an exact count returned to an earlier count.
     REVERTED = "reverted"
-    # The work or the method of measuring has changed since, so today's figures are not comparable.
+    # The work or the method of measuring has changed after this change, so today's figures are not comparable with it.
     OLD_VERSION = "old version"
 
 
@@ -102,8 +102,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Found:
-    """All changes, the worst first. Also has the number of searched trends, and the reasons why other trends were
-    skipped (`left`).
+    """All changes, the worst first, the number of searched trends, and how many trends were skipped for each reason.
 
     Trends of exact counts are counted separately (`counted`), because they have no noise.
     """
@@ -116,8 +115,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that can be compared with each other. Has their indices in the trend, and their values,
-    which may be infinite or NaN. `read` returns the trend. `counted` marks exact counts.
+    """Figures of a trend that can be compared with each other: their indices in the trend (`places`), and their values,
+    which may be infinite or NaN. `read` returns the trend. `counted` is True for exact counts.
     """
 
     read: Callable[[], Trend]
@@ -136,30 +135,30 @@ def find_changes(trends: Iterable[Trend]) -> Found:
 
 
 def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> Found:
-    """Returns the changes of trends, which are divided into stretches of comparable figures. `search` finds steps in
+    """Returns the changes of trends. Each item of `stretches` has the stretches of one trend. `search` finds steps in
     series. A whole trend is read only if it has steps.
     """
     skipped: Counter[str] = Counter()
-    searchable: list[Stretch] = []
+    searchable_stretches: list[Stretch] = []
     changes: list[Change] = []
-    looked_at = [0, 0]
+    searched_counts = [0, 0]
     # 1. Choose the stretches that are long enough to have steps, and collect the reasons for skipping the others.
     for trend_stretches in stretches:
         finiteness_changes = list(chain.from_iterable(map(_find_changes_of_finiteness, trend_stretches)))
         changes += finiteness_changes
         is_counted = any(stretch.counted for stretch in trend_stretches)
         finite_stretches = [stretch.drop_nonfinite() for stretch in trend_stretches]
-        long_enough = [
+        long_stretches = [
             stretch
             for stretch in finite_stretches
             if len(stretch.values) >= (2 if stretch.counted else MIN_SERIES_LENGTH)
         ]
-        positive_stretches = [stretch for stretch in long_enough if stretch.values.min() >= 0]
-        searchable += positive_stretches
-        looked_at[is_counted] += bool(positive_stretches or finiteness_changes)
+        positive_stretches = [stretch for stretch in long_stretches if stretch.values.min() >= 0]
+        searchable_stretches += positive_stretches
+        searched_counts[is_counted] += bool(positive_stretches or finiteness_changes)
         if not positive_stretches and not finiteness_changes:
             too_few_reason = TOO_FEW_COUNTS if is_counted else TOO_FEW
-            skipped[NEGATIVE_VALUES if long_enough else too_few_reason] += 1
+            skipped[NEGATIVE_VALUES if long_stretches else too_few_reason] += 1
         elif (
             positive_stretches
             and not is_counted
@@ -167,15 +166,15 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
         ):
             skipped[TOO_FEW_SINCE_CHANGE] += 1
     # 2. Find the steps of all timed stretches together, and of exact counts one by one.
-    timed_stretches = [stretch for stretch in searchable if not stretch.counted]
-    counted_stretches = [stretch for stretch in searchable if stretch.counted]
+    timed_stretches = [stretch for stretch in searchable_stretches if not stretch.counted]
+    counted_stretches = [stretch for stretch in searchable_stretches if stretch.counted]
     steps = search([_replace_zeros(stretch.values) for stretch in timed_stretches])
     steps += [_find_exact_steps(_replace_zeros(stretch.values)) for stretch in counted_stretches]
     step_changes: list[Change] = []
     for stretch, stretch_steps in zip([*timed_stretches, *counted_stretches], steps, strict=True):
         step_changes += _make_changes(stretch, stretch_steps)
     changes += _check_against_means(step_changes)
-    return Found(tuple(sorted(changes, key=severity_sort_key)), looked_at[0], skipped, looked_at[1])
+    return Found(tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped, searched_counts[1])
 
 
 def _last_index(stretch: Stretch) -> int:
@@ -190,7 +189,7 @@ def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
 
 
 def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
-    """Yields the changes. A change of the fastest calls is marked if the mean over all calls contradicts it.
+    """Yields the changes, and marks a change of the fastest calls if the mean over all calls contradicts it.
 
     If the mean agrees, its own change is dropped. Otherwise the change of the mean is yielded too, because the mean
     includes every call.
@@ -212,8 +211,8 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def _is_same_step(mean: Change, fast: Change) -> bool:
-    """Returns whether a change of the mean and a change of the fastest calls belong to one case and may come from the
-    same commit.
+    """Returns whether a change of the mean and a change of the fastest calls belong to the same case and may come from
+    the same commit.
     """
     if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
         return False
@@ -325,7 +324,8 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
         since=figures[low].commit,
         until=figures[high].commit,
     )
-    # 2. Find the commits that may have caused the step, and whether today's figures are comparable with it.
+    # 2. Find the commits that may have caused the step, and whether the newest figure is comparable with the step's
+    # figures.
     possible_indices = range(low + 1, high + 1)
     newest_index = next(
         index for index in reversed(range(len(figures))) if _comparable_value_of(figures[index]) is not None
@@ -352,8 +352,8 @@ def format_case(trend: Trend) -> str:
 def _determine_state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
     """Returns the state of a change before acknowledgements are applied.
 
-    The change is REVERTED if a later level is nearer to the level before it. The change of an exact count is also
-    REVERTED if the count returned to an earlier level.
+    The change is REVERTED if a later level is nearer to the level before the change than to the level after it. The
+    change of an exact count is also REVERTED if the count returned to an earlier level.
     """
     if change.version != change.trend.series.version:
         return ChangeState.OLD_VERSION
@@ -367,15 +367,15 @@ def _determine_state(change: Change, earlier: Sequence[float], later: Sequence[f
 
 
 def severity_sort_key(change: Change) -> tuple[object, ...]:
-    """Returns a key that sorts open changes first, then worse ones, then large ones. Changes of similar size stay in
-    the order of their series.
+    """Returns a key that sorts open changes first, then changes for the worse, then large changes. Changes of similar
+    size stay in the order of their series.
     """
     state_order = list(ChangeState)
     rounded_size = change.size if math.isinf(change.size) else round(change.size, 2)
     return state_order.index(change.state), not change.is_worse, -rounded_size
 
 
-# A level may be further off than the acknowledged level by this share, or by this many standard errors.
+# A level may be further from the old level than the acknowledged level by this share, or by this many standard errors.
 _ACK_TOLERANCE = 0.02
 _ACK_TOLERANCE_ERRORS = 3.0
 # A level of zero is replaced by this value, because zero has no logarithm.
@@ -413,9 +413,9 @@ def make_ack(change: Change, when: str, because: str) -> Ack:
 
 
 def ack_covers(ack: Ack, change: Change) -> bool:
-    """Returns whether an acknowledgement covers this change. Both must have the same trend and direction and
-    overlapping ranges of commits. The new level must not be further from the old one than the acknowledged level was,
-    for changes to the better as well.
+    """Returns whether an acknowledgement covers this change. Both must have the same trend, the same direction and
+    overlapping ranges of commits. The new level must not be further from the old level than the acknowledged level was.
+    This also holds for changes for the better.
     """
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
@@ -430,8 +430,8 @@ def ack_covers(ack: Ack, change: Change) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != change_identity:
         return False
-    # 2. Require that the new level is not further off than the acknowledged one. Also require that the change does
-    # not begin at the acknowledged level, because it would then be a second change.
+    # 2. Require that the new level is not further from the old level than the acknowledged level. Also require that the
+    # change does not begin at the acknowledged level, because it would then be a second change.
     direction_sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_ACK_TOLERANCE, _ACK_TOLERANCE_ERRORS * change.error)
     if direction_sign * (_log_of_level(comparison.after) - _log_of_level(ack.after)) > tolerance:
@@ -441,8 +441,8 @@ def ack_covers(ack: Ack, change: Change) -> bool:
         > 0
     ):
         return False
-    # 3. Require that one commit may have caused the change and the acknowledged one. If the trend lacks a commit of
-    # the acknowledgement, the commit of the change takes its place.
+    # 3. Require that one commit may have caused both the change and the acknowledged change. If the trend lacks a
+    # commit of the acknowledgement, the commit of the change takes its place.
     index_of_commit = {figure.commit: index for index, figure in enumerate(trend.figures)}
     if ack.since not in index_of_commit and ack.until not in index_of_commit:
         return False
