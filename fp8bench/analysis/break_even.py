@@ -115,17 +115,17 @@ def _interpolate_bounds(ordered: Sequence[SizedRatio]) -> tuple[list[float], Flo
     the speed-up's logarithm.
     """
     log_sizes = np.log([sized_ratio.size for sized_ratio in ordered])
-    gaps = [np.linspace(*ends, _POINTS_PER_GAP, endpoint=False) for ends in pairwise(log_sizes)]
-    grid = np.concatenate([*gaps, log_sizes[-1:]])
+    gap_grids = [np.linspace(*neighbours, _POINTS_PER_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
+    log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
     speedups = [sized_ratio.ratio.inverse for sized_ratio in ordered]
     log_speedups = np.log([speedup.point for speedup in speedups])
-    low = np.interp(grid, log_sizes, np.log([speedup.low for speedup in speedups]))
-    high = np.interp(grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    low = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
+    high = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
     deviation = _estimate_deviation(log_sizes, log_speedups) + BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
-    sizes = [float(value) for value in np.exp(grid)]
+    sizes = [float(value) for value in np.exp(log_size_grid)]
     sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in ordered]
-    return sizes, low - deviation, np.interp(grid, log_sizes, log_speedups), high + deviation
+    return sizes, low - deviation, np.interp(log_size_grid, log_sizes, log_speedups), high + deviation
 
 
 def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:

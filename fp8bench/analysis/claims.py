@@ -32,7 +32,7 @@ from fp8bench.registry import precisions, workloads
 # fewer FLOPs than are counted. The highest claim of fp8bench's suites is 1.1 times the best product: a 3x3
 # convolution in fp32 on one core of an AMD EPYC (Zen 5). For bytes, the highest claim is 0.4 times the best copy.
 # Suites may count a 16-bit tensor as if it had four bytes per element.
-MARGIN = 2.5
+CLAIM_MARGIN = 2.5
 # The number of bits per element that is assumed for an unknown precision. No kernel multiplies more bits.
 _UNKNOWN_FORMAT_BITS = 64
 # If the declared FLOPs exceed the recorded ones by the first factor, the step left work out. If the recorded FLOPs
@@ -106,18 +106,26 @@ def _compare_declared_work(record: Record) -> Iterator[Labelled]:
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
-    declared, done = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
+    declared_text, recorded_text = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
     if tape.complete and work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}", hard=True)
-    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
-        declared, done = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(
-            Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators move {done}", hard=True
+            Label.WORK_MISMATCH,
+            f"the suite declares {declared_text} a step, its operators do {recorded_text}",
+            hard=True,
+        )
+    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
+        declared_text, recorded_text = units.size(int(work.bytes)), units.size(tape.bytes)
+        yield Labelled(
+            Label.WORK_MISMATCH,
+            f"the suite declares {declared_text} a step, its operators move {recorded_text}",
+            hard=True,
         )
     elif tape.complete and (difference := _describe_untimed_work(record, tape)):
         yield Labelled(Label.WORK_MISMATCH, difference, hard=True)
     elif work.flops and tape.flops > _RECORDED_FLOPS_MARGIN * work.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}")
+        yield Labelled(
+            Label.WORK_MISMATCH, f"the suite declares {declared_text} a step, its operators do {recorded_text}"
+        )
 
 
 def _describe_untimed_work(record: Record, tape: Tape) -> str:
@@ -125,16 +133,16 @@ def _describe_untimed_work(record: Record, tape: Tape) -> str:
     equal.
     """
     if record.late_flops is not None and _flops_differ(record.late_flops, tape.flops):
-        timed, untimed = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
-        return f"a timed step does {timed}, an untimed step {untimed}"
+        timed_text, untimed_text = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
+        return f"a timed step does {timed_text}, an untimed step {untimed_text}"
     late_steps = record.late
     if late_steps is None or late_steps.by_path is None or late_steps.varies:
         return ""
     for path, flops in late_steps.by_path:
         untimed_flops = tape.by_path.get(path, 0)
         if flops - untimed_flops > _FLOPS_TOLERANCE * tape.flops:
-            timed, untimed = (units.count(count, "FLOP") for count in (flops, untimed_flops))
-            return f"a timed step does {timed} in {path}, an untimed step {untimed}"
+            timed_text, untimed_text = (units.count(count, "FLOP") for count in (flops, untimed_flops))
+            return f"a timed step does {timed_text} in {path}, an untimed step {untimed_text}"
     return ""
 
 
@@ -152,21 +160,21 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
         return
     if not (tape.operators or base_tape.operators) or not (tape.complete and base_tape.complete):
         return
-    work, base_useful_flops = product_work(tape, base_tape), product_work(base_tape).useful
-    flops_differ, name = _flops_differ(work.useful, base_useful_flops), record.case.workload
+    work, base_useful_flops = product_work(tape, base_tape), product_work(base_tape).useful_flops
+    flops_differ, name = _flops_differ(work.useful_flops, base_useful_flops), record.case.workload
     if not flops_differ and (on_average := _describe_varying_work(record, reference)):
         yield Labelled(Label.WORK_MISMATCH, on_average)
         return
     # A workload that chooses its own kernels must do exactly the same work, because slightly less work would take
     # slightly less time.
     chooses_path = name in workloads.names(hidden=True) and workloads.get(name).own_paths
-    if not flops_differ and not (chooses_path and (work.useful, work.padding) != (base_useful_flops, 0)):
+    if not flops_differ and not (chooses_path and (work.useful_flops, work.padding_flops) != (base_useful_flops, 0)):
         return
     overhead_text = ""
     for spec, flops in work.overhead.items():
         overhead_text += f", {units.count(flops, 'FLOP')} of {spec.removesuffix('_flops')}"
-    done, base_done = units.count(work.useful, "FLOP"), units.count(base_useful_flops, "FLOP")
-    reason = f"its products do {done} a step{overhead_text}, {reference.case.mode}'s do {base_done}"
+    flops_text, base_flops_text = units.count(work.useful_flops, "FLOP"), units.count(base_useful_flops, "FLOP")
+    reason = f"its products do {flops_text} a step{overhead_text}, {reference.case.mode}'s do {base_flops_text}"
     yield Labelled(Label.WORK_MISMATCH, reason, hard=flops_differ)
 
 
@@ -212,14 +220,14 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield Labelled(Label.ABOVE_CEILING, reason, hard=True)
         return
-    for count, bound, unit, verb in (
+    for count, peak, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
     ):
-        if bound is not None and count / seconds > MARGIN * bound:
-            claimed_text, bound_text = units.count(count / seconds, unit), units.count(bound, unit)
+        if peak is not None and count / seconds > CLAIM_MARGIN * peak:
+            claimed_text, peak_text = units.count(count / seconds, unit), units.count(peak, unit)
             yield Labelled(
-                Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {bound_text} at most", hard=True
+                Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {peak_text} at most", hard=True
             )
             return
 
@@ -245,7 +253,7 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
             rate_text = units.count(count.flops / seconds, "FLOP/s")
             peak_text = units.count(count.flops / min_seconds, "FLOP/s")
             yield f"{phase} multiplied {rate_text} by the tape, but this machine reached {peak_text} at most"
-        elif upper_bounds.memory is not None and count.bytes > MARGIN * upper_bounds.memory * seconds:
+        elif upper_bounds.memory is not None and count.bytes > CLAIM_MARGIN * upper_bounds.memory * seconds:
             rate_text, peak_text = units.count(count.bytes / seconds, "B/s"), units.count(upper_bounds.memory, "B/s")
             yield f"{phase} moved {rate_text} by the tape, but this machine copied {peak_text} at most"
 
@@ -258,7 +266,7 @@ def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs
     min_seconds = bounds.product_seconds(tape.by_path.items())
     if min_seconds is None:
         min_seconds = tape.flops / (ceiling.flops or math.inf)
-    if min_seconds > MARGIN * seconds:
+    if min_seconds > CLAIM_MARGIN * seconds:
         rate_text, peak_text = (units.count(tape.flops / value, "FLOP/s") for value in (seconds, min_seconds))
         yield (
             f"the compiled step multiplied {rate_text} by the tape, but this machine reached {peak_text} at most: "
@@ -274,9 +282,9 @@ def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, produc
         is_fp32_matrix_product = (
             bool(products) and products <= _MATRIX_PRODUCTS and {path for path, _ in count.by_path} == {"fp32"}
         )
-        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else MARGIN
+        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
     has_convolution = any(_CONVOLUTION in operator.operator for operator in operators)
-    return MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
+    return CLAIM_MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
 
 
 def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:

@@ -175,20 +175,20 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
-    figures, base = energy_figures(record), energy_figures(reference)
-    if figures is None or base is None or figures.source != base.source:
+    figures, base_figures = energy_figures(record), energy_figures(reference)
+    if figures is None or base_figures is None or figures.source != base_figures.source:
         return None
-    gross, base_gross = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base))
-    low = gross.low / base_gross.high
-    high = gross.high / base_gross.low if base_gross.low > 0 else math.inf
-    point = figures.gross.middle / base.gross.middle
-    reason = _explain_unclear_ratio(record, figures, base, frozenset(labels))
-    window_distance = max(base_gross.low - gross.high, gross.low - base_gross.high)
-    if not reason and window_distance <= max(gross.width, base_gross.width):
+    gross_range, base_gross_range = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base_figures))
+    low = gross_range.low / base_gross_range.high
+    high = gross_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
+    median_ratio = figures.gross.middle / base_figures.gross.middle
+    reason = _explain_unclear_ratio(record, figures, base_figures, frozenset(labels))
+    window_distance = max(base_gross_range.low - gross_range.high, gross_range.low - base_gross_range.high)
+    if not reason and window_distance <= max(gross_range.width, base_gross_range.width):
         reason = "their energy windows are too close together"
     if reason:
-        return EnergyRatio(point, low, high, Demand.UNCLEAR, reason)
-    return EnergyRatio(point, low, high, Demand.LESS if point < 1 else Demand.MORE)
+        return EnergyRatio(median_ratio, low, high, Demand.UNCLEAR, reason)
+    return EnergyRatio(median_ratio, low, high, Demand.LESS if median_ratio < 1 else Demand.MORE)
 
 
 def _explain_unclear_ratio(
@@ -235,11 +235,11 @@ def _compute_net_energy(
     below it, the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
     """
     idle_watts, missing_idle = [], []
-    for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
+    for moment, watts in (("before", use.idle_before), ("after", use.idle_after)):
         if watts is not None and 0 <= watts < math.inf:
             idle_watts.append(watts)
         else:
-            missing_idle.append(when)
+            missing_idle.append(moment)
     if missing_idle:
         return None, None, use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
     mean_idle_watts = statistics.fmean(idle_watts)
@@ -405,8 +405,8 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
     """
     if finding is None or not finding.best_seconds:
         return {}
-    joules, total = figures.gross.middle, finding.best_seconds
-    return {phase: joules * seconds / total for phase, seconds in finding.phases if 0 < seconds < math.inf}
+    joules, step_seconds = figures.gross.middle, finding.best_seconds
+    return {phase: joules * seconds / step_seconds for phase, seconds in finding.phases if 0 < seconds < math.inf}
 
 
 def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
@@ -436,10 +436,10 @@ def _check_against_step(
     # 1. Compute the joules that the step takes outside the measured phases.
     phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]
     gross_range = figures.gross.widen(figures.uncertainty or 0.0)
-    residual = Range(
-        gross_range.middle - sum(span.middle for span in phase_ranges),
-        gross_range.low - sum(span.high for span in phase_ranges),
-        gross_range.high - sum(span.low for span in phase_ranges),
+    residual_range = Range(
+        gross_range.middle - sum(phase_range.middle for phase_range in phase_ranges),
+        gross_range.low - sum(phase_range.high for phase_range in phase_ranges),
+        gross_range.high - sum(phase_range.low for phase_range in phase_ranges),
     )
     # 2. Divide the time of the phases when each runs alone by their time in the step.
     step_seconds = figures.seconds.middle
@@ -471,9 +471,9 @@ def _check_against_step(
             f"run separately, the phases take {units.seconds(phases_alone_seconds)}, while a step has "
             f"{time_in_step} for them: they behave differently in the step"
         )
-    elif residual.high < joule_limits[0] or residual.low > joule_limits[1]:
+    elif residual_range.high < joule_limits[0] or residual_range.low > joule_limits[1]:
         reason = (
-            f"the phases sum to {units.joules(gross_range.middle - residual.middle)} and the step takes "
+            f"the phases sum to {units.joules(gross_range.middle - residual_range.middle)} and the step takes "
             f"{units.joules(gross_range.middle)}: they differ by more than their errors"
         )
-    return PhaseEnergies((), residual, reason, pace_ratio, noise)
+    return PhaseEnergies((), residual_range, reason, pace_ratio, noise)

@@ -150,7 +150,7 @@ def _average_reference_best(reference: Record, uses_whole_steps: bool) -> float:
         timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots
     ]
     best_cases = [verdicts.best_seconds(timing, uses_whole_steps) for timing in reference_timings]
-    logs = [math.log(best) for best in best_cases if best > 0]
+    logs = [math.log(best_seconds) for best_seconds in best_cases if best_seconds > 0]
     return math.exp(fmean(logs)) if logs else 0.0
 
 
@@ -184,10 +184,10 @@ def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], base
             timings.append(record.timing)
     if len(timings) < LEAST_CANDIDATES:
         return results
-    fastest = verdicts.find_fastest(timings, baseline.timing, baseline.control)
-    if fastest is not None and results[candidate_indices[fastest]].is_judged:
+    fastest_index = verdicts.find_fastest(timings, baseline.timing, baseline.control)
+    if fastest_index is not None and results[candidate_indices[fastest_index]].is_judged:
         note = f"the fastest of {len(timings)} by these rounds, and not timed again: choosing it inflates its speed-up"
-        results[candidate_indices[fastest]] = _add_note(results[candidate_indices[fastest]], note)
+        results[candidate_indices[fastest_index]] = _add_note(results[candidate_indices[fastest_index]], note)
     return results
 
 
@@ -284,8 +284,8 @@ def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
         share = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
         if timing is None or share <= largest_share:
             continue
-        fastest = float(verdicts.step_seconds_of_calls(timing).min())
-        by_cells, by_steps = units.seconds(fastest * (1 - share)), units.seconds(fastest)
+        fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
+        by_cells, by_steps = units.seconds(fastest_step_seconds * (1 - share)), units.seconds(fastest_step_seconds)
         reason = f"{whose}{by_cells} by stretches, {by_steps} the fastest of {timing.num_calls} steps"
         largest_share = share
     return Labelled(Label.WHOLE_STEPS, reason)
@@ -421,8 +421,8 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         )
     lowest, highest = _range_of_reruns(reruns)
     if math.exp(lowest) <= interval.low or interval.high <= math.exp(highest):
-        speeds = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
-        return f"earlier runs of the case gave {speeds}: {ROUNDS_DO_NOT_HELP}"
+        speed_range_text = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
+        return f"earlier runs of the case gave {speed_range_text}: {ROUNDS_DO_NOT_HELP}"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")

@@ -101,17 +101,17 @@ def _label_different_inputs(record: Record, reference: Record) -> Iterator[Label
         return
     tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
     mode, scale = reference.case.mode, _find_loss_scale(record) / _find_loss_scale(reference)
-    distances = []
+    squared_distances = []
     reasons = []
-    for base in reference.products.given:
-        case_tensors = tensors_by_shape.get(base.shape)
-        if case_tensors is not None and case_tensors.tensors == base.tensors:
-            case_tensors = _undo_loss_scale(case_tensors, base, scale)
-            distances.append(_compute_squared_distance(case_tensors, base))
-            reasons.append(_describe_different_magnitude(case_tensors, base, mode))
+    for base_tensors in reference.products.given:
+        case_tensors = tensors_by_shape.get(base_tensors.shape)
+        if case_tensors is not None and case_tensors.tensors == base_tensors.tensors:
+            case_tensors = _undo_loss_scale(case_tensors, base_tensors, scale)
+            squared_distances.append(_compute_squared_distance(case_tensors, base_tensors))
+            reasons.append(_describe_different_magnitude(case_tensors, base_tensors, mode))
     if reason := next(filter(None, reasons), ""):
         yield Labelled(Label.OTHER_INPUTS, reason, hard=True)
-    elif distances and math.sqrt(sum(distances) / len(distances)) > _MIN_SUM_DISTANCE:
+    elif squared_distances and math.sqrt(sum(squared_distances) / len(squared_distances)) > _MIN_SUM_DISTANCE:
         yield Labelled(Label.OTHER_INPUTS, f"inputs have the magnitude of {mode}'s, but different numbers")
 
 
@@ -330,17 +330,17 @@ def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iter
     """
     if record.products is None or reference.products is None:
         return
-    reads_by_size = _count_reads_by_size(base_tape)
+    read_counts_by_size = _count_reads_by_size(base_tape)
     tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
-    for base in reference.products.given:
-        case_tensors = tensors_by_shape.get(base.shape)
+    for base_tensors in reference.products.given:
+        case_tensors = tensors_by_shape.get(base_tensors.shape)
         if case_tensors is None:
             continue
-        words = f"{base.tensors} tensors of {_show_shape(base)}"
-        read_count = reads_by_size.get(math.prod(base.shape), 0)
-        if base.tensors > max(2 * read_count, case_tensors.tensors):
+        words = f"{base_tensors.tensors} tensors of {_show_shape(base_tensors)}"
+        read_count = read_counts_by_size.get(math.prod(base_tensors.shape), 0)
+        if base_tensors.tensors > max(2 * read_count, case_tensors.tensors):
             yield f"holds {words}, of which a step reads {read_count}; this case holds {case_tensors.tensors}"
-        elif base.scattered > case_tensors.scattered:
+        elif base_tensors.scattered > case_tensors.scattered:
             yield f"has numbers of {words} scattered in memory, this case has them contiguous"
 
 
@@ -348,13 +348,13 @@ def _count_reads_by_size(tape: Tape) -> dict[int, int]:
     """Returns how many tensors a step reads, by the number of elements of a tensor. Parses inputs like
     'fp32[512,512]'.
     """
-    reads: dict[int, int] = {}
+    read_counts: dict[int, int] = {}
     for operator in tape.operators:
         for words in operator.inputs:
             shape = words.partition("[")[2].rstrip("]")
             element_count = math.prod(map(int, filter(None, shape.split(","))))
-            reads[element_count] = reads.get(element_count, 0) + operator.calls
-    return reads
+            read_counts[element_count] = read_counts.get(element_count, 0) + operator.calls
+    return read_counts
 
 
 def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
@@ -399,8 +399,11 @@ def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return
     by_dtype, base_by_dtype = _count_moved_numbers_by_dtype(tape), _count_moved_numbers_by_dtype(base_tape)
-    moved, base_moved = sum(by_dtype.values()), sum(base_by_dtype.values())
-    share, base_share = by_dtype.get("fp64", 0.0) / (moved or 1), base_by_dtype.get("fp64", 0.0) / (base_moved or 1)
+    moved_count, base_moved_count = sum(by_dtype.values()), sum(base_by_dtype.values())
+    share, base_share = (
+        by_dtype.get("fp64", 0.0) / (moved_count or 1),
+        base_by_dtype.get("fp64", 0.0) / (base_moved_count or 1),
+    )
     yield from _describe_if_larger(
         base_share, share, _MIN_EXTRA_WIDE_SHARE, "moves {} of its numbers in fp64, this case {}"
     )
@@ -408,10 +411,10 @@ def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
     extra_copied_numbers = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(
         tape, _COPY_OPERATORS
     )
-    if moved and base_moved >= _MOVED_NUMBERS_RATIO * moved:
-        yield f"moves {base_moved / moved:.1f} times the numbers that this case moves"
-    elif extra_copied_numbers > _MIN_EXTRA_COPIED_SHARE * base_moved:
-        copied_share = units.percent(extra_copied_numbers / base_moved, 0)
+    if moved_count and base_moved_count >= _MOVED_NUMBERS_RATIO * moved_count:
+        yield f"moves {base_moved_count / moved_count:.1f} times the numbers that this case moves"
+    elif extra_copied_numbers > _MIN_EXTRA_COPIED_SHARE * base_moved_count:
+        copied_share = units.percent(extra_copied_numbers / base_moved_count, 0)
         yield f"moves {copied_share} of its numbers in copies that this case does not make"
 
 
@@ -449,7 +452,7 @@ def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Ta
         ]
         narrowest_bits = min(map(operand_bits_of, main_paths), default=64)
     cast_share, base_cast_share = (
-        product_work(counted_tape).rotations / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
+        product_work(counted_tape).rotation_flops / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
     )
     words = "multiplies {} of its FLOPs in its casts, this case {}"
     yield from _describe_if_larger(base_cast_share, cast_share, _MIN_EXTRA_WIDE_SHARE, words)

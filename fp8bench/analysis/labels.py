@@ -95,19 +95,19 @@ def describe_load(run: Run) -> str:
     low or is unknown.
     """
     facts = run.environment.facts
-    load, cores, busy = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy_cores = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
     if not cores:
         return ""
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
-    if busy:
-        words.append(f"{busy:g} busy at the start")
+    if busy_cores:
+        words.append(f"{busy_cores:g} busy at the start")
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     slot_count = sum(len(timing.slots) for timing in timings)
     disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
     if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
         words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
     is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
-    is_busy = busy >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
+    is_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
     return ", ".join(words) if is_loaded or is_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
 
 
@@ -253,13 +253,13 @@ def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
     """Labels a case whose mean over all calls differs from its fastest calls. The label removes the verdict, unless
     mean and fastest calls are both faster than the reference, or both slower.
     """
-    ratio, typical = finding.ratio, finding.typical
-    if ratio is None or typical is None or not is_uneven(ratio, typical):
+    ratio, mean_ratio = finding.ratio, finding.typical
+    if ratio is None or mean_ratio is None or not is_uneven(ratio, mean_ratio):
         return
-    both_faster = ratio.high < 1 and typical.high < 1
-    both_slower = ratio.low > 1 and typical.low > 1
-    reason = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
-    yield Labelled(Label.UNEVEN, reason, hard=not (both_faster or both_slower))
+    are_both_faster = ratio.high < 1 and mean_ratio.high < 1
+    are_both_slower = ratio.low > 1 and mean_ratio.low > 1
+    reason = f"against the reference, the mean is {units.change(mean_ratio.point / ratio.point)} off the fastest calls"
+    yield Labelled(Label.UNEVEN, reason, hard=not (are_both_faster or are_both_slower))
 
 
 def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:

@@ -64,8 +64,8 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
     steps = cache(partial(step_samples, timing)) if timing is not None else tuple
     counts = {"rounds": timing.num_rounds, "count": timing.num_calls} if timing is not None else {}
     sources = MetricSources(record, finding, reference, steps, counts)
-    for measure in MEASURES:
-        yield from measure(sources)
+    for yield_metrics in METRIC_FUNCTIONS:
+        yield from yield_metrics(sources)
 
 
 def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
@@ -386,8 +386,8 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
     """Yields statistics of tensors, and the shares of their values outside the range of each format."""
     for statistic in sources.record.statistics:
         figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
-        for name, above, vanishing in statistic.outside:
-            for spec, share in ((specs.SHARE_ABOVE, above), (specs.SHARE_VANISHING, vanishing)):
+        for name, share_above, share_vanishing in statistic.outside:
+            for spec, share in ((specs.SHARE_ABOVE, share_above), (specs.SHARE_VANISHING, share_vanishing)):
                 figures[replace(spec, name=spec.replace("*", name))] = share
         for spec, value in figures.items():
             kind_and_role = statistic.kind, statistic.role
@@ -395,7 +395,7 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
 
 
 # The functions that yield metrics, in the order of a case's rows.
-MEASURES: list[Callable[[MetricSources], Iterator[Metric]]] = [
+METRIC_FUNCTIONS: list[Callable[[MetricSources], Iterator[Metric]]] = [
     _yield_step_time,
     _yield_replays,
     _yield_means,

@@ -48,10 +48,10 @@ def find_phase_gains(
     # 1. Estimate the phase times of each timing. Those of the reference are the mean over its timings.
     calls = count_common_calls(*timings)
     whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
-    case, *entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
-    reference = np.mean([entry.seconds for entry in entries], axis=0)
-    resampled_gains = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
-    control_difference = np.ptp([entry.seconds for entry in entries], axis=0)
+    case, *reference_entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
+    reference = np.mean([entry.seconds for entry in reference_entries], axis=0)
+    resampled_gains = np.mean([entry.resampled for entry in reference_entries], axis=0) - case.resampled
+    control_difference = np.ptp([entry.seconds for entry in reference_entries], axis=0)
     # 2. If the reference has no marks, count the phases that it lacks as unattributed time, in the reference and in the
     # case.
     if is_reference_unmarked:

@@ -33,7 +33,7 @@ MAX_HIDDEN_WIDTH = 0.5
 MAX_EFFICIENCY_WIDTH = 0.5
 
 
-class Middle(NamedTuple):
+class MedianInterval(NamedTuple):
     """The median of several rounds with its interval."""
 
     value: float
@@ -41,36 +41,36 @@ class Middle(NamedTuple):
     high: float
 
 
-class Untold(NamedTuple):
+class MissingFigure(NamedTuple):
     """The reason why a figure is missing, and a word that is shown in its place."""
 
     word: str
     why: str
 
 
-TOO_FEW_ROUNDS = Untold("few", "too few rounds for an interval")
-SUM_MISMATCH = Untold(
+TOO_FEW_ROUNDS = MissingFigure("few", "too few rounds for an interval")
+SUM_MISMATCH = MissingFigure(
     "off",
     "products and communication in turn do not take {} to {} of the sum of both alone: they disturb each other".format(
         *CHECK_SUM_LIMITS
     ),
 )
-FASTER_THAN_ALONE = Untold(
+FASTER_THAN_ALONE = MissingFigure(
     "short", "products and communication at once take less time than one alone: other programs disturb the rounds"
 )
-WIDE_OVERLAP = Untold(
+WIDE_OVERLAP = MissingFigure(
     "wide",
     f"the interval of exposed time is wider than {MAX_EXPOSED_WIDTH:.0%} of the step, or that of the hidden share "
     f"wider than {100 * MAX_HIDDEN_WIDTH:.0f} points",
 )
-WIDE_EFFICIENCY = Untold(
+WIDE_EFFICIENCY = MissingFigure(
     "wide", f"the interval of the efficiency is wider than {MAX_EFFICIENCY_WIDTH:.0%} of its value"
 )
-PIPELINE_WAITING = Untold(units.NONE, "a pipeline's exposed time includes waiting")
-UNPAIRED = Untold(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
+PIPELINE_WAITING = MissingFigure(units.NONE, "a pipeline's exposed time includes waiting")
+UNPAIRED = MissingFigure(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
 
 
-def find_median_interval(values: Sequence[float]) -> Middle | Untold:
+def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFigure:
     """Returns the median of the values with an interval that contains the true median with at least the probability
     CONFIDENCE. Returns the reason if there are too few values or any value is not finite.
 
@@ -87,7 +87,7 @@ def find_median_interval(values: Sequence[float]) -> Middle | Untold:
             break
         rank += 1
     return (
-        Middle(statistics.median(sorted_values), sorted_values[rank - 1], sorted_values[-rank])
+        MedianInterval(statistics.median(sorted_values), sorted_values[rank - 1], sorted_values[-rank])
         if rank
         else TOO_FEW_ROUNDS
     )
@@ -153,7 +153,7 @@ def find_pareto_points(points: Sequence[tuple[float, float]]) -> tuple[int, ...]
 
     Bytes that agree in three digits count as equal, because they differ only by a few scales.
     """
-    rounded_points = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in points]
+    rounded_points = [(float(f"{sent_bytes:.3g}"), sqnr) for sent_bytes, sqnr in points]
     return tuple(
         index
         for index, point in enumerate(rounded_points)
@@ -199,9 +199,9 @@ def measure_bubble(record: Record) -> Bubble | None:
     if record.timing is None or microbatches is None:
         return None
     shares = [
-        sum(communication) / busy
+        sum(communication) / busy_ns
         for steps, communication in iterate_rank_calls(record.timing)
-        if (busy := sum(steps) - sum(communication)) > 0
+        if (busy_ns := sum(steps) - sum(communication)) > 0
     ]
     return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
 
@@ -214,8 +214,8 @@ class OverlapFigures(NamedTuple):
     other, divided by the sum of their separate times.
     """
 
-    exposed: Middle | Untold
-    hidden: Middle | Untold
+    exposed: MedianInterval | MissingFigure
+    hidden: MedianInterval | MissingFigure
     check_sum: float | None = None
 
 
@@ -232,7 +232,7 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
     """
     rounds = tuple(map(_RoundSeconds, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
     if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
-        missing_figure = Untold(units.NONE, overlap.why or "it has no recorded rounds")
+        missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
     check_sum = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
     if not CHECK_SUM_LIMITS[0] <= check_sum <= CHECK_SUM_LIMITS[1]:
@@ -245,9 +245,9 @@ def overlap_figures(overlap: Overlap) -> OverlapFigures:
         [1 - (seconds.simultaneous - seconds.compute) / seconds.communication for seconds in rounds]
     )
     if (
-        isinstance(exposed_seconds, Untold)
-        or isinstance(excess_over_longer_part, Untold)
-        or isinstance(hidden_share, Untold)
+        isinstance(exposed_seconds, MissingFigure)
+        or isinstance(excess_over_longer_part, MissingFigure)
+        or isinstance(hidden_share, MissingFigure)
     ):
         return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, check_sum)
     if excess_over_longer_part.high < 0:
@@ -267,7 +267,7 @@ def find_overlap(record: Record) -> OverlapFigures | None:
     if record.overlap is None:
         return None
     figures = overlap_figures(record.overlap)
-    if isinstance(figures.exposed, Untold) or count_microbatches(record) is None:
+    if isinstance(figures.exposed, MissingFigure) or count_microbatches(record) is None:
         return figures
     return figures._replace(hidden=PIPELINE_WAITING)
 
@@ -278,8 +278,8 @@ class Efficiency(NamedTuple):
     either figure larger than 1.
     """
 
-    strong_scaling: Middle | Untold
-    weak_scaling: Middle | Untold
+    strong_scaling: MedianInterval | MissingFigure
+    weak_scaling: MedianInterval | MissingFigure
 
 
 def compute_efficiency(record: Record) -> Efficiency | None:
@@ -293,14 +293,16 @@ def compute_efficiency(record: Record) -> Efficiency | None:
     return Efficiency(strong_scaling, _compute_speed_share(rounds.share, rounds.together))
 
 
-def _compute_speed_share(alone: Sequence[float], together: Sequence[float], factor: float = 1.0) -> Middle | Untold:
+def _compute_speed_share(
+    alone: Sequence[float], together: Sequence[float], factor: float = 1.0
+) -> MedianInterval | MissingFigure:
     if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
         return UNPAIRED
     speed_share = find_median_interval(
         [value / all_ranks * factor for value, all_ranks in zip(alone, together, strict=True)]
     )
     is_too_wide = (
-        isinstance(speed_share, Middle)
+        isinstance(speed_share, MedianInterval)
         and speed_share.high - speed_share.low > MAX_EFFICIENCY_WIDTH * speed_share.value
     )
     return WIDE_EFFICIENCY if is_too_wide else speed_share
@@ -337,8 +339,8 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if (gain := compute_efficiency(record)) is not None:
         yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)
         yield _make_metric(specs.WEAK_SCALING, gain.weak_scaling, 100)
-    if sent := count_sent_bytes(record):
-        yield Metric(specs.WIRE_BYTES, float(max(sent)))
+    if sent_bytes := count_sent_bytes(record):
+        yield Metric(specs.WIRE_BYTES, float(max(sent_bytes)))
 
 
 def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Metric]:
@@ -350,7 +352,7 @@ def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Met
         yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
 
 
-def _make_metric(spec: MetricSpec, figure: Middle | Untold, factor: float = 1.0) -> Metric:
-    if isinstance(figure, Untold):
+def _make_metric(spec: MetricSpec, figure: MedianInterval | MissingFigure, factor: float = 1.0) -> Metric:
+    if isinstance(figure, MissingFigure):
         return Metric(spec, why=figure.why)
     return Metric(spec, figure.value * factor, bounds=(figure.low * factor, figure.high * factor))

@@ -30,7 +30,7 @@ _OVERHEAD_LAUNCHES = 10.0
 _MAX_RATE_SPREAD = 0.5
 
 
-class Bound(StrEnum):
+class LimitingResource(StrEnum):
     """The resource that limits a phase.
 
     A phase that is far below all its ceilings is limited by overhead if its operators are small. For other phases far
@@ -58,7 +58,7 @@ class Roofs:
     memory: float | None = None
     launches: float | None = None
 
-    def min_seconds_by_bound(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
+    def min_seconds_by_bound(self, count: PhaseCount, fused: bool = False) -> dict[LimitingResource, float]:
         """Returns the least seconds that a phase needs at the device's peaks: for its FLOPs, its bytes and its
         launches.
 
@@ -69,11 +69,11 @@ class Roofs:
         if count.unknown or product_seconds is None or self.memory is None:
             return {}
         if fused:
-            return {Bound.COMPUTE: product_seconds} if product_seconds else {}
+            return {LimitingResource.COMPUTE: product_seconds} if product_seconds else {}
         seconds_by_bound = {
-            Bound.COMPUTE: product_seconds,
-            Bound.MEMORY: count.bytes / self.memory,
-            Bound.LAUNCH: count.launches / self.launches if self.launches else None,
+            LimitingResource.COMPUTE: product_seconds,
+            LimitingResource.MEMORY: count.bytes / self.memory,
+            LimitingResource.LAUNCH: count.launches / self.launches if self.launches else None,
         }
         return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
 
@@ -100,8 +100,8 @@ class PhaseRoof:
 
     count: PhaseCount
     seconds: float
-    measured: Mapping[Bound, float]
-    sheet: Mapping[Bound, float]
+    measured: Mapping[LimitingResource, float]
+    sheet: Mapping[LimitingResource, float]
     fused: bool = False
 
     @property
@@ -121,7 +121,7 @@ class PhaseRoof:
         return self.count.flops / self.count.bytes
 
     @property
-    def bound(self) -> Bound | None:
+    def bound(self) -> LimitingResource | None:
         """The resource that limits the phase: the one that takes longest at the device's peaks, if it takes at least
         half of the phase's time. If no peaks were measured, the datasheet's peaks are used.
         """
@@ -133,7 +133,11 @@ class PhaseRoof:
             return slowest_resource
         if self.fused:
             return None
-        return Bound.OVERHEAD if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(Bound.LAUNCH, 0.0) else Bound.NONE
+        return (
+            LimitingResource.OVERHEAD
+            if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(LimitingResource.LAUNCH, 0.0)
+            else LimitingResource.NONE
+        )
 
     @property
     def share_of_ceiling(self) -> float | None:
@@ -249,8 +253,10 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     if not base_min_seconds or not min_seconds or not seconds:
         return None
     # A reference that is not split into phases has its products and all other work in one phase.
-    marks = [Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)]
-    if marks == [True, False]:
+    are_products_marked = [
+        Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)
+    ]
+    if are_products_marked == [True, False]:
         return None
     # 2. Find the casts that the precision adds.
     cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]

@@ -157,13 +157,13 @@ def _cell_seconds_by_round(timing: Timing) -> Floats:
     contributes the same number of calls, because a minimum over more calls is lower. If the parts of a round sum to
     more than the mean of the slot's calls without waiting, they are scaled down to that mean.
     """
-    fastest = cell_seconds(timing, count_common_calls(timing))
-    fastest_steps, mean_steps = fastest.sum(axis=1), _mean_seconds_by_round(timing)
+    fastest_cells = cell_seconds(timing, count_common_calls(timing))
+    fastest_steps, mean_steps = fastest_cells.sum(axis=1), _mean_seconds_by_round(timing)
     exceeds_mean = fastest_steps > mean_steps * (1 + _SUM_TOLERANCE)
     if not exceeds_mean.any():
-        return fastest
+        return fastest_cells
     scale: Floats = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[:, None]
-    return np.multiply(fastest, scale, dtype=np.float64)
+    return np.multiply(fastest_cells, scale, dtype=np.float64)
 
 
 # Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.
@@ -218,7 +218,7 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
         min(seconds),
         max(seconds),
         len(turns),
-        sum(course.settled for course in settlings) if settlings else None,
+        sum(settling.settled for settling in settlings) if settlings else None,
         _median_without_none([turn.clock for turn in turns]),
         _median_without_none([turn.watts for turn in turns]),
         median(seconds) / slot_seconds if slot_seconds else None,

@@ -56,8 +56,8 @@ def count_fastest_rounds(rounds: int) -> int:
 
 def best_by_segment(samples: Floats) -> Floats:
     """Returns for each segment the mean of its fastest rounds. `samples` has seconds with shape (rounds, segments)."""
-    fastest = count_fastest_rounds(len(samples))
-    best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
+    fastest_count = count_fastest_rounds(len(samples))
+    best: Floats = np.partition(samples, fastest_count - 1, axis=0)[:fastest_count].mean(axis=0)
     return best
 
 
@@ -65,8 +65,8 @@ def best_steps(steps: Floats) -> Floats:
     """Returns for each segment the mean over the fastest quarter of the steps. `steps` has seconds with shape (steps,
     segments).
     """
-    order = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
-    best: Floats = steps[order].mean(axis=0)
+    fastest_indices = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
+    best: Floats = steps[fastest_indices].mean(axis=0)
     return best
 
 
@@ -134,9 +134,9 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
     and because the terminal and the page need it for the speed-up and for each phase.
     """
     samples = np.frombuffer(raw).reshape(shape)
-    fastest = count_fastest_rounds(len(samples))
+    fastest_count = count_fastest_rounds(len(samples))
     draws = _draw_resamples(len(samples))
-    segments = np.array([_sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]) / fastest
+    segments = np.array([_sum_fastest_rounds(segment, draws, fastest_count) for segment in samples.T]) / fastest_count
     segments.setflags(write=False)
     return segments
 
@@ -145,10 +145,10 @@ def resample_fastest_steps(steps: Floats) -> Floats:
     """Returns the mean seconds of each segment over the fastest whole steps, for every resample. The shape is
     (segments, resamples).
     """
-    fastest = count_fastest_rounds(len(steps))
-    ranking = np.argsort(steps.sum(axis=1), kind="stable")
-    running_counts = np.minimum(_draw_resamples(len(steps))[ranking].cumsum(axis=0), fastest)
-    return np.array([_sum_by_counts(segment[ranking], running_counts) for segment in steps.T]) / fastest
+    fastest_count = count_fastest_rounds(len(steps))
+    step_ranking = np.argsort(steps.sum(axis=1), kind="stable")
+    running_counts = np.minimum(_draw_resamples(len(steps))[step_ranking].cumsum(axis=0), fastest_count)
+    return np.array([_sum_by_counts(segment[step_ranking], running_counts) for segment in steps.T]) / fastest_count
 
 
 def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
@@ -158,14 +158,16 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     searched at first. Resamples that did not draw enough of them are searched completely.
     """
     checked_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
-    ranking = np.argsort(seconds, kind="stable")
-    values = seconds[ranking]
-    checked_rounds = ranking[:checked_count]
+    round_ranking = np.argsort(seconds, kind="stable")
+    values = seconds[round_ranking]
+    checked_rounds = round_ranking[:checked_count]
     running_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
     sums = _sum_by_counts(values[:checked_count], running_counts)
     is_incomplete = running_counts[-1] < fastest
     if is_incomplete.any():
-        all_running_counts = np.minimum(draws[np.ix_(ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest)
+        all_running_counts = np.minimum(
+            draws[np.ix_(round_ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest
+        )
         sums[is_incomplete] = _sum_by_counts(values, all_running_counts)
     return sums
 

@@ -67,18 +67,18 @@ _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
 class ProductWork:
     """The FLOPs of a step's matrix products: the useful FLOPs, and the additional FLOPs that this precision causes."""
 
-    useful: int
-    rotations: int = 0
-    padding: int = 0
-    recomputed: int = 0
+    useful_flops: int
+    rotation_flops: int = 0
+    padding_flops: int = 0
+    recomputed_flops: int = 0
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
         """The additional FLOPs by metric, without metrics of zero FLOPs."""
         flops_by_spec = {
-            specs.ROTATION_FLOPS: self.rotations,
-            specs.PADDING_FLOPS: self.padding,
-            specs.RECOMPUTED_FLOPS: self.recomputed,
+            specs.ROTATION_FLOPS: self.rotation_flops,
+            specs.PADDING_FLOPS: self.padding_flops,
+            specs.RECOMPUTED_FLOPS: self.recomputed_flops,
         }
         return {spec: flops for spec, flops in flops_by_spec.items() if flops}
 
@@ -90,7 +90,7 @@ def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
     cast_count = tape.of(Phase.CAST)
     rotation_flops = cast_count.flops if cast_count is not None else 0
     flops = tape.flops - rotation_flops
-    excess_flops = flops - product_work(reference).useful if reference is not None else 0
+    excess_flops = flops - product_work(reference).useful_flops if reference is not None else 0
     if reference is None or excess_flops <= 0:
         return ProductWork(flops, rotation_flops)
     recomputed_flops = min(excess_flops, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference)))
@@ -198,7 +198,7 @@ def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
     if tape.flops:
         work = product_work(tape, sources.base.tape if sources.base is not None else None)
-        for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.overhead).items():
+        for spec, flops in ({specs.USEFUL_FLOPS: work.useful_flops} | work.overhead).items():
             yield Metric(spec, float(flops))
     figures = {specs.INTENSITY: compute_intensity(tape)}
     figures |= {spec: compute_flops_share(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
@@ -213,7 +213,7 @@ def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
 
 
 @dataclass(frozen=True)
-class Taped:
+class CaseTape:
     """The recorded step of one case. If it was not recorded, `why` is the reason. `declared` is the number of FLOPs
     that the suite declares.
     """
@@ -272,11 +272,11 @@ def describe_changes(old: Tape, new: Tape) -> str:
 
 
 def _describe_change(row: TapeRow) -> str:
-    old, new = row.sums
+    old_sums, new_sums = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
-    if old.calls != new.calls:
-        return f"{name}: {old.calls} call{'s' * (old.calls != 1)}, then {new.calls}"
-    return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
+    if old_sums.calls != new_sums.calls:
+        return f"{name}: {old_sums.calls} call{'s' * (old_sums.calls != 1)}, then {new_sums.calls}"
+    return f"{name}: {units.size(old_sums.bytes)}, then {units.size(new_sums.bytes)}"
 
 
 def tabulate_operators(tapes: Sequence[Tape]) -> list[TapeRow]:
@@ -367,8 +367,8 @@ class StepShares:
             return
         if self.emulated:
             yield _EMULATED_REMARK
-        unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
-        for name, calls in unknown.items():
+        unknown_calls = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
+        for name, calls in unknown_calls.items():
             yield f"unknown: {name}, {calls} calls a step, whose kind of work is unknown"
 
     def _seconds_of(self, share: float) -> float | None:

@@ -297,10 +297,10 @@ def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     ratio = early_conclusion.ratio
     if not math.isfinite(ratio.half_width):
         return False
-    effect = abs(math.log(ratio.point))
+    effect_size = abs(math.log(ratio.point))
     narrowest, widest = _EARLY_HALF_WIDTHS
-    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect), widest)
-    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect)
+    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect_size), widest)
+    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect_size)
 
 
 def conclude(
@@ -378,8 +378,8 @@ def _widen_interval(ratio: Interval, reach: float, earlier: tuple[float, float])
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
     low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
-    lowest, highest = map(math.exp, earlier)
-    return replace(ratio, low=min(ratio.low, low, lowest), high=max(ratio.high, high, highest))
+    lowest_ratio, highest_ratio = map(math.exp, earlier)
+    return replace(ratio, low=min(ratio.low, low, lowest_ratio), high=max(ratio.high, high, highest_ratio))
 
 
 def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:

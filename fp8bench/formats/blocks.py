@@ -276,25 +276,27 @@ def _scale_blocks(
         scales, inverse = map(store_scales, mx_scale(amax, fmt, scaling.rounding))
         return _ScaledBlocks([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
     # The largest of the blocks' magnitudes is that of the tensor, so no second pass over the tensor is needed.
-    tensor_scale_used = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
-    scales = nvfp4_block_scale(amax, tensor_scale_used, scaling.rounding)
-    decoding_scales = store_scales(scales * tensor_scale_used)
+    chosen_tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
+    scales = nvfp4_block_scale(amax, chosen_tensor_scale, scaling.rounding)
+    decoding_scales = store_scales(scales * chosen_tensor_scale)
     # where a scale is zero, every element becomes zero and keeps its sign
     divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
-    return _ScaledBlocks([magnitude / divisor for magnitude in magnitudes], scales, tensor_scale_used, decoding_scales)
+    return _ScaledBlocks(
+        [magnitude / divisor for magnitude in magnitudes], scales, chosen_tensor_scale, decoding_scales
+    )
 
 
 def _round_elements(
     scaled: _ScaledBlocks, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool
 ) -> list[Tensor]:
     random_lanes: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
-    pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
+    lane_pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
     if scaling.scale is None:
-        return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in pairs]
+        return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]
     # If a block has a NaN, its scale is NaN already, so its elements may be numbers.
     if saturate:
-        pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in pairs]
-    return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in pairs]
+        lane_pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in lane_pairs]
+    return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]
 
 
 def _store_scales(scales: Tensor) -> Tensor:

@@ -38,16 +38,16 @@ def encode(values: Tensor, fmt: Format) -> Tensor:
     """
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
-    for part, filled in _split_into_pieces(values.detach(), codes):
-        filled.copy_(encode_values(part, fmt))
+    for part, target_part in _split_into_pieces(values.detach(), codes):
+        target_part.copy_(encode_values(part, fmt))
     return codes
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Returns the float32 values of codes."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    for part, filled in _split_into_pieces(codes, values):
-        filled.copy_(_decode(part, fmt))
+    for part, target_part in _split_into_pieces(codes, values):
+        target_part.copy_(_decode(part, fmt))
     return values
 
 

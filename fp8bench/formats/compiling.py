@@ -175,9 +175,12 @@ def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     with config.patch(_list_inductor_options(kernel, bits, config)):
         mode, graph, inputs = _trace_graph(kernel)
         # Without this context, torch 2.11 finds no outputs in the graph and treats fixed sizes as free.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), stored_kernels.collect_modules() as modules:
+        with (
+            torch._guards.tracing(torch._guards.TracingContext(mode)),
+            stored_kernels.collect_modules() as generated_modules,
+        ):
             run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
-    _GENERATED_MODULES[run] = modules
+    _GENERATED_MODULES[run] = generated_modules
     return run
 
 

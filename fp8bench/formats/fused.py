@@ -88,8 +88,8 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = F
         return values[0]
     if target is torch.float32:
         return _join_floats([value.view(torch.int32) for value in values])
-    rounded = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
-    low, high = (tensor.view(torch.int32) for tensor in rounded)
+    rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
+    low, high = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
         low.bitwise_right_shift(_BITS_PER_HALF_WORD)
         .bitwise_and(_LOW_HALF_MASK)
@@ -227,13 +227,13 @@ class ValuesKernel(Kernel):
         NVFP4 the factor is the tensor scale.
         """
         # The number of optional tensors is fixed when the kernel is compiled.
-        source, out, *optional = tensors
-        factor = optional[0] if self.factor else None
-        random = self._draw_random(source, optional[-1]) if self.stochastic else None
+        source, out, *optional_tensors = tensors
+        factor = optional_tensors[0] if self.factor else None
+        random = self._draw_random(source, optional_tensors[-1]) if self.stochastic else None
         # Magnitudes need fewer instructions than signed numbers, but only work for formats whose zero has a sign.
         if self.fmt.signed_zero:
-            rounded = self._round_source(split_magnitudes(source), factor, random)
-            out.copy_(join_magnitudes(rounded, source, self.target, self.is_exact))
+            rounded_lanes = self._round_source(split_magnitudes(source), factor, random)
+            out.copy_(join_magnitudes(rounded_lanes, source, self.target, self.is_exact))
         else:
             out.copy_(join_lanes(self._round_source(split_lanes(source), factor, random), self.target, self.is_exact))
         return ()

@@ -49,9 +49,9 @@ def allocate_scaled_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
 
 def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     if scaling.columns:
-        stored = quantise(x, fmt, scaling)
-        assert stored.scales is not None
-        return stored.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(stored.scales)
+        scaled_tensor = quantise(x, fmt, scaling)
+        assert scaled_tensor.scales is not None
+        return scaled_tensor.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(scaled_tensor.scales)
     scale, inverse = factor(x, fmt, scaling)
     return torch_codes(x, fmt, scale), inverse
 
@@ -59,11 +59,15 @@ def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[T
 def square_codes_by_operations(
     x: Tensor, fmt: Format, scaling: Scaling, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    stored = quantise(x, fmt, scaling)
-    assert stored.scales is not None
-    data = stored.codes.view(CODE_DTYPES[fmt.name])
-    straight_result = data, by_squares(stored.scales)
-    return (straight_result, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight_result,)
+    scaled_tensor = quantise(x, fmt, scaling)
+    assert scaled_tensor.scales is not None
+    straight_codes = scaled_tensor.codes.view(CODE_DTYPES[fmt.name])
+    straight_result = straight_codes, by_squares(scaled_tensor.scales)
+    return (
+        (straight_result, (straight_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
+        if both
+        else (straight_result,)
+    )
 
 
 def fill_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:

@@ -167,7 +167,7 @@ def square_codes(
         return _square_codes_by_triton(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
     x, is_whole = fill_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
-    matrix, swapped = as_row_major(x)
+    matrix, is_swapped = as_row_major(x)
     down, across = (length // SQUARE_SIDE for length in matrix.shape)
     scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
     inverse, turned_inverse = allocate_square_scales(down, across, x.device)
@@ -176,7 +176,7 @@ def square_codes(
     )
     # `codes` needs the scales in the order of the squares in memory, which `scale` has.
     results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
-    inverses = (turned_inverse, inverse) if swapped else (inverse, turned_inverse)
+    inverses = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
         (data if is_whole else data[:height, :width].contiguous(), transpose_rows(memory))
@@ -260,9 +260,9 @@ def delayed_scale(
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> Launch | None:
     if not x.numel():
         return None
-    matrix, swapped = as_row_major(x)
+    matrix, is_swapped = as_row_major(x)
     # In memory `x` may be transposed. The kernel's straight codes then belong to the transpose of `x`.
-    if swapped:
+    if is_swapped:
         out, turned = turned, out
     # `side` is the side of a square that has a scale. Without such scales it is chosen for the matrix's shape.
     has_square_scales = scale is not None and scale.dim() == 2
@@ -336,8 +336,8 @@ def _run_delayed_codes(
 def _run_square_codes(
     x: Tensor, inverse: Tensor, turned_inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
 ) -> Launch | None:
-    matrix, swapped, outputs, orientations = _matrix_and_outputs(x, out, turned)
-    if swapped:
+    matrix, is_swapped, outputs, orientations = _matrix_and_outputs(x, out, turned)
+    if is_swapped:
         inverse, turned_inverse = turned_inverse, inverse
     kernel = SquareCodesKernel(*_kernel_fields(x, fmt, rounding), *orientations)
     return run_kernel(kernel, matrix, inverse, turned_inverse, *outputs)
@@ -349,10 +349,10 @@ def _matrix_and_outputs(
     """Returns the row-major matrix, whether `x` is its transpose, memory for the requested codes, and two flags:
     whether codes of the matrix and codes of its transpose are requested.
     """
-    matrix, swapped = as_row_major(x)
-    straight, transpose = (turned, out) if swapped else (out, turned)
+    matrix, is_swapped = as_row_major(x)
+    straight, transpose = (turned, out) if is_swapped else (out, turned)
     outputs = [memory for memory in (straight, transpose) if memory is not None]
-    return matrix, swapped, outputs, (straight is not None, transpose is not None)
+    return matrix, is_swapped, outputs, (straight is not None, transpose is not None)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:

@@ -124,12 +124,12 @@ def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None)
     the one whose last float32 bit is worth one step of the grid.
     """
     # Find the power of two at or below each magnitude. It is at least the format's smallest normal number.
-    smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
-    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
+    smallest_exponent_bits = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
+    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
     if random is not None:
         return _round_stochastically(magnitudes, exponent, fmt, random)
-    constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
-    return (magnitudes + constant).sub_(constant)
+    rounding_constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
+    return (magnitudes + rounding_constant).sub_(rounding_constant)
 
 
 def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
@@ -138,11 +138,11 @@ def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, ran
     step = (exponent - exponent_shift).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
     steps = magnitudes * inverse
-    floor = steps.floor()
+    floor_steps = steps.floor()
     # Round the remainder to 24 bits first. Otherwise even the tiniest values would be rounded up with a probability of
     # 2^-24.
-    rounds_up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
-    return (floor + rounds_up.to(torch.float32)).mul_(step)
+    rounds_up = ((steps - floor_steps) * float(1 << RANDOM_BITS)).round() > random
+    return (floor_steps + rounds_up.to(torch.float32)).mul_(step)
 
 
 def copy_signs(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
@@ -210,15 +210,15 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     Between 2^-127 and 2^-126 a float32 is subnormal. Then it has one mantissa bit less, and no implicit leading bit.
     """
     bits = values.view(torch.int32)
-    lowest = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
-    scale = torch.where(bits < _SMALLEST_NORMAL_BITS, lowest, bits)
+    subnormal_bits = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
+    scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
-    rounded = (scale + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
-    powers = rounded.clamp(max=E8M0.largest)
+    rounded = (scale_bits + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
+    limited_powers = rounded.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
-        powers = torch.where(rounded > E8M0.largest, torch.nan, powers)
+        limited_powers = torch.where(rounded > E8M0.largest, torch.nan, limited_powers)
     # e8m0 has no code for zero and negative numbers, so they become NaN.
-    return torch.where(values > 0, powers, torch.nan)
+    return torch.where(values > 0, limited_powers, torch.nan)
 
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -43,8 +43,8 @@ def load_kernel(kernel: object) -> tuple[Call, int] | None:
     """Returns a stored kernel and its vector width in bits. Returns None if the kernel is missing or was changed."""
     path = _find_kernel_path(kernel)
     try:
-        stored = unseal(parse_json(_read_owned_file(path))) if path is not None else None
-        return None if stored is None else (_load_call(stored), int(stored["bits"]))
+        stored_kernel = unseal(parse_json(_read_owned_file(path))) if path is not None else None
+        return None if stored_kernel is None else (_load_call(stored_kernel), int(stored_kernel["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong, the kernel is compiled again
         return None
 
@@ -58,11 +58,11 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
     if path is None or len(modules) != 1:
         return
     try:
-        stored = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_same_bits(run, _load_call(stored), kernel.examples()):
+        stored_kernel = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
+        if _writes_same_bits(run, _load_call(stored_kernel), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
-            write_whole(path, compact(seal(stored)), sync=False)
+            write_whole(path, compact(seal(stored_kernel)), sync=False)
             path.chmod(0o600)  # set the mode whatever the umask is, because _read_owned_file checks it
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
@@ -135,12 +135,12 @@ def _load_library(file: str) -> Any:
 
 def _writes_same_bits(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:
     """Returns whether a kernel that was loaded again writes the same bits as the kernel that was just compiled."""
-    expected, written = list(map(torch.clone, examples)), list(map(torch.clone, examples))
-    run(*expected)
-    reloaded(*written)
+    expected_tensors, written_tensors = list(map(torch.clone, examples)), list(map(torch.clone, examples))
+    run(*expected_tensors)
+    reloaded(*written_tensors)
     return all(
-        torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
-        for tensor, same in zip(map(_flat, expected), map(_flat, written), strict=True)
+        torch.equal(tensor.view(torch.uint8), written_tensor.view(torch.uint8))
+        for tensor, written_tensor in zip(map(_flat, expected_tensors), map(_flat, written_tensors), strict=True)
     )
 
 

@@ -142,10 +142,10 @@ class TiledCodesKernel(Kernel):
         return 2 if self.fmt is E2M1 else 1
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        source, out, scales, *optional = tensors
+        source, out, scales, *optional_tensors = tensors
         scaling = self.places.scaling
         assert scaling.scale is not None
-        random_lanes = self._draw_bits(source, optional.pop()) if self.stochastic else None
+        random_lanes = self._draw_bits(source, optional_tensors.pop()) if self.stochastic else None
         # torch's cast rounds to nearest even, so it can be used here
         if self.codes_per_byte == 1 and not self.stochastic:
             amax = source.abs().amax(_BLOCK_DIMENSIONS, keepdim=True).to(torch.float32)
@@ -153,11 +153,13 @@ class TiledCodesKernel(Kernel):
             codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
             lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
-            tensor_scale = optional[0] if optional else None
-            rounded, block_scales, _ = block_elements(
+            tensor_scale = optional_tensors[0] if optional_tensors else None
+            rounded_lanes, block_scales, _ = block_elements(
                 lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
             )
-            codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
+            codes = [
+                encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded_lanes
+            ]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
         # If a block is a part of one row, scales have the order of the codes. If it is a square, its scale is repeated
@@ -298,10 +300,10 @@ def tiled_codes(
     check_input(x)
     if not _can_use_kernel(x):
         return _cast_by_operations(x, fmt, scaling, *_draw_seeds(draw, 1))
-    target = _TiledCast.of(x, fmt, scaling, draw is not None)
-    _scale_tensors([target], x, draw, () if amaxes is None else (amaxes,))
-    run_cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
-    return target.result()
+    tiled_cast = _TiledCast.of(x, fmt, scaling, draw is not None)
+    _scale_tensors([tiled_cast], x, draw, () if amaxes is None else (amaxes,))
+    run_cast("tiled_codes", None, tiled_cast.arguments, (tiled_cast.tiled, *_operator_arguments(fmt, scaling)), tuple)
+    return tiled_cast.result()
 
 
 def tiled_codes_both(
@@ -416,14 +418,14 @@ class _TiledCast(NamedTuple):
 
 
 def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    stored = quantise(x, fmt, scaling, seed=seed)
-    scales = stored.scales
+    scaled_tensor = quantise(x, fmt, scaling, seed=seed)
+    scales = scaled_tensor.scales
     assert scales is not None
     row_scales = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
-    memory, codes = swizzle(row_scales), stored.codes.view(_ALL_CODE_DTYPES[fmt.name])
-    if stored.tensor_scale is None:
+    memory, codes = swizzle(row_scales), scaled_tensor.codes.view(_ALL_CODE_DTYPES[fmt.name])
+    if scaled_tensor.tensor_scale is None:
         return codes, memory.view(torch.float8_e8m0fnu)
-    return codes, torch.cat((memory, stored.tensor_scale.reshape(1).view(torch.uint8)))
+    return codes, torch.cat((memory, scaled_tensor.tensor_scale.reshape(1).view(torch.uint8)))
 
 
 def _run_tiled_codes(*arguments: Any) -> Launch | None:

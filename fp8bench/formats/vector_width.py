@@ -66,8 +66,8 @@ def measure_fastest(
 
 
 def choose_width(seconds: Mapping[int, float]) -> int:
-    narrow, fastest = min(seconds), min(seconds, key=lambda bits: seconds[bits])
-    return fastest if seconds[fastest] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
+    narrow_bits, fastest_bits = min(seconds), min(seconds, key=lambda bits: seconds[bits])
+    return fastest_bits if seconds[fastest_bits] < (1 - _LEAST_GAIN) * seconds[narrow_bits] else narrow_bits
 
 
 class StoredChoice:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8bench import units
-from fp8bench.analysis.compare.compare import Compared
+from fp8bench.analysis.compare.compare import ComparedSides
 from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.analysis.compare.sides import DifferingFact, Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
@@ -115,7 +115,7 @@ def explain_labels(comparisons: Iterable[Comparison]) -> list[str]:
     return [explain_label(label) for label in Label if label.value in labels]
 
 
-def comparison_page(compared: Compared, with_unchanged: bool = False, with_reasons: bool = False) -> Page:
+def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_reasons: bool = False) -> Page:
     """Returns the page of a comparison. `with_unchanged` also lists memory, errors and counts that are the same.
     `with_reasons` shows the reason for 'cannot tell' in each row instead of in a list.
     """
@@ -157,7 +157,7 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     return Page("B against A", "", tuple(parts), legend, side_facts)
 
 
-def _explain_missing_verdicts(compared: Compared) -> Texts:
+def _explain_missing_verdicts(compared: ComparedSides) -> Texts:
     """If the two sides were measured under different conditions, yields a sentence that explains why times have no
     verdict. The sentence has the range of their ratios.
     """
@@ -200,7 +200,7 @@ def describe_difference(fact: DifferingFact, values: str) -> str:
     return f"{fact.name}{values.format(f'{fact.before:.60}', f'{fact.after:.60}')}"
 
 
-def _describe_differences(compared: Compared) -> tuple[str, tuple[Element, ...]]:
+def _describe_differences(compared: ComparedSides) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing)
@@ -238,7 +238,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
     yield table("comparisons", "", cols, comparisons)
 
 
-def comparison_document(compared: Compared) -> dict[str, Any]:
+def comparison_document(compared: ComparedSides) -> dict[str, Any]:
     return {
         "a": _side_document(compared.before),
         "b": _side_document(compared.after),

@@ -18,9 +18,9 @@ from fp8bench.analysis.ranks import (
     WIDE_EFFICIENCY,
     WIDE_OVERLAP,
     Bubble,
-    Middle,
+    MedianInterval,
+    MissingFigure,
     OverlapFigures,
-    Untold,
     compute_efficiency,
     compute_memory_skew,
     compute_rank_skew,
@@ -101,8 +101,8 @@ def test_a_bubble_is_the_time_without_computing() -> None:
 
 
 def test_the_median_interval_ends_at_two_rounds() -> None:
-    assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
-    assert find_median_interval([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
+    assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == MedianInterval(3.0, 1.0, 5.0)
+    assert find_median_interval([float(one) for one in range(8)]) == MedianInterval(3.5, 1.0, 6.0)
     assert (
         find_median_interval([1.0] * 4) is TOO_FEW_ROUNDS
         and find_median_interval([]) is TOO_FEW_ROUNDS
@@ -130,7 +130,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
     found = compute_efficiency(scaled(alone, alone, together))
-    assert isinstance(found.strong_scaling, Middle)
+    assert isinstance(found.strong_scaling, MedianInterval)
     assert found.strong_scaling == pytest.approx((10 / 12.8,) * 3)
 
 
@@ -161,7 +161,7 @@ def overlap(both: float, in_turn: float, rounds: int = ROUNDS) -> Overlap:
     return Overlap(*((one,) * rounds for one in (36e-3, 8e-3, both, in_turn)))
 
 
-def told(found: Middle | Untold) -> float:
+def told(found: MedianInterval | MissingFigure) -> float:
     return found.value
 
 
@@ -205,7 +205,7 @@ def test_disturbed_rounds_give_no_overlap() -> None:
         found = overlap_figures(Overlap(*parts)).exposed
         assert found.why == "it has no recorded rounds"
     assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is TOO_FEW_ROUNDS
-    assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, Untold)
+    assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, MissingFigure)
 
 
 def test_figures_have_their_bounds_or_their_reason() -> None:

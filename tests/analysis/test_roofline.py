@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.claims import CPU_FP32_MARGIN, GPU_PRODUCT_MARGIN, MARGIN, label_false_claims
+from fp8bench.analysis.claims import CLAIM_MARGIN, CPU_FP32_MARGIN, GPU_PRODUCT_MARGIN, label_false_claims
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import (
-    Bound,
     Datasheet,
+    LimitingResource,
     compute_gain,
     find_datasheet,
     load_datasheets,
@@ -35,9 +35,9 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 def test_each_phase_is_limited_by_its_slowest_resource() -> None:
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE,
-        "optimizer_step": Bound.MEMORY,
-        "elementwise": Bound.LAUNCH,
+        "gemm": LimitingResource.COMPUTE,
+        "optimizer_step": LimitingResource.MEMORY,
+        "elementwise": LimitingResource.LAUNCH,
     }
     of = {phase: one.share_of_ceiling for phase, one in roofs.items()}
     assert of == pytest.approx({"gemm": 0.71, "optimizer_step": 0.8, "elementwise": 20 / 21})
@@ -131,9 +131,9 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
         (counted(GPU_PRODUCT_MARGIN - 0.01), False),
         (counted(GPU_PRODUCT_MARGIN + 0.01), True),
         (counted(GPU_PRODUCT_MARGIN + 0.01, device="cpu"), False),
-        (counted(MARGIN + 0.1, device="cpu"), True),
-        (counted(MARGIN - 0.1, operator="aten::convolution"), False),
-        (counted(MARGIN + 0.1, operator="aten::convolution"), True),
+        (counted(CLAIM_MARGIN + 0.1, device="cpu"), True),
+        (counted(CLAIM_MARGIN - 0.1, operator="aten::convolution"), False),
+        (counted(CLAIM_MARGIN + 0.1, operator="aten::convolution"), True),
         (counted(1.9, path="e4m3"), False),
         (counted(4, path="int8"), False),
         (counted(9, path="int8"), True),
@@ -158,10 +158,10 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
     [
         (CPU_FP32_MARGIN - 0.01, "fp32", "mm", False),
         (CPU_FP32_MARGIN + 0.01, "fp32", "mm", True),
-        (MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
-        (MARGIN - 0.01, "fp32", "convolution", False),
-        (MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
-        (MARGIN + 0.01, "fp32", "convolution", True),
+        (CLAIM_MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
+        (CLAIM_MARGIN - 0.01, "fp32", "convolution", False),
+        (CLAIM_MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
+        (CLAIM_MARGIN + 0.01, "fp32", "convolution", True),
     ],
 )
 def test_fp32_products_on_a_cpu_have_a_smaller_margin(times: float, path: str, operator: str, above: bool) -> None:
@@ -169,7 +169,7 @@ def test_fp32_products_on_a_cpu_have_a_smaller_margin(times: float, path: str, o
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in label_false_claims(one, None)] == [Label.ABOVE_CEILING] * above
     quick = replace(one, ceiling=Ceiling(1e14, None))
-    assert bool(list(label_false_claims(quick, None))) == (times > MARGIN)
+    assert bool(list(label_false_claims(quick, None))) == (times > CLAIM_MARGIN)
 
 
 def test_impossible_bytes_and_unsteady_rates() -> None:
@@ -186,14 +186,16 @@ def test_impossible_bytes_and_unsteady_rates() -> None:
 @for_each(
     ("milliseconds", "launches", "bound"),
     [
-        (76, 100, Bound.COMPUTE),
-        (77, 100, Bound.NONE),
-        (400, 39_000, Bound.NONE),
-        (400, 41_000, Bound.OVERHEAD),
-        (60, 50_000, Bound.LAUNCH),
+        (76, 100, LimitingResource.COMPUTE),
+        (77, 100, LimitingResource.NONE),
+        (400, 39_000, LimitingResource.NONE),
+        (400, 41_000, LimitingResource.OVERHEAD),
+        (60, 50_000, LimitingResource.LAUNCH),
     ],
 )
-def test_a_phase_far_below_its_ceilings_has_no_bound(milliseconds: float, launches: int, bound: Bound) -> None:
+def test_a_phase_far_below_its_ceilings_has_no_bound(
+    milliseconds: float, launches: int, bound: LimitingResource
+) -> None:
     (lead, reference), _, _ = results()
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
@@ -201,7 +203,7 @@ def test_a_phase_far_below_its_ceilings_has_no_bound(milliseconds: float, launch
     assert roof.bound is bound
     without = tuple(rate for rate in CEILING.rates if rate.limit is not Limit.LAUNCH)
     (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
-    assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)
+    assert roof.bound is (LimitingResource.COMPUTE if milliseconds <= 76 else LimitingResource.NONE)
 
 
 def test_the_products_of_a_compiled_step_are_checked() -> None:
@@ -223,7 +225,7 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
     roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
     assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE,
+        "gemm": LimitingResource.COMPUTE,
         "optimizer_step": None,
         "elementwise": None,
     }

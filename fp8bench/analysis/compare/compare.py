@@ -48,7 +48,7 @@ _STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSides:
     """The comparisons of two sides, the ids of cases that only one side has, and the facts about the runs that differ.
 
     `conditions` describes the differing facts that times depend on, like 'threads was 1 and is 2'. It is '' if times
@@ -68,20 +68,20 @@ class Compared:
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
 
-def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compared:
+def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> ComparedSides:
     """Compares the cases that both sides have, in the order of the new side.
 
     Runs of the `extra` side are not compared. They only show how much runs of the same code differ.
     """
     differing_facts = list_differing_facts(old_side.runs, new_side.runs)
-    changed_conditions = [fact for fact in differing_facts if fact.of_times]
+    changed_conditions = [fact for fact in differing_facts if fact.affects_times]
     conditions = "; ".join(f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in changed_conditions)
     comparisons: list[Comparison] = []
     for name, new_sightings in new_side.sightings.items():
         if name in old_side.sightings:
             extra_sightings = extra.sightings.get(name, ()) if extra is not None else ()
             comparisons += _compare_case(old_side.sightings[name], new_sightings, extra_sightings, conditions)
-    return Compared(
+    return ComparedSides(
         old_side,
         new_side,
         tuple(comparisons),
@@ -282,7 +282,7 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
     difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
     direction, reason = judge_difference(difference)
     ratio = difference.ratio
-    if figures.few and difference.alone:
+    if figures.has_few_rounds and difference.is_spread_unknown:
         direction, reason = Direction.UNSURE, "a few runs of a few rounds each are too few"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
     # 2. Check this result against the mean over all calls.
@@ -292,7 +292,7 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
     )
     if is_contradicted:
         direction, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
-    if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.alone):
+    if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.is_spread_unknown):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
     old, new = figures.shown or (geometric_mean(figures.old), geometric_mean(figures.new))
     change = FigureChange(direction, old, new, ratio, difference.p_value, reason, difference.noise)

@@ -56,7 +56,7 @@ class RunDifference:
     noise: Noise
 
     @property
-    def alone(self) -> bool:
+    def is_spread_unknown(self) -> bool:
         return self.p_value is None
 
 
@@ -113,12 +113,12 @@ def _squared_deviations(side: Sequence[Estimate]) -> list[float]:
 def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
     """Returns whether a change is better, worse, the same or UNSURE. Also returns the reason if it is UNSURE."""
     ratio = difference.ratio
-    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.alone else BAND
+    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.is_spread_unknown else BAND
     if ratio.low > 1 and ratio.point > 1 + min_change:
         return Direction.WORSE, ""
     if ratio.high < 1 and ratio.point < 1 / (1 + min_change):
         return Direction.BETTER, ""
-    if difference.alone:
+    if difference.is_spread_unknown:
         return Direction.UNSURE, (
             f"fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in all do not show how much runs differ; no change below "
             f"{percent(MIN_CHANGE_OF_FEW_RUNS, 0)} is judged: measure more runs, or duel"

@@ -93,7 +93,7 @@ class DifferingFact:
     name: str
     before: str
     after: str
-    of_times: bool = False
+    affects_times: bool = False
 
 
 def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
@@ -108,7 +108,7 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
             continue
         old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
-    return tuple(sorted(facts, key=lambda fact: not fact.of_times))
+    return tuple(sorted(facts, key=lambda fact: not fact.affects_times))
 
 
 MachineFacts = tuple[tuple[str, Scalar | None], ...]
@@ -200,7 +200,7 @@ class MatchedFigures:
     unit: str
     old: tuple[Estimate, ...]
     new: tuple[Estimate, ...]
-    few: bool = False
+    has_few_rounds: bool = False
     extra: tuple[Estimate, ...] = ()
     typical: tuple[tuple[Estimate, ...], ...] = ()
     shown: tuple[float, float] | None = None

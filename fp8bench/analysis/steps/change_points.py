@@ -51,26 +51,29 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     short level costs 1 more. The search goes from left to right: whatever follows a cut, the best cuts before it are
     those of the values before it.
     """
-    series_count, longest = batch.values.shape
+    series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
     # The three arrays are indexed by (length of the longest series - length of the piece).
-    piece_lengths = np.arange(longest, 0, -1)
+    piece_lengths = np.arange(longest_length, 0, -1)
     length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
-    sums = np.zeros((series_count, longest + 1))
+    sums = np.zeros((series_count, longest_length + 1))
     # Subtract the first value of each series before summing, so that no digits are lost.
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
     # The lowest cost of the first s values, without the sum of their squares, which does not depend on the cuts.
-    lowest_cost = np.full((series_count, longest + 1), np.inf)
+    lowest_cost = np.full((series_count, longest_length + 1), np.inf)
     lowest_cost[:, 0] = 0.0
-    last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest + 1), dtype=np.intp)
+    last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest_length + 1), dtype=np.intp)
     series_ends = set(batch.lengths.tolist())
-    for end in range(MIN_LEVEL_LENGTH, longest + 1):
-        begins, lengths = slice(end - MIN_LEVEL_LENGTH + 1), slice(longest - end, longest - MIN_LEVEL_LENGTH + 1)
-        cost_by_piece_begin = sums[:, begins] - sums[:, end : end + 1]
+    for end in range(MIN_LEVEL_LENGTH, longest_length + 1):
+        begin_slice, length_slice = (
+            slice(end - MIN_LEVEL_LENGTH + 1),
+            slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1),
+        )
+        cost_by_piece_begin = sums[:, begin_slice] - sums[:, end : end + 1]
         cost_by_piece_begin *= cost_by_piece_begin
-        cost_by_piece_begin *= weights[lengths]
-        cost_by_piece_begin += length_prices[lengths]
-        cost_by_piece_begin += lowest_cost[:, begins]
+        cost_by_piece_begin *= weights[length_slice]
+        cost_by_piece_begin += length_prices[length_slice]
+        cost_by_piece_begin += lowest_cost[:, begin_slice]
         if end in series_ends:
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
@@ -118,8 +121,8 @@ def estimate_noise(batch: Batch) -> Floats:
     row_indices = np.arange(len(differences))
     median_difference = (differences[row_indices, (counts - 1) // 2] + differences[row_indices, counts // 2]) / 2
     squared_differences = np.where(np.isfinite(differences), differences, 0.0) ** 2
-    smallest_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
-    trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, smallest_count - 1] / smallest_count
+    trimmed_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
+    trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, trimmed_count - 1] / trimmed_count
     rough_noise = np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
     clipping_limit = _CLIPPING_LIMIT_IN_DEVIATIONS * np.maximum(rough_noise, MIN_SPREAD)[:, None]
     mean_clipped_square = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
@@ -154,11 +157,11 @@ def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
     sum_of_squares = float(residuals @ residuals)
     if sum_of_squares == 0:
         return 1.0
-    correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
-    if correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
+    neighbour_correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
+    if neighbour_correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
         return 1.0
-    correlation = min(correlation, _MAX_CORRELATION)
-    return (1 + correlation) / (1 - correlation)
+    neighbour_correlation = min(neighbour_correlation, _MAX_CORRELATION)
+    return (1 + neighbour_correlation) / (1 - neighbour_correlation)
 
 
 # The values of a series. They are positive, in the order of their commits, and have no gaps.
@@ -338,8 +341,8 @@ def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
         return cuts
     noise, _ = _estimate_residual_noise(row, cuts)
     begin, cut = [0, *cuts][-2:]
-    distances = row[cut:] - row[begin:cut].mean()
-    remaining_distances = np.sort(distances * math.copysign(1.0, distances.mean()))[:-1]
+    level_distances = row[cut:] - row[begin:cut].mean()
+    remaining_distances = np.sort(level_distances * math.copysign(1.0, level_distances.mean()))[:-1]
     error = noise * math.sqrt(1 / len(remaining_distances) + 1 / (cut - begin))
     return cuts if remaining_distances.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
 
@@ -382,8 +385,8 @@ def _variance_reductions(values: Floats) -> Floats:
     first_lengths = np.arange(1, count)
     sums = values.cumsum()
     mean_difference = sums[:-1] / first_lengths - (sums[-1] - sums[:-1]) / (count - first_lengths)
-    reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
-    return reductions
+    variance_reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
+    return variance_reductions
 
 
 def _to_student_t(deviations: float, freedom: int) -> float:

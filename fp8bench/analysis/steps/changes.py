@@ -27,8 +27,8 @@ from fp8bench.analysis.verdicts import UNEVEN_RATIO
 from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, spec_of
 
-TOO_FEW = f"fewer than {MIN_SERIES_LENGTH} commits measured under the same conditions: too few to show a step"
-TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions: too few to show a step"
+TOO_FEW_COMMITS = f"fewer than {MIN_SERIES_LENGTH} commits measured under the same conditions: too few to show a step"
+TOO_FEW_COUNTED_COMMITS = "fewer than 2 commits counted under the same conditions: too few to show a step"
 TOO_FEW_SINCE_CHANGE = (
     f"fewer than {MIN_SERIES_LENGTH} commits were measured since their conditions or version changed: too few to "
     "show a step after that"
@@ -101,16 +101,16 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All changes, the worst first, the number of searched trends, and how many trends were skipped for each reason.
+class FoundChanges:
+    """All changes, the worst first, the number of searched trends, and the number of skipped trends for each reason.
 
-    Trends of exact counts are counted separately (`counted`), because they have no noise.
+    Trends of exact counts are counted separately (`exact_count_trends`), because they have no noise.
     """
 
     changes: tuple[Change, ...]
-    looked_at: int
-    left: Counter[str]
-    counted: int = 0
+    searched_count: int
+    skip_counts: Counter[str]
+    exact_count_trends: int = 0
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,12 @@ class Stretch:
         return replace(self, places=self.places[is_finite], values=self.values[is_finite])
 
 
-def find_changes(trends: Iterable[Trend]) -> Found:
+def find_changes(trends: Iterable[Trend]) -> FoundChanges:
     """Searches all trends together and returns their changes. Acknowledgements are not applied."""
     return find_changes_in_stretches((_split_into_stretches(trend) for trend in trends), find_steps)
 
 
-def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> Found:
+def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> FoundChanges:
     """Returns the changes of trends. Each item of `stretches` has the stretches of one trend. `search` finds steps in
     series. A whole trend is read only if it has steps.
     """
@@ -157,7 +157,7 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
         searchable_stretches += positive_stretches
         searched_counts[is_counted] += bool(positive_stretches or finiteness_changes)
         if not positive_stretches and not finiteness_changes:
-            too_few_reason = TOO_FEW_COUNTS if is_counted else TOO_FEW
+            too_few_reason = TOO_FEW_COUNTED_COMMITS if is_counted else TOO_FEW_COMMITS
             skipped[NEGATIVE_VALUES if long_stretches else too_few_reason] += 1
         elif (
             positive_stretches
@@ -174,7 +174,7 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
     for stretch, stretch_steps in zip([*timed_stretches, *counted_stretches], steps, strict=True):
         step_changes += _make_changes(stretch, stretch_steps)
     changes += _check_against_means(step_changes)
-    return Found(tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped, searched_counts[1])
+    return FoundChanges(tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped, searched_counts[1])
 
 
 def _last_index(stretch: Stretch) -> int:
@@ -195,7 +195,7 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     includes every call.
     """
     repeated_ids = set[int]()
-    opposite_by_id: dict[int, Change] = {}
+    opposite_changes_by_id: dict[int, Change] = {}
     mean_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
     for mean, fast in itertools.product(mean_changes, changes):
         if not _is_same_step(mean, fast):
@@ -203,11 +203,15 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
         if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN_RATIO):
             repeated_ids.add(id(mean))
         else:
-            opposite_by_id[id(mean)] = fast
-            opposite_by_id[id(fast)] = mean
+            opposite_changes_by_id[id(mean)] = fast
+            opposite_changes_by_id[id(fast)] = mean
     for change in changes:
         if id(change) not in repeated_ids:
-            yield _mark_uneven(change, opposite_by_id[id(change)]) if id(change) in opposite_by_id else change
+            yield (
+                _mark_uneven(change, opposite_changes_by_id[id(change)])
+                if id(change) in opposite_changes_by_id
+                else change
+            )
 
 
 def _is_same_step(mean: Change, fast: Change) -> bool:
@@ -301,7 +305,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
     trend = stretch.read()
     figures = trend.figures
     figure_indices = stretch.places.tolist()
-    low, first, high = (figure_indices[index] for index in (step.low, step.at, step.high))
+    low_index, first_index, high_index = (figure_indices[index] for index in (step.low, step.at, step.high))
     # 1. Compute the ratio of the levels, if both are finite and positive.
     are_levels_finite = math.isfinite(level) and math.isfinite(new_level)
     ratio, reason = None, ""
@@ -321,23 +325,23 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
         ratio,
         None if stretch.counted or not are_levels_finite else step.p_value,
         why=reason,
-        since=figures[low].commit,
-        until=figures[high].commit,
+        since=figures[low_index].commit,
+        until=figures[high_index].commit,
     )
     # 2. Find the commits that may have caused the step, and whether the newest figure is comparable with the step's
     # figures.
-    possible_indices = range(low + 1, high + 1)
+    possible_indices = range(low_index + 1, high_index + 1)
     newest_index = next(
         index for index in reversed(range(len(figures))) if _comparable_value_of(figures[index]) is not None
     )
     return Change(
         trend,
         comparison,
-        figures[first].commit,
+        figures[first_index].commit,
         len(possible_indices),
         len(set(possible_indices) - set(figure_indices)),
         step.error,
-        figures[first].version,
+        figures[first_index].version,
         current=newest_index in figure_indices,
     )
 
@@ -382,7 +386,7 @@ _ACK_TOLERANCE_ERRORS = 3.0
 _SMALLEST_LEVEL = 1e-300
 
 
-def apply_acks(found: Found, acks: Sequence[Ack]) -> Found:
+def apply_acks(found: FoundChanges, acks: Sequence[Ack]) -> FoundChanges:
     """Marks open changes that an acknowledgement covers. The newest matching acknowledgement counts."""
     changes = []
     for change in found.changes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.compare import ComparedSides, compare
 from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
@@ -318,7 +318,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     )
 
 
-def _explain_unjudgeable(compared: Compared) -> tuple[str, int]:
+def _explain_unjudgeable(compared: ComparedSides) -> tuple[str, int]:
     has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
         return ("" if has_failed else f"no case of {compared.after.name} was measured."), EXIT_FAILED
@@ -336,7 +336,7 @@ def _explain_unjudgeable(compared: Compared) -> tuple[str, int]:
     return "", 0
 
 
-def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
+def _remeasure_suspects(compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
     """Measures each suspect again, with the request of the newest run that has its case. Each suite may have a
     separate run.
     """
@@ -347,7 +347,7 @@ def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Se
 
 
 def _remeasure_for_run(
-    newest: Run, compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]
+    newest: Run, compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest)
     look = None if commit is None else remeasurer.duel_with_commit(commit, newest.request, suspects)
@@ -360,7 +360,7 @@ def _remeasure_for_run(
     return SecondLook({case_and_metric(figure): figure for figure in figures}, f"measured again in run {rerun.id}")
 
 
-def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
+def _commit_to_duel(compared: ComparedSides, newest: Run) -> str | None:
     """Returns the first side's commit if a duel with it would answer the same question as the comparison, else None.
     A duel measures both sides with one interpreter and one torch. So it would not show, for example, the cost of a
     different torch.

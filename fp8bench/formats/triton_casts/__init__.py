@@ -48,11 +48,11 @@ def disable_triton(reason: str) -> None:
 
 @contextmanager
 def choose_casts(allows_triton: bool) -> Iterator[None]:
-    previous, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
+    previous_choice, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
     try:
         yield
     finally:
-        _TRITON_STATE.chosen = previous
+        _TRITON_STATE.chosen = previous_choice
 
 
 def describe(device: torch.device) -> str:

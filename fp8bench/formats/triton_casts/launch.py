@@ -116,7 +116,7 @@ def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[P
 def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches plans through Triton, and returns the compiled kernels."""
     device = tensors[0].device
-    compiled = []
+    compiled_kernels = []
     with _use_device(device):
         counter, zeros = _allocate(_find_required_scratch(plans), device, _get_current_stream(device))
         # Triton's launcher compiles at the first run. Later runs repeat the result.
@@ -125,8 +125,8 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
             # Replace each reference to a tensor by the tensor of this call.
             for name, argument in plan.arguments.items():
                 values[name] = _resolve(argument, tensors, counter, zeros)
-            compiled.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
-    return compiled
+            compiled_kernels.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
+    return compiled_kernels
 
 
 class Repeat:

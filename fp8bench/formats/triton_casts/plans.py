@@ -103,10 +103,10 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
             return _plan_orientations([(kernel, 0)], tensors)
         # Two casts of one matrix become one launch, which reads the matrix once.
         case PairKernel(first=first, second=second):
-            second_begins = len(first.free())
-            if tensors[0].data_ptr() == tensors[second_begins].data_ptr():
-                return _plan_orientations([(first, 0), (second, second_begins)], tensors)
-            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_begins)], tensors)
+            second_argument = len(first.free())
+            if tensors[0].data_ptr() == tensors[second_argument].data_ptr():
+                return _plan_orientations([(first, 0), (second, second_argument)], tensors)
+            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_argument)], tensors)
     return []
 
 
@@ -335,10 +335,13 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
     rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
     if kernel.places.turned:
         rows, columns = columns, rows
-    outputs, tiled = dict[bool, int](), dict[bool, bool]()
-    for oriented, number in kernels:
-        assert isinstance(oriented, TiledCodesKernel)
-        outputs[oriented.places.turned], tiled[oriented.places.turned] = number, oriented.places.tiled
+    outputs, tiled_by_orientation = dict[bool, int](), dict[bool, bool]()
+    for oriented_kernel, number in kernels:
+        assert isinstance(oriented_kernel, TiledCodesKernel)
+        outputs[oriented_kernel.places.turned], tiled_by_orientation[oriented_kernel.places.turned] = (
+            number,
+            oriented_kernel.places.tiled,
+        )
     arguments: Arguments = {
         "x": Pointer(first_argument),
         "codes": _choose_output_pointer(outputs, False, 1),
@@ -355,8 +358,8 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "EXPONENT": mx_largest_exponent(kernel.fmt),
         "STRAIGHT": False in outputs,
         "TURNED": True in outputs,
-        "TILED": tiled.get(False, False),
-        "TURNED_TILED": tiled.get(True, False),
+        "TILED": tiled_by_orientation.get(False, False),
+        "TURNED_TILED": tiled_by_orientation.get(True, False),
         "DOWN": BLOCK_SIDE,
         "ACROSS": BLOCK_SIDE,
     }

@@ -14,10 +14,10 @@ from fp8bench.analysis.ranks import (
     PIPELINE_WAITING,
     SUM_MISMATCH,
     Efficiency,
-    Middle,
+    MedianInterval,
+    MissingFigure,
     OverlapFigures,
     RankTimes,
-    Untold,
     compute_efficiency,
     find_overlap,
     find_pareto_points,
@@ -48,12 +48,15 @@ _MIN_FLUSHED_PERCENT = 0.01
 
 
 def _range_field(
-    figure: Middle | Untold, show_value: Callable[[float | None], str], factor: float = 1.0, tone: Tone = Tone.PLAIN
+    figure: MedianInterval | MissingFigure,
+    show_value: Callable[[float | None], str],
+    factor: float = 1.0,
+    tone: Tone = Tone.PLAIN,
 ) -> Field:
     """Returns a median with its range, as '50.0% (45.0% to 55.0%)'. If it is unknown, returns the word that stands
     for the reason.
     """
-    if isinstance(figure, Untold):
+    if isinstance(figure, MissingFigure):
         return Field(figure.word, tone=Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN)
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
@@ -62,10 +65,10 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
     """Yields why figures in a table are unknown. A reason that leaves a dash in the table is followed by the modes
     that it applies to.
     """
-    modes_by_reason: dict[Untold, list[str]] = {}
+    modes_by_reason: dict[MissingFigure, list[str]] = {}
     for case, figures in rows:
         for figure in figures:
-            if isinstance(figure, Untold):
+            if isinstance(figure, MissingFigure):
                 modes_by_reason.setdefault(figure, []).append(case.mode)
     # The table shows that a pipeline has no hidden share, and the remark on its bubble explains the waiting.
     modes_by_reason.pop(PIPELINE_WAITING, None)

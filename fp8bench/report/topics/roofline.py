@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, compute_gain, find_datasheet, phase_roofs
+from fp8bench.analysis.roofline import Gain, LimitingResource, PhaseRoof, compute_gain, find_datasheet, phase_roofs
 from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import Standing, find_standing, speed_up
 from fp8bench.report.columns import Col, Cols
@@ -28,7 +28,7 @@ def describe_bound(roof: PhaseRoof) -> str:
     if roof.bound is None:
         return ""
     share_of_peak = roof.share_of_ceiling or roof.share_of_datasheet or 0.0
-    if roof.bound is Bound.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
+    if roof.bound is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
         return "served from cache"
     return roof.bound.value
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.compare import ComparedSides, compare
 from fp8bench.analysis.compare.sides import Side, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
@@ -81,11 +81,11 @@ def side(name: str, *runs: Run) -> Side:
     return make_side(name, [(one, findings(one)) for one in runs])
 
 
-def held(before: Sequence[Run], after: Sequence[Run]) -> Compared:
+def held(before: Sequence[Run], after: Sequence[Run]) -> ComparedSides:
     return compare(side("A", *before), side("B", *after))
 
 
-def of(compared: Compared, metric: str, precision: str = "bf16") -> Comparison:
+def of(compared: ComparedSides, metric: str, precision: str = "bf16") -> Comparison:
     found = [
         figure for figure in compared.comparisons if figure.metric == metric and figure.case.endswith(f"/{precision}")
     ]
