@@ -187,8 +187,8 @@ def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
         weights_text = f"{weight_count} weights that were" if weight_count > 1 else "a weight that was"
         yield Labelled(
             Label.WORK_MISMATCH,
-            f"its products read {weights_text} cast to {record.case.mode} during preparation, which no step does: cast "
-            "them within the step, or name them MemoryRole.LOW_WEIGHTS in memory_roles, if they are kept so",
+            f"its products read {weights_text} cast to {record.case.mode} during preparation, so no step includes this "
+            "cast: cast in the step, or list what is stored so as MemoryRole.LOW_WEIGHTS in memory_roles",
         )
 
 
@@ -252,10 +252,10 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
         if min_seconds > _choose_product_margin(record, record.tape, count, product_seconds) * seconds:
             rate_text = units.count(count.flops / seconds, "FLOP/s")
             peak_text = units.count(count.flops / min_seconds, "FLOP/s")
-            yield f"{phase} multiplied {rate_text} by the tape, but this machine reached {peak_text} at most"
+            yield f"{phase} multiplied {rate_text} as recorded, but this machine reached {peak_text} at most"
         elif upper_bounds.memory is not None and count.bytes > CLAIM_MARGIN * upper_bounds.memory * seconds:
             rate_text, peak_text = units.count(count.bytes / seconds, "B/s"), units.count(upper_bounds.memory, "B/s")
-            yield f"{phase} moved {rate_text} by the tape, but this machine copied {peak_text} at most"
+            yield f"{phase} moved {rate_text} as recorded, but this machine copied {peak_text} at most"
 
 
 def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs, ceiling: Ceiling) -> Iterator[str]:
@@ -269,7 +269,7 @@ def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs
     if min_seconds > CLAIM_MARGIN * seconds:
         rate_text, peak_text = (units.count(tape.flops / value, "FLOP/s") for value in (seconds, min_seconds))
         yield (
-            f"the compiled step multiplied {rate_text} by the tape, but this machine reached {peak_text} at most: "
+            f"the compiled step multiplied {rate_text} as recorded, but this machine reached {peak_text} at most: "
             "the compiler left work out"
         )
 

@@ -277,16 +277,17 @@ def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
     largest_share, reason = 0.0, ""
     labelled_timings = (
         (record.timing, ""),
-        (baseline.timing, "of the reference "),
-        (baseline.control, "of the reference "),
+        (baseline.timing, "in the reference, "),
+        (baseline.control, "in the reference, "),
     )
-    for timing, whose in labelled_timings:
+    for timing, place_text in labelled_timings:
         share = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
         if timing is None or share <= largest_share:
             continue
         fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
-        by_cells, by_steps = units.seconds(fastest_step_seconds * (1 - share)), units.seconds(fastest_step_seconds)
-        reason = f"{whose}{by_cells} by stretches, {by_steps} the fastest of {timing.num_calls} steps"
+        sum_text, step_text = units.seconds(fastest_step_seconds * (1 - share)), units.seconds(fastest_step_seconds)
+        steps_text = f"the fastest of {timing.num_calls} steps takes {step_text}"
+        reason = f"{place_text}the fastest stretches sum to {sum_text}, {steps_text}"
         largest_share = share
     return Labelled(Label.WHOLE_STEPS, reason)
 
@@ -350,11 +351,11 @@ def _add_verdict(
     if record.is_reference:
         return replace(finding, verdict=Verdict.REFERENCE, floor=_compute_noise_floor(aa, baseline)), aa
     if baseline.timing is None or not record.paired:
-        return _make_unsure(finding, "it did not share rounds with a reference"), None
+        return _make_unsure(finding, "the case shares no rounds with a reference"), None
     if baseline.emulated:
         return _make_unsure(finding, "the reference is emulated, so there is no speed-up"), None
     if conclusion is None:
-        return _make_unsure(finding, "no round has both it and the reference"), None
+        return _make_unsure(finding, "no round contains both the case and the reference"), None
     noise_floor = _compute_noise_floor(conclusion.aa, baseline)
     finding = replace(
         finding,

@@ -103,7 +103,7 @@ class Cause(StrEnum):
 
     CANCEL = "gains and losses cancel"
     CASTS = "casts take the gain"
-    SMALL_SHARE = "what gains is a small share of the step"
+    SMALL_SHARE = "the faster phases are a small share of the step"
     ONE_PHASE = "all of the gain is in one phase"
     PHASES = "the largest differences"
 

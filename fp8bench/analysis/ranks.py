@@ -51,12 +51,12 @@ class MissingFigure(NamedTuple):
 TOO_FEW_ROUNDS = MissingFigure("few", "too few rounds for an interval")
 SUM_MISMATCH = MissingFigure(
     "off",
-    "products and communication in turn do not take {} to {} of the sum of both alone: they disturb each other".format(
-        *CHECK_SUM_LIMITS
-    ),
+    "products and communication in sequence do not take {} to {} times the sum of their separate times: "
+    "they disturb each other".format(*CHECK_SUM_LIMITS),
 )
 FASTER_THAN_ALONE = MissingFigure(
-    "short", "products and communication at once take less time than one alone: other programs disturb the rounds"
+    "short",
+    "simultaneous products and communication take less time than one of them alone: other programs disturb the rounds",
 )
 WIDE_OVERLAP = MissingFigure(
     "wide",

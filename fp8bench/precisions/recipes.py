@@ -93,7 +93,12 @@ class Fp8Delayed(RecipePrecision):
     rank = 41
     words = "FP8"
     options = (
-        Option("history", "earlier amaxes that a scale is computed from", "1024", whole_number(1, LONGEST_HISTORY)),
+        Option(
+            "history",
+            "number of earlier amaxes from which a scale is computed",
+            "1024",
+            whole_number(1, LONGEST_HISTORY),
+        ),
         Option(
             "algorithm", "which of these amaxes is used: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)
         ),
@@ -147,8 +152,8 @@ class Fp8Unit(RecipePrecision):
 
     name = "fp8-unit"
     summary = (
-        "E4M3 inputs and weights, E5M2 gradients, no scale at all: the model is unit-scaled, its tensors near a "
-        "deviation of 1 by constants of its shapes, elements to nearest even."
+        "E4M3 inputs and weights, E5M2 gradients, no scales: the model is unit-scaled, so constants computed from its "
+        "shapes keep the standard deviation of tensors near 1, elements to nearest even."
     )
     rank = 46
     words = "FP8"
@@ -336,7 +341,7 @@ class Custom(RecipePrecision):
 
     name = "custom"
     summary = (
-        "Any element format under any scaling, e4m3fn under one float32 scale a tensor unless told otherwise: "
+        "Any element format under any scaling, by default e4m3fn under one float32 scale a tensor: "
         "custom:format=e3m2:scaling=row."
     )
     rank = 90

@@ -20,7 +20,7 @@ ACCELERATE_FP8 = "accelerate-fp8"
 _RECIPE_PACKAGES = {
     "ao": ("torchao", "pip install torchao"),
     "te": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
-    "msamp": ("msamp", "no registry has it, so that it is built from github.com/Azure/MS-AMP"),
+    "msamp": ("msamp", "no registry has it, so build it from github.com/Azure/MS-AMP"),
 }
 
 
@@ -32,8 +32,8 @@ class AccelerateFp8(PlainPrecision):
 
     name = ACCELERATE_FP8
     summary = (
-        "Accelerator(mixed_precision='fp8').prepare of a model of your own, in the recipe that is chosen, under bf16's "
-        "autocast; `fp8bench profile` alone."
+        "Your own model, converted by Accelerator(mixed_precision='fp8').prepare with the chosen recipe, under bf16's "
+        "autocast; only for `fp8bench profile`."
     )
     rank = 49
     listed = False
@@ -46,7 +46,7 @@ class AccelerateFp8(PlainPrecision):
 
     def support(self, facts: DeviceFacts) -> Support:
         """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
-        return refused(f"{self.mode} is a whole model of your own by Accelerate: fp8bench profile MODULE:FUNCTION")
+        return refused(f"{self.mode} needs your own model, which Accelerate converts: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         from fp8bench.nn.conversion import AcceleratedModel

@@ -113,7 +113,7 @@ class Accumulate(Workload):
             Axis.count("micro_batches", "micro-batches in a step, at least two", "2", "4", "8", "16", low=2, high=1024),
             Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
             Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
-            Axis.choice("gradients", "what gradients arrive in: fp32 or bf16", *GRADIENT_BYTES),
+            Axis.choice("gradients", "dtype of the gradients before they are summed: fp32 or bf16", *GRADIENT_BYTES),
         )
 
     def work(self, params: Scalars) -> Work:

@@ -36,7 +36,7 @@ class Decode(ServedWorkload):
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     usual = (("nano", "512"), ("llama-1b", "8192"))
-    context_words = "positions that the step's token sees, its own included"
+    context_words = "positions to which the new token attends, including its own"
     new = 1
     named = staticmethod(named)
     history = Grid(

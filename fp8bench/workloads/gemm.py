@@ -354,7 +354,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
     operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == served.SERVED and "b" in operands_with_layout:
-        return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
+        return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
     # The case would only repeat the figures of another case under a second name.
     if operands_with_layout and precision.carried_by and params["operands"] == "ready":
         return (
@@ -364,7 +364,10 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     for name, layout in layouts.items():
         rows = int(params["m" if name == "a" else "n"])
         if rows == 1 and layout not in (CONTIGUOUS, STRIDED):
-            return f"operand {name} is one row, which lies the same in layout={layout}: choose contiguous or strided"
+            return (
+                f"operand {name} is a single row, stored alike in layout={layout} and contiguous: choose contiguous or "
+                "strided"
+            )
     return ""
 
 

@@ -41,7 +41,7 @@ class Learning(shared.TrainingWorkload):
     """
 
     name = "learning"
-    summary = "a small fixed training: its mean loss over bf16's, by which a change of numerics shows"
+    summary = "a small fixed training: its mean loss divided by bf16's, which shows changes of the numerics"
     dtypes = ("bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4")
     fused = False
     history = Grid(

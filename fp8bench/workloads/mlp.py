@@ -52,7 +52,7 @@ class Mlp(LayerWorkload):
             Axis.count("tokens", "rows of the input", tokens, high=LARGEST_SIZE),
             Axis.count("width", "features of input and output", width, high=LARGEST_SIZE),
             Axis.count("hidden", "features between the two products", hidden, high=LARGEST_SIZE),
-            Axis.each("gated", "whether a second product up gates the first", "no", "yes"),
+            Axis.each("gated", "whether a second up product gates the first", "no", "yes"),
             Axis.choice(
                 "cut",
                 "linear: no norm; norm-linear, norm-mlp: an RMS norm first, which a backend may fuse with "

@@ -69,7 +69,7 @@ class Model(Workload):
     """
 
     name = "model"
-    summary = "a model of your own, as it came and converted (fp8bench profile)"
+    summary = "your own model, unchanged and converted (fp8bench profile)"
     listed = False
     examined = True
     may_diverge = True

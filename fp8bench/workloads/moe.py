@@ -77,7 +77,7 @@ class Moe(LayerWorkload):
             Axis.count("width", "features of input and output", width, high=1 << 16),
             Axis.count("hidden", "features between an expert's products", hidden, high=1 << 16),
             Axis.count("experts", "experts of a layer", experts, high=1024),
-            Axis.count("top_k", "how many experts a token takes", top_k, high=64),
+            Axis.count("top_k", "number of experts for each token", top_k, high=64),
             Axis.count(
                 "layers",
                 "layers in sequence; in deeper layers precisions differ more in their choice of experts",
@@ -107,7 +107,7 @@ class Moe(LayerWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if int(params["top_k"]) > int(params["experts"]):
             raise UsageError(
-                f"top_k={params['top_k']} is more than experts={params['experts']}: a token takes no expert twice. "
+                f"top_k={params['top_k']} is more than experts={params['experts']}: a token uses an expert only once. "
                 "Choose fewer."
             )
         return super().expand(params)

@@ -42,7 +42,7 @@ class NormAct(LayerWorkload):
     """
 
     name = "norm_act"
-    summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
+    summary = "norms, activations, softmax, residual and loss, which low-precision recipes leave in high precision"
     dtypes = ("fp32", "bf16", "fp16")
     batch_axis = "tokens"
     history = Grid(

@@ -71,7 +71,7 @@ class Numerics(Workload):
     """
 
     name = "numerics"
-    summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
+    summary = "error of each format and scaling on Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
     uses_corpus = True
     fused = False
     dtypes = tuple(_list_default_precisions())

@@ -33,7 +33,7 @@ _FIRST_VALUE = "usual"
 # The values of this option are numbers. The word `usual` stands for the first value that is at least the number of
 # ranks.
 _MICRO_BATCHES_OPTION = "microbatches"
-_MICRO_BATCHES_SUFFIX = " that is not less than the ranks"
+_MICRO_BATCHES_SUFFIX = " that is at least the number of ranks"
 # This many warm-up steps run before messages are counted. In its second step, DDP once sends the order of its buckets.
 _UNCOUNTED_STEPS = 2
 # This many steps on several ranks are compared with the same steps on one rank.
@@ -62,7 +62,7 @@ class Parallel(Workload):
         options = (
             Axis(
                 name,
-                f"{text}; {_ALL_VALUES}: all values of a way; {_FIRST_VALUE}: its first"
+                f"{text}; {_ALL_VALUES}: all values that a way allows; {_FIRST_VALUE}: the first of them"
                 f"{_MICRO_BATCHES_SUFFIX * (name == _MICRO_BATCHES_OPTION)}",
                 (_ALL_VALUES,),
                 _make_option_parser(name, facts.ranks),

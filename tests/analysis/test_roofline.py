@@ -177,7 +177,7 @@ def test_impossible_bytes_and_unsteady_rates() -> None:
     moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
     one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
     (label,) = label_false_claims(one, None)
-    assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s by the tape" in label.reason
+    assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s as recorded" in label.reason
     assert list(label_false_claims(replace(one, ceiling=Ceiling(None, 3e12)), None)) == []
     wide = tuple(replace(rate, runs=(rate.runs[0] * 0.9, *rate.runs[1:])) for rate in CEILING.rates)
     assert list(label_false_claims(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []
@@ -210,7 +210,7 @@ def test_the_products_of_a_compiled_step_are_checked() -> None:
     (label,) = label_false_claims(counted(9, fused="compiled"), None)
     assert label.label is Label.ABOVE_CEILING and label.hard
     assert label.reason == (
-        "the compiled step multiplied 900 TFLOP/s by the tape, but this machine reached 100 TFLOP/s at most: the "
+        "the compiled step multiplied 900 TFLOP/s as recorded, but this machine reached 100 TFLOP/s at most: the "
         "compiler left work out"
     )
     assert not list(label_false_claims(counted(2.4, fused="compiled"), None))

@@ -214,7 +214,7 @@ def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
     assert findings["bf16"].verdict is Verdict.SAME
     assert len(find_common_rounds([TEN, late])) == ROUNDS
     finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
-    assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round has both it and the reference")
+    assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round contains both the case and the reference")
     assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
     assert compare(TEN, [timing()], 0.99) is None and conclude(timing(), TEN, None) is None
 
@@ -228,7 +228,7 @@ def test_emulated_and_unpaired_cases_have_no_verdict_on_speed() -> None:
     assert beside["fp8"].verdict is Verdict.EMULATED
     assert (beside["bf16"].verdict, "no speed" in beside["bf16"].why) == (Verdict.UNSURE, True)
     findings = found(record(TEN, "fp32", is_reference=True), record(steady(MS, ROUNDS), "bf16", paired=False))
-    why = "it did not share rounds with a reference"
+    why = "the case shares no rounds with a reference"
     assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
     alone = found(record(TEN, "bf16"))["bf16"]
     assert (alone.verdict, alone.why) == (Verdict.UNSURE, why)

@@ -74,7 +74,7 @@ def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compar
     Runs of the `extra` side are not compared. They only show how much runs of the same code differ.
     """
     differing_facts = list_differing_facts(old_side.runs, new_side.runs)
-    changed_conditions = [fact for fact in differing_facts if fact.affects_times]
+    changed_conditions = [fact for fact in differing_facts if fact.of_times]
     conditions = "; ".join(f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in changed_conditions)
     comparisons: list[Comparison] = []
     for name, new_sightings in new_side.sightings.items():

@@ -86,14 +86,14 @@ def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]
 
 @dataclass(frozen=True)
 class DifferingFact:
-    """A fact about the runs or their machine that differs between the sides. `affects_times` is True if measured times
+    """A fact about the runs or their machine that differs between the sides. `of_times` is True if measured times
     depend on it.
     """
 
     name: str
     before: str
     after: str
-    affects_times: bool = False
+    of_times: bool = False
 
 
 def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
@@ -108,7 +108,7 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
             continue
         old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
-    return tuple(sorted(facts, key=lambda fact: not fact.affects_times))
+    return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
 
 MachineFacts = tuple[tuple[str, Scalar | None], ...]
