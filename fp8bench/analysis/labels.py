@@ -173,8 +173,8 @@ def collect_labels(
 def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
-    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove its
-    verdict. The labels of a reference also remove the verdicts of all cases compared with it.
+    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove the
+    verdict of the case. The hard labels of a reference also remove the verdicts of all cases compared with it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),

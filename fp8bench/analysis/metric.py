@@ -123,7 +123,9 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def explain_batch_limit(capacity: Capacity) -> str:
-    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more', or why this is unknown."""
+    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more' for a batch of 377, or why this
+    is unknown.
+    """
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite allows no larger batch"
     return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

@@ -110,7 +110,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a precision is faster or not, with the phases that show it, the largest difference first."""
+    """Why a precision is faster or not, with the phases that show this reason, the largest difference first."""
 
     cause: Cause
     gains: tuple[PhaseGain, ...]

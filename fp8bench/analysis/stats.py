@@ -6,7 +6,7 @@ that draws the same rounds for both of them.
 
 The fastest rounds are used because noise on a shared machine almost always adds time. An exception is a processor
 that raises its clock for a moment, which makes a few slots faster. The three fastest rounds may then all be from that
-moment, which makes identical code differ by 5%. A quarter of the rounds is not.
+moment, which makes identical code differ by 5%. A quarter of all rounds is too many for that.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class ProductWork:
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Returns the FLOPs of a recorded step. `reference` is the recording of the same step without padding and
-    recomputation.
+    """Returns the useful and the additional FLOPs of a recorded step's products. `reference` is the recording of the
+    same step without padding and recomputation.
     """
     cast_count = tape.of(Phase.CAST)
     rotation_flops = cast_count.flops if cast_count is not None else 0

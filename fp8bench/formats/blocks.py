@@ -155,7 +155,7 @@ def _fill_like(amax: Tensor, number: float) -> Tensor:
 
 
 def _round_up(values: Tensor, fmt: Format) -> Tensor:
-    """Rounds magnitudes up to the format's grid, at most to its largest value."""
+    """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
     smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
     exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
     grid_step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
@@ -164,8 +164,8 @@ def _round_up(values: Tensor, fmt: Format) -> Tensor:
 
 
 def _make_power_of_two(exponent: Tensor) -> Tensor:
-    """Returns the float32 with these exponent bits and mantissa 0. Exponent bits of 0 give 2^-127, which is
-    subnormal.
+    """Returns the float32 numbers whose exponent bits are `exponent` and whose mantissa is 0. Exponent bits of 0 give
+    2^-127, which is subnormal.
     """
     return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
@@ -174,7 +174,7 @@ _RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
 
-# With these roundings of scales, no number saturates except an infinity.
+# With these roundings of scales, no element saturates, except an infinity.
 _SATURATION_FREE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
@@ -183,8 +183,8 @@ def block_values(
 ) -> list[Tensor]:
     """Returns the values of blocks after rounding with this format and scaling, in the same layout.
 
-    With `random`, which has a number for each element, rounding is stochastic. `tensor_scale` is that of NVFP4. If it
-    is not given, it is computed from these blocks.
+    With `random`, which has a number for each element, rounding is stochastic. `tensor_scale` is NVFP4's tensor scale.
+    If it is not given, it is computed from these blocks.
     """
     rounded_lanes = block_magnitudes([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
     return [copy_signs(tensor, lane, fmt) for tensor, lane in zip(rounded_lanes, lanes, strict=True)]
@@ -223,7 +223,7 @@ def block_elements(
     """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. The scales keep the
     reduced dimensions.
 
-    `block_dimensions` names the dimensions of a block, for layouts other than the two of this module. With e8m0 and
+    `block_dimensions` are the dimensions of a block, for layouts other than the two of this module. With e8m0 and
     e4m3 scales, a NaN makes the scale of its block NaN, and the elements of the block are then meaningless. With
     float32 scales only the NaN itself is NaN.
     """
@@ -300,7 +300,7 @@ def _round_elements(
 
 
 def _store_scales(scales: Tensor) -> Tensor:
-    """Makes torch's compiler (Inductor) store the scales in memory, instead of computing them again. Then its loop
-    handles vectors of scales.
+    """Makes torch's compiler (Inductor) store the scales in memory, instead of computing them again. Then the loop that
+    it generates handles vectors of scales.
     """
     return scales.as_strided(scales.shape, scales.stride())

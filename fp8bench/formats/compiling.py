@@ -35,9 +35,7 @@ ONE_LAUNCH: Mapping[str, object] = {
 
 
 class Definition(ABC):
-    """A function of tensors that consists of torch's operations. It is an immutable value. Its text, `str`,
-    identifies the kernel.
-    """
+    """An immutable function of tensors that consists of torch's operations. Its text, `str`, identifies the kernel."""
 
     device: str
 
@@ -215,7 +213,9 @@ def _list_inductor_options(kernel: Kernel, bits: int, config: object) -> dict[st
 
 
 def _trace_graph(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
-    """Returns the kernel's operations as a graph, with fake inputs. Free sizes of these inputs are symbols."""
+    """Returns the kernel's operations as a graph, whose inputs are fake tensors. Free sizes of these tensors are
+    symbols.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

@@ -1,4 +1,6 @@
-"""Casts matrices to codes with separate torch operations: fills incomplete blocks, and makes matrices contiguous."""
+"""Casts matrices to codes with separate torch operations. First fills incomplete blocks, and makes matrices
+contiguous.
+"""
 
 from __future__ import annotations
 

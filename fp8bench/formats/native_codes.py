@@ -59,9 +59,7 @@ LAUNCHES = {
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Returns the codes of `x`, contiguous. If a `scale` is given, `x` is multiplied by it first. Values above the
-    format's largest become the largest.
-    """
+    """Returns contiguous codes of `x`, or of `x` times `scale` if it is given. Values that are too large saturate."""
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
@@ -85,9 +83,7 @@ def transpose_codes(straight: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
-    """Returns codes of `x` if `straight`, and codes of its transpose if `turned`. An output that is not requested is
-    None. If the format is None, `x` consists of codes already, which are copied.
-    """
+    """Returns codes of `x` if `straight`, and of its transpose if `turned`. Without a format, `x` has codes already."""
     dtype, name = (x.dtype, "") if fmt is None else (CODE_DTYPES[fmt.name], fmt.name)
     shapes = x.shape if straight else None, x.shape[::-1] if turned else None
     out = run_cast(
@@ -99,8 +95,7 @@ def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, 
 def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -> tuple[Tensor, Tensor]:
     """Returns codes of a matrix with a current scale for each row, and the inverse scales that decode them, (rows, 1).
 
-    With `block`, every `block` elements of a row have a separate scale, and scales are stored by columns
-    (scale_layouts.py).
+    With `block`, every `block` elements of a row have a scale. Scales are stored by columns (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes_by_operations(x, fmt, Scaling(1, block, rounding=rounding))
@@ -126,9 +121,7 @@ def row_codes_both(
 
 
 class _RowCast(NamedTuple):
-    """A cast with scales for rows or parts of rows. `matrix` is extended to complete blocks, and `columns` is the
-    number of columns before the extension.
-    """
+    """A cast with scales by rows. `matrix` has complete blocks. `columns` is the number of columns of the input."""
 
     matrix: Tensor
     columns: int
@@ -148,8 +141,7 @@ class _RowCast(NamedTuple):
 
     def result(self, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
-        # torch's products check strides even of dimensions of size 1. They read row scales as a column, and block
-        # scales stored by columns.
+        # torch's products check strides even of sides of 1. Row scales are a column, block scales stored by columns.
         return data, transpose_rows(inverse) if self.block else inverse.view(-1, 1)
 
 
@@ -201,9 +193,7 @@ def _square_codes_by_triton(
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """Returns the factor by which a tensor with this `amax` is multiplied before its cast, and the inverse of the
-    factor, which decodes.
-    """
+    """Returns the factor before the cast of a tensor with this `amax`, and the factor's inverse, which decodes."""
     if torch.compiler.is_compiling():
         scale = float_factor(amax, fmt, rounding)
         return scale, reciprocal(scale)
@@ -232,9 +222,7 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
 def delayed_codes(
     x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
 ) -> DelayedCodes:
-    """Casts `x` with its delayed scale and updates the scale as `delayed_scale` does, in one pass. Call it only for
-    tensors that can be cast in one call (`casts_in_one_call`).
-    """
+    """Casts with the delayed scale and updates it as `delayed_scale` does, in one pass, if `casts_in_one_call`."""
     check_input(x)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
@@ -248,8 +236,7 @@ def delayed_scale(
 ) -> tuple[Tensor, Tensor]:
     """Returns the scale for this cast, which earlier casts have determined, and the inverse of the scale.
 
-    Then records `amax` in the history, and updates the scale if an update is due. Changes `history`, `casts` and
-    `scale` in place.
+    Then records `amax`, and updates the scale if this is due. Changes `history`, `casts` and `scale` in place.
     """
     used, inverse = torch.empty_like(scale), torch.empty_like(scale)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
@@ -346,9 +333,7 @@ def _run_square_codes(
 def _matrix_and_outputs(
     x: Tensor, out: Tensor, turned: Tensor | None
 ) -> tuple[Tensor, bool, list[Tensor], tuple[bool, bool]]:
-    """Returns the row-major matrix, whether `x` is its transpose, memory for the requested codes, and two flags:
-    whether codes of the matrix and codes of its transpose are requested.
-    """
+    """Returns the row-major matrix, whether `x` is its transpose, memory for codes, and which codes are requested."""
     matrix, is_swapped = as_row_major(x)
     straight, transpose = (turned, out) if is_swapped else (out, turned)
     outputs = [memory for memory in (straight, transpose) if memory is not None]
@@ -393,9 +378,7 @@ class PreparedCall(NamedTuple):
         return run_kernel(self.kernel, *self.tensors)
 
     def run_together_with(self, second: PreparedCall) -> Launch | None:
-        """Runs two calls as one kernel if one matrix is transposed and the other is not. Otherwise runs them one after
-        the other.
-        """
+        """Runs both calls as one kernel if only one of the matrices is transposed, otherwise one after the other."""
         # A compiled pair would assume that matrices of the same orientation have equal sizes.
         if self.turned != second.turned:
             return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
@@ -405,9 +388,7 @@ class PreparedCall(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of hand-written kernels for tensors at `addresses`. Calling `repeat` launches the same kernels for other
-    addresses.
-    """
+    """A launch of hand-written kernels for tensors at `addresses`. `repeat` launches them for other addresses."""
 
     repeat: Callable[[Sequence[int]], bool]
     addresses: list[int]
@@ -445,7 +426,7 @@ def run_cast(
         outputs = allocate()
         getattr(torch.ops.fp8bench, name)(*inputs, *outputs, *plain_arguments)
         return outputs
-    # 1. Describe the call. One loop does it, because this takes a large part of the time of a small cast.
+    # 1. Describe the call, in a single loop, because the description takes a large part of the time of a small cast.
     addresses: list[int] = []
     call_description: list[Hashable] = [name, variant, x.device, plain_arguments]
     for tensor in inputs:

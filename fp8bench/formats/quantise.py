@@ -188,8 +188,8 @@ def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
 
 
 def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Rounds the bits of a float32. It is for formats that have the exponents of float32, where an overflow carries
-    into infinity.
+    """Rounds float32 values by their bits. This is for formats with the exponents of float32, in which an overflow
+    carries into infinity.
     """
     dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)

@@ -80,7 +80,9 @@ class Scaling:
 
     @property
     def name(self) -> str:
-        """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of the scales."""
+        """The name of the scaling: 'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of
+        the scales.
+        """
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         scale_format = f" {self.scale.name}" if self.scale else ""
         return f"{extent}{scale_format} {self.rounding}"
@@ -120,7 +122,7 @@ SHORT_SUM_BITS = range(2, 24)
 
 
 class Amax(StrEnum):
-    """Which magnitude delayed scaling takes from its history."""
+    """Which of the largest magnitudes in its history delayed scaling uses."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"

@@ -183,7 +183,9 @@ def current_tensor_scale(x: Tensor) -> Tensor:
 
 
 def _make_empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
-    """Returns NVFP4's tensor scale for an empty tensor. It has no blocks from which the scale could be computed."""
+    """Returns NVFP4's tensor scale for an empty tensor, which has no blocks from which the scale could be computed.
+    Returns None in all other cases.
+    """
     return current_tensor_scale(x) if scaling.scale is E4M3 and not x.numel() else None
 
 

@@ -70,7 +70,9 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
 
 @contextlib.contextmanager
 def collect_modules() -> Iterator[list[ModuleType]]:
-    """Yields a list that receives the modules which torch generates during the body."""
+    """Yields a list. The modules that torch generates in the body of the `with` statement are added to it at the
+    end.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     first_module, modules = len(PyCodeCache.modules), list[ModuleType]()

@@ -66,7 +66,7 @@ class ScaledBuffer:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
             self._cast_sums(sums)
-            del sums  # free the memory inside the phase, whose time includes this
+            del sums  # free the memory here, so that this time counts for the phase
 
     def values(self) -> list[Tensor]:
         import torch

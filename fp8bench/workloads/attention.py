@@ -116,8 +116,8 @@ class Attention(LayerWorkload):
         return Work(flops * (3 if is_training else 1), rows, least_memory=least_bytes)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the scores if a
-        kernel writes them to memory.
+        """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the attention
+        scores if a kernel writes them to memory.
         """
         rows, width, inner = _read_sizes(params)
         is_training = shared.is_training(params)
@@ -209,7 +209,7 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
 
 
 def _build_exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: AttentionCore) -> Exercise:
-    """Builds the attention core on random heads, or the layer on random tokens."""
+    """Builds the attention core with random heads as inputs, or the layer with random tokens as inputs."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import make_exercise
 

@@ -126,7 +126,7 @@ class Cast(Workload):
 
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
-            state.operation()  # the result is freed at once, which counts for the phase
+            state.operation()  # the result is freed at once, so this time counts too
 
     def error_refused(self, params: Scalars) -> str:
         return shared.explain_missing_errors(params)

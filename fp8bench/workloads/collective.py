@@ -38,7 +38,7 @@ _SETTLING_STEPS = 8
 
 @dataclass
 class CollectiveState:
-    """The input of this rank, and its last result."""
+    """The input values of this rank, and the result of its last step."""
 
     kind: Plain | InFP8
     input_values: Tensor

@@ -149,7 +149,7 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # free the memory inside the phase, whose time includes this
+            del values, batch  # free the memory here, so that this time counts for the phase
         if state.casts_on_device:
             with phase.cast:
                 state.last_cast_batch = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)

@@ -219,7 +219,7 @@ class Gemm(Workload):
             b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # free the memory inside the phase, whose time includes this
+            del a, b  # free the memory here, so that this time counts for the phase
 
     def error_refused(self, params: Scalars) -> str:
         return explain_missing_errors(params)

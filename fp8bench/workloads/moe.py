@@ -151,7 +151,7 @@ class Moe(LayerWorkload):
         if router_support.level is Level.REFUSED:
             return hardware.refused(f"router={router_precision.name}: {router_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
-        for axis in ("router", *fp8_axes):  # their casts and products are part of the step's time
+        for axis in ("router", *fp8_axes):  # the casts and products of these axes are timed
             axis_support = precisions.get(str(params[axis])).support(facts)
             if axis_support.is_emulated and support.is_native:
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")

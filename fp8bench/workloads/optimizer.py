@@ -32,7 +32,7 @@ ERROR_WIDTH = 64
 
 @dataclass
 class OptimizerState:
-    """All parameters, gradients and moments, in buckets."""
+    """All parameters, gradients and moments, grouped into buckets."""
 
     buckets: list[Bucket]
 
@@ -115,7 +115,7 @@ class Optimizer(Workload):
                 bucket.update(first, second)
             with phase.cast:
                 bucket.store(first, second)
-                del first, second  # free the memory inside the phase, whose time includes this
+                del first, second  # free the memory here, so that this time counts for the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares 1000 steps of AdamW with the same steps of fused AdamW with fp32 moments. Gradients change from step

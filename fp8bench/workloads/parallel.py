@@ -236,8 +236,8 @@ def _read_options(params: Scalars) -> dict[str, str]:
 
 
 def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
-    """Returns a parser for one value of an option, or for a word that stands for several values. 'usual' microbatches
-    become 'usual N', where N is the number of ranks.
+    """Returns a parser for one value of an option, or for a word that stands for several values. For the option of
+    micro-batches, 'usual' becomes 'usual N', where N is the number of ranks.
     """
     parse = _make_value_parser(option)
     first_value = f"{_FIRST_VALUE} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE

@@ -363,9 +363,9 @@ class Transformer(shared.TrainingWorkload):
             return _compute_gradients(setup, model, forward, setup.loss_scale)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Counts the operands of all products of one micro-batch, forward and backward, by kind of layer and by role.
-        The micro-batch runs in fp32 for every precision, because fp16 without its loss scale would lose the smallest
-        gradients before they are counted.
+        """Returns statistics of the operands of all products of one micro-batch, forward and backward, by kind of layer
+        and by role. The micro-batch runs in fp32 for every precision, because fp16 without its loss scale would lose
+        the smallest gradients before they are counted.
         """
         import torch
 

@@ -300,7 +300,7 @@ def _make_batch(series: Sequence[Floats]) -> Batch:
 
 def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
-    If it finds cuts, a second search uses the residuals around the pieces.
+    If it finds cuts, a second search uses the residuals around the levels of the pieces.
     """
     # 1. Cut with prices that follow from the noise of differences.
     noise = estimate_noise(batch)

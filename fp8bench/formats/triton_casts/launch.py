@@ -119,7 +119,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     compiled_kernels = []
     with _use_device(device):
         counter, zeros = _allocate(_find_required_scratch(plans), device, _get_current_stream(device))
-        # Triton's launcher compiles at the first run. Later runs repeat the result.
+        # Triton compiles a kernel when it is first launched. `Repeat` launches the compiled kernels again.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
             # Replace each reference to a tensor by the tensor of this call.
