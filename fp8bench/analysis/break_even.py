@@ -42,24 +42,24 @@ class SizedRatio(NamedTuple):
 
 
 class SizeStretch(NamedTuple):
-    """A range of sizes. In this range a precision is faster (`pays` is True), slower (False), or neither is certain
-    (None).
+    """A range of sizes. In this range a precision is faster (`is_faster` is True) or slower (False), or neither is
+    certain (None).
     """
 
-    pays: bool | None
-    first: float
-    last: float
+    is_faster: bool | None
+    first_size: float
+    last_size: float
 
 
 class Crossing(NamedTuple):
-    """The size at which a precision becomes faster (`begins`) or stops being faster. `low` and `high` bound the true
-    size.
+    """The size at which a precision becomes faster (`becomes_faster`) or stops being faster. `low` and `high` bound the
+    true size.
     """
 
     size: float
     low: float
     high: float
-    begins: bool
+    becomes_faster: bool
 
 
 @dataclass(frozen=True)
@@ -110,21 +110,21 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     )
 
 
-def _interpolate_bounds(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
+def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
     """Returns a grid of sizes, and three arrays for these sizes: the lower bound, the estimate and the upper bound of
     the speed-up's logarithm.
     """
-    log_sizes = np.log([sized_ratio.size for sized_ratio in ordered])
+    log_sizes = np.log([sized_ratio.size for sized_ratio in sorted_points])
     gap_grids = [np.linspace(*neighbours, _POINTS_PER_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
     log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
-    speedups = [sized_ratio.ratio.inverse for sized_ratio in ordered]
+    speedups = [sized_ratio.ratio.inverse for sized_ratio in sorted_points]
     log_speedups = np.log([speedup.point for speedup in speedups])
     low = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
     high = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
     deviation = _estimate_deviation(log_sizes, log_speedups) + BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
     sizes = [float(value) for value in np.exp(log_size_grid)]
-    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in ordered]
+    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
     return sizes, low - deviation, np.interp(log_size_grid, log_sizes, log_speedups), high + deviation
 
 
@@ -136,13 +136,15 @@ def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
     switch kernels at any size in between.
     """
     size_gaps, speedup_steps = np.diff(log_sizes), np.diff(log_speedups)
-    bends = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
-    largest_bend = np.maximum(np.append(bends[0], bends), np.append(bends, bends[-1]))
+    curvatures = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
+    largest_curvature = np.maximum(np.append(curvatures[0], curvatures), np.append(curvatures, curvatures[-1]))
     padded_speedup_steps = np.pad(np.abs(speedup_steps), 1)
     is_leap = np.abs(speedup_steps) > _LEAP_RATIO * np.maximum(padded_speedup_steps[:-2], padded_speedup_steps[2:])
     fraction = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
-    deviation_by_bend = np.outer(largest_bend * size_gaps**2 / 2, fraction * (1 - fraction))
-    deviation_by_point = np.where(is_leap[:, None] & (fraction > 0), np.abs(speedup_steps)[:, None], deviation_by_bend)
+    deviation_by_curvature = np.outer(largest_curvature * size_gaps**2 / 2, fraction * (1 - fraction))
+    deviation_by_point = np.where(
+        is_leap[:, None] & (fraction > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
+    )
     deviation: Floats = np.append(deviation_by_point.ravel(), 0.0)
     return deviation
 
@@ -168,29 +170,30 @@ JudgedCase = tuple[Record, Finding | None]
 class Sweep:
     """Cases that differ only in one number.
 
-    `axis` is the name of this number, and `held` are the parameters that all cases share. `places` has the values of
-    the number, each with the index of the setting that has this value.
+    `axis` is the name of this number, and `held_params` are the parameters that all cases share. `indexed_sizes` are
+    the values of the number, each with the index of the setting that has this value.
     """
 
     axis: str
-    held: Params
-    places: tuple[tuple[int, int], ...]  # pairs (size, index of its setting)
+    held_params: Params
+    indexed_sizes: tuple[tuple[int, int], ...]  # pairs (size, index of its setting)
 
 
 @dataclass(frozen=True)
 class SweptMode:
-    """One precision with its ratios at all sizes of a sweep. `found` is None if too few sizes have a ratio.
+    """One precision with its ratios at all sizes of a sweep. `base_mode` is the precision that it is compared with.
+    `break_even` is None if too few sizes have a ratio.
 
-    `refused` maps sizes without a ratio to the reason. `doubted` lists sizes whose ratio has a label that casts doubt
-    on it.
+    `missing_ratios` maps sizes without a ratio to the reason. `doubted_sizes` lists sizes whose ratio has a label that
+    casts doubt on it.
     """
 
     mode: str
-    against: str
+    base_mode: str
     points: tuple[SizedRatio, ...]
-    refused: tuple[tuple[int, str], ...]
-    doubted: tuple[int, ...]
-    found: BreakEven | None
+    missing_ratios: tuple[tuple[int, str], ...]
+    doubted_sizes: tuple[int, ...]
+    break_even: BreakEven | None
 
 
 def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
@@ -201,13 +204,13 @@ def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
     for index, params in enumerate(settings):
         for name, value in params:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                shared_params = tuple(pair for pair in params if pair[0] != name)
+                shared_params = tuple(param for param in params if param[0] != name)
                 indices_by_size.setdefault((name, shared_params), {})[value] = index
     sweeps = [
         Sweep(axis, shared_params, tuple(sorted(sizes.items())))
         for (axis, shared_params), sizes in indices_by_size.items()
     ]
-    return [sweep for sweep in sweeps if len(sweep.places) >= MIN_SIZES]
+    return [sweep for sweep in sweeps if len(sweep.indexed_sizes) >= MIN_SIZES]
 
 
 def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
@@ -215,18 +218,18 @@ def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) ->
     each setting.
     """
     modes: dict[str, None] = {}
-    for _, index in sweep.places:
+    for _, index in sweep.indexed_sizes:
         modes |= dict.fromkeys(record.case.mode for record, _ in groups[index])
     for mode in modes:
         swept_mode = _sweep_mode(mode, sweep, groups)
-        if swept_mode.points or swept_mode.refused:
+        if swept_mode.points or swept_mode.missing_ratios:
             yield swept_mode
 
 
 def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
     points, missing_ratios, doubted_sizes, base_mode = [], [], [], ""
-    for size, index in sweep.places:
-        case = next((pair for pair in groups[index] if pair[0].case.mode == mode), None)
+    for size, index in sweep.indexed_sizes:
+        case = next((candidate for candidate in groups[index] if candidate[0].case.mode == mode), None)
         base_case = _find_compared_case(case, groups[index]) if case is not None else None
         if case is None or base_case is None or case is base_case:
             continue
@@ -241,15 +244,15 @@ def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]])
     return SweptMode(mode, base_mode, tuple(points), tuple(missing_ratios), tuple(doubted_sizes), break_even(points))
 
 
-def _find_compared_case(case: JudgedCase, group: Sequence[JudgedCase]) -> JudgedCase | None:
+def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> JudgedCase | None:
     """Returns the case that a case is compared with: bf16 for precisions below bf16 if bf16 was timed, otherwise the
     reference.
     """
     if case[0].case.precision not in _HIGH_PRECISIONS:
-        for pair in group:
-            if pair[0].case.mode == USUAL and pair[0].support.is_native and pair[0].timing is not None:
-                return pair
-    return next((pair for pair in group if pair[0].is_reference), None)
+        for candidate in candidates:
+            if candidate[0].case.mode == USUAL and candidate[0].support.is_native and candidate[0].timing is not None:
+                return candidate
+    return next((candidate for candidate in candidates if candidate[0].is_reference), None)
 
 
 def _compute_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:

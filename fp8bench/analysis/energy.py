@@ -94,27 +94,29 @@ class EnergyRatio:
     why: str = ""
 
 
-def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
+def energy_samples(energy_use: EnergyUse | None) -> tuple[float, ...]:
     """Returns gross joules per step, one value per window."""
-    return tuple(window.joules / window.steps for window in _valid_windows_of(use))
+    return tuple(window.joules / window.steps for window in _valid_windows_of(energy_use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
     """Returns a case's energy figures, or None if it has no energy window. why_no_energy() returns the reason."""
-    use, windows = record.energy, _valid_windows_of(record.energy)
-    if use is None or not windows:
+    energy_use, windows = record.energy, _valid_windows_of(record.energy)
+    if energy_use is None or not windows:
         return None
-    gross_joules = _summarize_range(energy_samples(use))
+    gross_joules = _summarize_range(energy_samples(energy_use))
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
     uncertainty = _largest_uncertainty(windows)
-    idle_watts, net_joules, reason = _compute_net_energy(use, windows, (uncertainty or 0.0) * gross_joules.middle)
+    idle_watts, net_joules, reason = _compute_net_energy(
+        energy_use, windows, (uncertainty or 0.0) * gross_joules.middle
+    )
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     joules_per_unit = []
     for count, (spec, unit_size) in ENERGY_PER.items():
         if work := getattr(record.work, count):
             joules_per_unit.append((spec, gross_joules.middle * unit_size / work))
     return EnergyFigures(
-        use.source,
+        energy_use.source,
         windows,
         gross_joules,
         seconds,
@@ -211,8 +213,8 @@ def _explain_unclear_ratio(
     return ", ".join(label for label in Label if label in labels & _UNRELIABLE_LABELS)
 
 
-def _valid_windows_of(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
-    return drop_invalid_windows(use.windows if use is not None else ())
+def _valid_windows_of(energy_use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
+    return drop_invalid_windows(energy_use.windows if energy_use is not None else ())
 
 
 def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
@@ -225,7 +227,7 @@ def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow,
 
 
 def _compute_net_energy(
-    use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
+    energy_use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
 ) -> tuple[float | None, Range | None, str]:
     """Returns three values: the idle power, the energy of a step above idling, and the reason if this energy is
     unknown.
@@ -235,13 +237,13 @@ def _compute_net_energy(
     below it, the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
     """
     idle_watts, missing_idle = [], []
-    for moment, watts in (("before", use.idle_before), ("after", use.idle_after)):
+    for moment, watts in (("before", energy_use.idle_before), ("after", energy_use.idle_after)):
         if watts is not None and 0 <= watts < math.inf:
             idle_watts.append(watts)
         else:
             missing_idle.append(moment)
     if missing_idle:
-        return None, None, use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
+        return None, None, energy_use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
     mean_idle_watts = statistics.fmean(idle_watts)
     low = min(_subtract_idle_energy(windows, max(idle_watts)))
     high = max(_subtract_idle_energy(windows, min(idle_watts)))
@@ -288,7 +290,7 @@ def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
     if largest_uncertainty > MAX_UNCERTAINTY:
         yield f"a window's uncertainty is +-{units.percent(largest_uncertainty)}"
     joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
-    if len(joules_per_step) < len(windows) or not all(0 < joule < math.inf for joule in joules_per_step):
+    if len(joules_per_step) < len(windows) or not all(0 < joules < math.inf for joules in joules_per_step):
         yield "a window has no energy"
     elif (distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
         yield f"its windows are {units.percent(distance)} apart"
@@ -340,13 +342,13 @@ class PhaseEnergies:
     """The energy of all phases of a step.
 
     `residual` is the step's energy outside measured phases. It is None if no phase was measured. If the measurement of
-    phases is not valid, `void` is the reason. `pace` is the time of the measured phases when each runs alone, divided
+    phases is not valid, `void_reason` says why. `pace` is the time of the measured phases when each runs alone, divided
     by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
     residual: Range | None = None
-    void: str = ""
+    void_reason: str = ""
     pace: float | None = None
     noise: float = 0.0
 
@@ -381,9 +383,9 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     checked_energies = (
         _check_against_step(figures, measured_phases, estimates, finding) if measured_phases else PhaseEnergies(())
     )
-    if checked_energies.void:
+    if checked_energies.void_reason:
         measured_phases = {}
-        unmeasured_reasons = {energy.phase: checked_energies.void for energy in record.energy.phases}
+        unmeasured_reasons = {energy.phase: checked_energies.void_reason for energy in record.energy.phases}
     # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
     phases = {
         phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, "")) for phase, joules in estimates.items()

@@ -66,20 +66,20 @@ class _Baseline:
     """The reference that cases are compared with: its record, its timing, the timing of its control from the same
     rounds, and its hard labels.
 
-    `place` is the effect of a slot's position in its round, if this effect exceeds noise. `claims` are hard labels of
-    the reference that apply in every session. With `whole`, whole steps are compared instead of their parts. `best` is
-    the best case in seconds, averaged over the reference and its control.
+    `position_effect` is the effect of a slot's position in its round, if this effect exceeds noise. `claim_labels` are
+    hard labels of the reference that apply in every session. With `whole_steps`, whole steps are compared instead of
+    their parts. `best_seconds` is the best case, averaged over the reference and its control.
     """
 
     record: Record | None = None
     timing: Timing | None = None
     control: Timing | None = None
     emulated: bool = False
-    hard: tuple[Labelled, ...] = ()
-    place: PositionEffect | None = None
-    claims: tuple[Labelled, ...] = ()
-    whole: bool = False
-    best: float = 0.0
+    hard_labels: tuple[Labelled, ...] = ()
+    position_effect: PositionEffect | None = None
+    claim_labels: tuple[Labelled, ...] = ()
+    whole_steps: bool = False
+    best_seconds: float = 0.0
     threads: int = 1
 
 
@@ -222,9 +222,13 @@ def _make_finding(
         record = replace(record, timing=record.fresh.timing)
     conclusion = _conclude(record, baseline)
     # 2. Scale times so that they match the displayed speed-up.
-    uses_whole_steps = conclusion.whole if conclusion is not None else baseline.whole if record.is_reference else None
+    uses_whole_steps = (
+        conclusion.whole_steps if conclusion is not None else baseline.whole_steps if record.is_reference else None
+    )
     ratio = conclusion.ratio if conclusion is not None else None
-    phases = _scale_phases_to_ratio(verdicts.best_phases(timing, uses_whole_steps), record, baseline.best, ratio)
+    phases = _scale_phases_to_ratio(
+        verdicts.best_phases(timing, uses_whole_steps), record, baseline.best_seconds, ratio
+    )
     seconds_of_calls = verdicts.step_seconds_of_calls(timing)
     finding_without_verdict = Finding(
         record.case,
@@ -244,15 +248,15 @@ def _make_finding(
     claims = [*label_false_claims(record, baseline.record, baseline.threads), *_label_clocks(record, baseline)]
     if uses_whole_steps:
         claims.append(_label_whole_steps(record, baseline))
-    if baseline.place is not None and record.paired:
-        claims.append(baseline.place.label)
+    if baseline.position_effect is not None and record.paired:
+        claims.append(baseline.position_effect.label)
     labels = collect_labels(record, finding, baseline.timing, aa, [*claims, *run_labels])
     finding = replace(
         finding,
         labels=tuple(labelled.label for labelled in labels),
         label_reasons=tuple((labelled.label, labelled.reason) for labelled in labels if labelled.reason),
     )
-    return _withhold_verdict(finding, [label for label in labels if label.hard], baseline.hard)
+    return _withhold_verdict(finding, [label for label in labels if label.hard], baseline.hard_labels)
 
 
 def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baseline) -> _Baseline:
@@ -264,9 +268,13 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
     reference_labels = collect_hard_labels(record.paired_with, None, None, record.case.device)
     aa = verdicts.aa_interval(record.paired_with, record.control)
     position_effect = _position_effect_beyond_noise([timing, record.paired_with, record.control], aa)
-    reference_labels = (*reference_labels, *baseline.claims)
+    reference_labels = (*reference_labels, *baseline.claim_labels)
     return replace(
-        baseline, timing=record.paired_with, control=record.control, hard=reference_labels, place=position_effect
+        baseline,
+        timing=record.paired_with,
+        control=record.control,
+        hard_labels=reference_labels,
+        position_effect=position_effect,
     )
 
 
@@ -317,7 +325,7 @@ def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None
         baseline.timing,
         baseline.control,
         *_FINAL_LEVEL_AND_SAME,
-        reach_of_reruns(record.reruns),
+        half_width_of_reruns(record.reruns),
         record.sessions,
         held_up,
         _range_of_reruns(record.reruns),
@@ -335,7 +343,7 @@ def _compute_phase_gains(
     if len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
     is_reference_unmarked = baseline.record is not None and baseline.record.case.precision == UNTOUCHED
-    gains = find_phase_gains(timings, rounds, conclusion.whole, is_reference_unmarked)
+    gains = find_phase_gains(timings, rounds, conclusion.whole_steps, is_reference_unmarked)
     return scale_to_ratio(gains, conclusion.ratio.point) if record.sessions else gains
 
 
@@ -361,22 +369,22 @@ def _add_verdict(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
-        typical=conclusion.typical,
+        typical=conclusion.ratio_of_means,
         floor=noise_floor,
         why=_explain_unsure(conclusion, record, noise_floor) if conclusion.verdict is Verdict.UNSURE else "",
     )
     return finding, conclusion.aa
 
 
-def reach_of_reruns(reruns: Reruns | None) -> float:
+def half_width_of_reruns(reruns: Reruns | None) -> float:
     """Returns how far an interval must reach from its middle to cover the differences between earlier runs, as a
     logarithm.
     """
     # An edited file may contain any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
-    reach = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
-    return min(reach, max(0.0, reruns.max_reach), _MAX_REACH)
+    half_width = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
+    return min(half_width, max(0.0, reruns.max_reach), _MAX_REACH)
 
 
 def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
@@ -394,7 +402,7 @@ def _compute_noise_floor(aa: Interval | None, baseline: _Baseline) -> float | No
     these rounds, and between earlier runs.
     """
     reruns = baseline.record.reruns if baseline.record is not None else None
-    return max(aa.reach, math.expm1(reach_of_reruns(reruns))) if aa is not None else None
+    return max(aa.reach, math.expm1(half_width_of_reruns(reruns))) if aa is not None else None
 
 
 def _make_unsure(finding: Finding, why: str) -> Finding:
@@ -414,23 +422,25 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         return "the reference differs from its control, which runs the same code, by as much"
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
-    if reruns is not None and interval.half_width <= reach_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
-        rerun_difference = units.percent(math.expm1(reach_of_reruns(reruns)))
+    if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
+        rerun_difference = units.percent(math.expm1(half_width_of_reruns(reruns)))
         return (
             f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
             f"{ROUNDS_DO_NOT_HELP}"
         )
-    lowest, highest = _range_of_reruns(reruns)
-    if math.exp(lowest) <= interval.low or interval.high <= math.exp(highest):
-        speed_range_text = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
+    lowest_log_ratio, highest_log_ratio = _range_of_reruns(reruns)
+    if math.exp(lowest_log_ratio) <= interval.low or interval.high <= math.exp(highest_log_ratio):
+        speed_range_text = (
+            f"{units.speed_up(math.exp(-highest_log_ratio))} to {units.speed_up(math.exp(-lowest_log_ratio))}"
+        )
         return f"earlier runs of the case gave {speed_range_text}: {ROUNDS_DO_NOT_HELP}"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")
     if noise_floor is not None:
         reasons.append(f"noise floor {units.percent(noise_floor)} (A/A)")
-    band = verdicts.verdict_band(conclusion.aa)
-    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band, noise_floor or 0.0)}"
+    band_half_width = verdicts.verdict_band(conclusion.aa)
+    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band_half_width, noise_floor or 0.0)}"
 
 
 # If the true ratio is this many half-widths away from the band, the 99% interval is outside the band in nine of ten
@@ -438,13 +448,13 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
 _HALF_WIDTHS_FOR_90_PERCENT = 1.5
 
 
-def _describe_visible_difference(interval: Interval, band: float, noise_floor: float) -> str:
+def _describe_visible_difference(interval: Interval, band_half_width: float, noise_floor: float) -> str:
     """Describes the smallest difference from the reference that nine of ten runs with this much noise would show. It is
     at least the noise floor.
     """
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
-    visible_difference = math.expm1(math.log1p(band) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
+    visible_difference = math.expm1(math.log1p(band_half_width) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
     smallest_difference = max(visible_difference, noise_floor)
     return f"a difference of {units.percent(smallest_difference)} or more would have been seen"
 

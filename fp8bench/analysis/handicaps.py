@@ -85,11 +85,11 @@ def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator
         yield Labelled(Label.HANDICAP, f"{reference.case.mode} {'; '.join(reasons)}", hard=bool(sleep_reasons))
 
 
-def _describe_if_larger(reference_share: float, share: float, least: float, words: str) -> Iterator[str]:
+def _describe_if_larger(reference_share: float, share: float, min_difference: float, words: str) -> Iterator[str]:
     """Yields the text `words` with both shares filled in, if the reference's share exceeds the case's share by more
-    than `least`.
+    than `min_difference`.
     """
-    if reference_share - share > least:
+    if reference_share - share > min_difference:
         yield words.format(units.percent(reference_share, 0), units.percent(share, 0))
 
 

@@ -267,7 +267,7 @@ def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
     code.
     """
     if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME:
-        low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
+        low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 

@@ -171,14 +171,18 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     elif finding.best_seconds:
         # Unattributed time is always listed. Other phases are listed only if the step has them.
         phases = finding.phases
-        best_by_phase |= {name: best for name, best in phases if best or name in medians or name == UNATTRIBUTED}
-    for phase, best in best_by_phase.items():
+        best_by_phase |= {
+            name: fastest_seconds
+            for name, fastest_seconds in phases
+            if fastest_seconds or name in medians or name == UNATTRIBUTED
+        }
+    for phase, fastest_seconds in best_by_phase.items():
         # If the unattributed time is always zero, it has no samples.
-        seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
+        seconds, share = medians.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
         time_metric = Metric(
             specs.TIME,
             seconds,
-            best,
+            fastest_seconds,
             phase,
             provenance=_MEASURED,
             cost=sources.is_emulated,
@@ -187,8 +191,8 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
             **sources.sample_counts,
         )
         yield time_metric
-        if finding is not None and finding.best_seconds and best is not None:
-            share_of_best = best / finding.best_seconds
+        if finding is not None and finding.best_seconds and fastest_seconds is not None:
+            share_of_best = fastest_seconds / finding.best_seconds
             yield replace(
                 time_metric, spec=specs.SHARE_OF_STEP, value=share, best=share_of_best, provenance=Provenance.DERIVED
             )
@@ -318,7 +322,7 @@ def _yield_phase_energies(
             yield replace(phase_metric, spec=specs.ENERGY_HIGH, value=phase_joules.range.high)
     if energies.residual is not None:
         yield replace(
-            metric_without_value, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void
+            metric_without_value, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void_reason
         )
 
 
@@ -344,9 +348,12 @@ def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
         yield _make_size_metric(_mark_as_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
         if phase.reserved is not None:
             yield _make_size_metric(specs.RESERVED_MEMORY, phase.reserved, phase.phase)
-    for spec, counted in ((specs.RESERVED_MEMORY, memory_use.reserved), (specs.PROCESS_MEMORY, memory_use.process)):
-        if counted is not None:
-            yield _make_size_metric(spec, counted)
+    for spec, memory_bytes in (
+        (specs.RESERVED_MEMORY, memory_use.reserved),
+        (specs.PROCESS_MEMORY, memory_use.process),
+    ):
+        if memory_bytes is not None:
+            yield _make_size_metric(spec, memory_bytes)
     yield replace(_make_size_metric(specs.RESIDENT_MEMORY, memory_use.resident), why=memory_use.why)
 
 

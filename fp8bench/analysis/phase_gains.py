@@ -48,24 +48,28 @@ def find_phase_gains(
     # 1. Estimate the phase times of each timing. Those of the reference are the mean over its timings.
     calls = count_common_calls(*timings)
     whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
-    case, *reference_entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
-    reference = np.mean([entry.seconds for entry in reference_entries], axis=0)
-    resampled_gains = np.mean([entry.resampled for entry in reference_entries], axis=0) - case.resampled
-    control_difference = np.ptp([entry.seconds for entry in reference_entries], axis=0)
+    case, *reference_estimates = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
+    reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
+    resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
+    control_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
     # 2. If the reference has no marks, count the phases that it lacks as unattributed time, in the reference and in the
     # case.
     if is_reference_unmarked:
-        unmarked_indices = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
+        unmarked_indices = [
+            phase_index
+            for phase_index, name in enumerate(CELL_PHASES)
+            if reference_seconds[phase_index] == 0 and name != Phase.CAST
+        ]
         for values in (case.seconds, resampled_gains):
             values[_UNATTRIBUTED_INDEX] += values[unmarked_indices].sum(axis=0)
             values[unmarked_indices] = 0
     # 3. Compute bounds that hold for all phases of the step together.
-    present_indices = np.flatnonzero((case.seconds > 0) | (reference > 0))
+    present_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
     tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_indices))
     low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
     gains = []
     for index in present_indices:
-        values = (case.seconds[index], reference[index], low[index], high[index], control_difference[index])
+        values = (case.seconds[index], reference_seconds[index], low[index], high[index], control_difference[index])
         gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
     return tuple(gains)
 
@@ -75,8 +79,8 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
 
     The scaled bounds include the unscaled bounds. So a phase is clear only if it is clear before and after scaling.
     """
-    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    factor = ratio * reference / seconds if seconds > 0 else 1.0
+    seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    factor = ratio * reference_seconds / seconds if seconds > 0 else 1.0
     scaled_gains = []
     for gain in gains:
         saved_seconds = gain.seconds * (1 - factor)
@@ -132,26 +136,29 @@ _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 
 
-def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
+def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()) -> Reason | None:
     """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has only
     one phase.
 
-    A phase in `unclear` is never an explanation, however much it seems to gain.
+    A phase in `unclear_phases` is never an explanation, however much it seems to gain.
     """
-    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    net_gain = reference - seconds
+    seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    net_gain = reference_seconds - seconds
     largest_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
     min_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain), largest_difference)
     clear_gains = [
         gain
         for gain in gains
-        if gain.is_clear and gain.phase not in unclear and abs(gain.saved_seconds) >= min_difference
+        if gain.is_clear and gain.phase not in unclear_phases and abs(gain.saved_seconds) >= min_difference
     ]
     if len(gains) < 2 or not clear_gains:
         return None
     clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
     return Reason(
-        _find_cause(clear_gains, net_gain, reference), tuple(_choose_shown_gains(clear_gains)), seconds, reference
+        _find_cause(clear_gains, net_gain, reference_seconds),
+        tuple(_choose_shown_gains(clear_gains)),
+        seconds,
+        reference_seconds,
     )
 
 
@@ -167,7 +174,7 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
     return shown_gains
 
 
-def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference: float) -> Cause:
+def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
     faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
     total_gain = sum(gain.saved_seconds for gain in faster_phases)
     total_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
@@ -179,8 +186,8 @@ def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference: fl
     faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
     if (
         faster_phases
-        and abs(net_gain) < _SMALL_GAIN_SHARE * reference
-        and faster_phase_seconds < _SMALL_PHASES_SHARE * reference
+        and abs(net_gain) < _SMALL_GAIN_SHARE * reference_seconds
+        and faster_phase_seconds < _SMALL_PHASES_SHARE * reference_seconds
     ):
         return Cause.SMALL_SHARE
     if (

@@ -44,7 +44,7 @@ class MedianInterval(NamedTuple):
 class MissingFigure(NamedTuple):
     """The reason why a figure is missing, and a word that is shown in its place."""
 
-    word: str
+    shown_text: str
     why: str
 
 
@@ -100,9 +100,9 @@ class RankTimes:
     """
 
     rank: int
-    step: float
-    communication: float
-    waiting: float
+    step_seconds: float
+    communication_seconds: float
+    waiting_seconds: float
 
 
 def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
@@ -131,12 +131,12 @@ def compute_rank_skew(timing: Timing) -> float | None:
     return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
 
 
-def compute_memory_skew(use: MemoryUse) -> float | None:
+def compute_memory_skew(memory_use: MemoryUse) -> float | None:
     """Returns the difference between the largest and the smallest peak memory of the ranks, as a share of the
     largest.
     """
-    largest_peak = max((rank.peak for rank in use.ranks), default=0)
-    return (largest_peak - min(rank.peak for rank in use.ranks)) / largest_peak if largest_peak else None
+    largest_peak = max((rank.peak for rank in memory_use.ranks), default=0)
+    return (largest_peak - min(rank.peak for rank in memory_use.ranks)) / largest_peak if largest_peak else None
 
 
 def measure_communication(timing: Timing) -> float | None:
@@ -157,12 +157,12 @@ def find_pareto_points(points: Sequence[tuple[float, float]]) -> tuple[int, ...]
     return tuple(
         index
         for index, point in enumerate(rounded_points)
-        if not any(_dominates(rival, point) for rival in rounded_points)
+        if not any(_dominates(other_point, point) for other_point in rounded_points)
     )
 
 
-def _dominates(rival: tuple[float, float], point: tuple[float, float]) -> bool:
-    return rival != point and rival[0] <= point[0] and rival[1] >= point[1]
+def _dominates(other_point: tuple[float, float], point: tuple[float, float]) -> bool:
+    return other_point != point and other_point[0] <= point[0] and other_point[1] >= point[1]
 
 
 def iterate_rank_calls(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -181,8 +181,8 @@ class Bubble(NamedTuple):
     The ideal is that of GPipe and 1F1B with stages of equal time and free communication.
     """
 
-    measured: float
-    ideal: float
+    measured_ratio: float
+    ideal_ratio: float
 
 
 def count_microbatches(record: Record) -> int | None:
@@ -207,15 +207,15 @@ def measure_bubble(record: Record) -> Bubble | None:
 
 
 class OverlapFigures(NamedTuple):
-    """The seconds that communication adds to the products (`exposed`), and the share of communication that is hidden
-    behind the products.
+    """The seconds that communication adds to the products (`exposed_seconds`), and the share of communication that is
+    hidden behind the products.
 
     Noise may make either figure negative. `check_sum` is the time of products and communication that run one after the
     other, divided by the sum of their separate times.
     """
 
-    exposed: MedianInterval | MissingFigure
-    hidden: MedianInterval | MissingFigure
+    exposed_seconds: MedianInterval | MissingFigure
+    hidden_share: MedianInterval | MissingFigure
     check_sum: float | None = None
 
 
@@ -267,9 +267,9 @@ def find_overlap(record: Record) -> OverlapFigures | None:
     if record.overlap is None:
         return None
     figures = overlap_figures(record.overlap)
-    if isinstance(figures.exposed, MissingFigure) or count_microbatches(record) is None:
+    if isinstance(figures.exposed_seconds, MissingFigure) or count_microbatches(record) is None:
         return figures
-    return figures._replace(hidden=PIPELINE_WAITING)
+    return figures._replace(hidden_share=PIPELINE_WAITING)
 
 
 class Efficiency(NamedTuple):
@@ -294,12 +294,16 @@ def compute_efficiency(record: Record) -> Efficiency | None:
 
 
 def _compute_speed_share(
-    alone: Sequence[float], together: Sequence[float], factor: float = 1.0
+    seconds_alone: Sequence[float], seconds_together: Sequence[float], factor: float = 1.0
 ) -> MedianInterval | MissingFigure:
-    if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
+    if (
+        not seconds_alone
+        or len(seconds_alone) != len(seconds_together)
+        or not all(value > 0 for value in (*seconds_alone, *seconds_together))
+    ):
         return UNPAIRED
     speed_share = find_median_interval(
-        [value / all_ranks * factor for value, all_ranks in zip(alone, together, strict=True)]
+        [value / all_ranks * factor for value, all_ranks in zip(seconds_alone, seconds_together, strict=True)]
     )
     is_too_wide = (
         isinstance(speed_share, MedianInterval)
@@ -331,11 +335,11 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
     if (overlap := find_overlap(record)) is not None:
-        yield _make_metric(specs.EXPOSED, overlap.exposed)
-        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)
+        yield _make_metric(specs.EXPOSED, overlap.exposed_seconds)
+        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden_share, 100.0)
     if (bubble := measure_bubble(record)) is not None:
-        yield Metric(specs.BUBBLE, bubble.measured * 100)
-        yield Metric(specs.IDEAL_BUBBLE, bubble.ideal * 100)
+        yield Metric(specs.BUBBLE, bubble.measured_ratio * 100)
+        yield Metric(specs.IDEAL_BUBBLE, bubble.ideal_ratio * 100)
     if (gain := compute_efficiency(record)) is not None:
         yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)
         yield _make_metric(specs.WEAK_SCALING, gain.weak_scaling, 100)

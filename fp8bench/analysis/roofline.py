@@ -58,7 +58,7 @@ class Roofs:
     memory: float | None = None
     launches: float | None = None
 
-    def min_seconds_by_bound(self, count: PhaseCount, fused: bool = False) -> dict[LimitingResource, float]:
+    def min_seconds_by_resource(self, count: PhaseCount, is_fused: bool = False) -> dict[LimitingResource, float]:
         """Returns the least seconds that a phase needs at the device's peaks: for its FLOPs, its bytes and its
         launches.
 
@@ -68,14 +68,14 @@ class Roofs:
         product_seconds = self.product_seconds(count.by_path)
         if count.unknown or product_seconds is None or self.memory is None:
             return {}
-        if fused:
+        if is_fused:
             return {LimitingResource.COMPUTE: product_seconds} if product_seconds else {}
-        seconds_by_bound = {
+        seconds_by_resource = {
             LimitingResource.COMPUTE: product_seconds,
             LimitingResource.MEMORY: count.bytes / self.memory,
             LimitingResource.LAUNCH: count.launches / self.launches if self.launches else None,
         }
-        return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
+        return {resource: seconds for resource, seconds in seconds_by_resource.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
         """Returns the least seconds of the products in `by_path`, at the peak of each dtype. Returns None if a peak
@@ -95,14 +95,14 @@ class PhaseRoof:
     """The FLOPs, bytes and launches of a phase, its best-case seconds, and the least seconds that it could take at the
     measured peaks and at the datasheet's peaks.
 
-    If a compiler `fused` the phase, bytes and launches are those of the phase without the compiler.
+    If a compiler fused the phase's operations (`is_fused`), bytes and launches are those without the compiler.
     """
 
     count: PhaseCount
     seconds: float
-    measured: Mapping[LimitingResource, float]
-    sheet: Mapping[LimitingResource, float]
-    fused: bool = False
+    measured_min_seconds: Mapping[LimitingResource, float]
+    datasheet_min_seconds: Mapping[LimitingResource, float]
+    is_fused: bool = False
 
     @property
     def flop_rate(self) -> float | None:
@@ -111,27 +111,27 @@ class PhaseRoof:
 
     @property
     def byte_rate(self) -> float | None:
-        return None if self.fused else self.count.bytes / self.seconds
+        return None if self.is_fused else self.count.bytes / self.seconds
 
     @property
     def intensity(self) -> float | None:
         """FLOPs per byte. None if the FLOPs or the bytes are 0 or unknown."""
-        if not self.flop_rate or not self.count.bytes or self.fused:
+        if not self.flop_rate or not self.count.bytes or self.is_fused:
             return None
         return self.count.flops / self.count.bytes
 
     @property
-    def bound(self) -> LimitingResource | None:
+    def limiting_resource(self) -> LimitingResource | None:
         """The resource that limits the phase: the one that takes longest at the device's peaks, if it takes at least
         half of the phase's time. If no peaks were measured, the datasheet's peaks are used.
         """
-        min_seconds = self.measured or self.sheet
+        min_seconds = self.measured_min_seconds or self.datasheet_min_seconds
         if not min_seconds:
             return None
         slowest_resource = max(min_seconds, key=lambda bound: min_seconds[bound])
         if min_seconds[slowest_resource] >= _NEAR_CEILING_SHARE * self.seconds:
             return slowest_resource
-        if self.fused:
+        if self.is_fused:
             return None
         return (
             LimitingResource.OVERHEAD
@@ -144,11 +144,11 @@ class PhaseRoof:
         """The least time of the phase at the measured peaks, divided by its actual time. If the share is 1, the phase
         cannot be faster.
         """
-        return max(self.measured.values()) / self.seconds if self.measured else None
+        return max(self.measured_min_seconds.values()) / self.seconds if self.measured_min_seconds else None
 
     @property
     def share_of_datasheet(self) -> float | None:
-        return max(self.sheet.values()) / self.seconds if self.sheet else None
+        return max(self.datasheet_min_seconds.values()) / self.seconds if self.datasheet_min_seconds else None
 
 
 @dataclass(frozen=True)
@@ -156,19 +156,19 @@ class Gain:
     """The largest possible speed-up of a precision over its reference's step, and the actual speed-up.
 
     Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak there. The step would be
-    `most` times as fast if the precision's products ran at their peak and needed no casts. `kernels` is the actual
-    speed-up of the products without casts, and `with_casts` their speed-up with casts. If `binds` is False, a peak is
-    uncertain, so a larger speed-up is possible.
+    `max_speedup` times as fast if the precision's products ran at their peak and needed no casts. The actual speed-ups
+    are those of the products, without casts and with casts. If `is_upper_bound` is False, a peak is uncertain, so a
+    larger speed-up than `max_speedup` is possible.
     """
 
     share: float
     share_of_ceiling: float
-    most: float
-    kernels: float
-    with_casts: float
+    max_speedup: float
+    speedup_without_casts: float
+    speedup_with_casts: float
     cast_bytes: int
     product_bytes: int
-    binds: bool = True
+    is_upper_bound: bool = True
 
 
 def upper_bounds_of(ceiling: Ceiling) -> Roofs:
@@ -227,8 +227,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
         count = counts.get(phase)
         if count is None or phase in finding.below_floor or not 0 < seconds < math.inf:
             continue
-        measured_seconds = measured_roofs.min_seconds_by_bound(count, is_fused) if measured_roofs else {}
-        datasheet_seconds = datasheet_roofs.min_seconds_by_bound(count, is_fused) if datasheet_roofs else {}
+        measured_seconds = measured_roofs.min_seconds_by_resource(count, is_fused) if measured_roofs else {}
+        datasheet_seconds = datasheet_roofs.min_seconds_by_resource(count, is_fused) if datasheet_roofs else {}
         roofs.append(PhaseRoof(count, seconds, measured_seconds, datasheet_seconds, is_fused))
     return tuple(roofs)
 
@@ -355,26 +355,26 @@ def product_kind_of(path: str) -> str:
     """Returns the kind of product for the name of a dtype or recipe, like 'fp8' for 'e4m3fn', or '' for unknown
     names.
     """
-    return next((kind for word, kind in _KIND_BY_PREFIX.items() if path.startswith(word)), "")
+    return next((kind for prefix, kind in _KIND_BY_PREFIX.items() if path.startswith(prefix)), "")
 
 
 @cache
 def load_datasheets() -> tuple[Datasheet, ...]:
     text = files(__package__).joinpath("datasheet.toml").read_text(encoding="utf-8")
-    return tuple(parse_datasheet(entry) for entry in tomllib.loads(text)["device"])
+    return tuple(parse_datasheet(device_table) for device_table in tomllib.loads(text)["device"])
 
 
-def parse_datasheet(entry: Mapping[str, Any]) -> Datasheet:
+def parse_datasheet(device_table: Mapping[str, Any]) -> Datasheet:
     """Converts an entry of datasheet.toml, which uses TFLOP/s, GB/s and GB."""
-    fields = dict(entry)
-    fields["date"] = str(entry["date"])
+    fields = dict(device_table)
+    fields["date"] = str(device_table["date"])
     for kind in ("dense", "sparse"):
-        fields[kind] = {name: 1e12 * value for name, value in entry.get(kind, {}).items()}
+        fields[kind] = {name: 1e12 * value for name, value in device_table.get(kind, {}).items()}
     for name in ("match", "unverified"):
-        fields[name] = tuple(entry.get(name, ()))
+        fields[name] = tuple(device_table.get(name, ()))
     for name in ("bandwidth", "capacity", "link"):
-        if name in entry:
-            fields[name] = 1e9 * entry[name]
+        if name in device_table:
+            fields[name] = 1e9 * device_table[name]
     return Datasheet(**fields)
 
 

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8bench.analysis.compare.interval import mean_with_reach
+from fp8bench.analysis.compare.interval import mean_with_half_width
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, find_common_rounds, mean_seconds
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
@@ -174,21 +174,22 @@ MIN_TURNS = 3
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement,
-    with clock and power.
+    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement, with
+    clock and power.
 
-    `settled` is the number of measurements until clock and temperature had settled, None if unknown. `change` is the
-    step's sustained time divided by its time in slots of a few milliseconds.
+    `turns` is the number of measurements. `settled_turns` is the number of them before which clock and temperature had
+    settled, None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few
+    milliseconds.
     """
 
     seconds: float
     low: float
     high: float
     turns: int
-    settled: int | None = None
+    settled_turns: int | None = None
     clock: float | None = None
     watts: float | None = None
-    change: float | None = None
+    ratio_to_slots: float | None = None
     by_energy_windows: bool = False
 
 
@@ -243,8 +244,8 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
         return None
     if len(log_ratios) < MIN_TURNS:
         return Interval(math.exp(fmean(log_ratios)), math.exp(min(log_ratios)), math.exp(max(log_ratios)), 0.0)
-    point, reach = mean_with_reach(log_ratios)
-    return Interval(math.exp(point), math.exp(point - reach), math.exp(point + reach), FINAL_LEVEL)
+    point, half_width = mean_with_half_width(log_ratios)
+    return Interval(math.exp(point), math.exp(point - half_width), math.exp(point + half_width), FINAL_LEVEL)
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:

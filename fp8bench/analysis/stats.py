@@ -115,9 +115,9 @@ def replace_interval_by_range(ratio: Interval, rounds: Sequence[Floats]) -> Inte
     The range is widened to include the ratio itself, because the fastest calls of the case and of its references may
     be from different rounds.
     """
-    arm, *references = np.log(rounds)
-    logs = arm - np.mean(references, axis=0)
-    low, high = (math.exp(bound) for bound in (logs.min(), logs.max()))
+    case_logs, *reference_logs = np.log(rounds)
+    logs = case_logs - np.mean(reference_logs, axis=0)
+    low, high = (math.exp(log_limit) for log_limit in (logs.min(), logs.max()))
     return Interval(ratio.point, min(low, ratio.point), max(high, ratio.point), 0.0)
 
 

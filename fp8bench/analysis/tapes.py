@@ -126,14 +126,15 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
         return 0
     product_pairs = list(zip(products, references, strict=True))
     if not all(
-        _matrix_sides_of(padded) == _matrix_sides_of(reference_product) or _is_padded(padded, reference_product)
-        for padded, reference_product in product_pairs
+        _matrix_sides_of(padded_product) == _matrix_sides_of(reference_product)
+        or _is_padded(padded_product, reference_product)
+        for padded_product, reference_product in product_pairs
     ):
         product_pairs = list(_pair_by_size(products, references))
     return sum(
-        (padded.flops or 0) - (reference_product.flops or 0)
-        for padded, reference_product in product_pairs
-        if _is_padded(padded, reference_product)
+        (padded_product.flops or 0) - (reference_product.flops or 0)
+        for padded_product, reference_product in product_pairs
+        if _is_padded(padded_product, reference_product)
     )
 
 

@@ -244,26 +244,27 @@ def verdict_band(aa: Interval | None) -> float:
     return max(BAND, aa.clearance) if aa is not None else BAND
 
 
-def decide_verdict(interval: Interval, band: float, same: float = SAME) -> Verdict:
-    if interval.low > 1 + band:
+def decide_verdict(interval: Interval, band_half_width: float, same_half_width: float = SAME) -> Verdict:
+    if interval.low > 1 + band_half_width:
         return Verdict.SLOWER
-    if interval.high < 1 - band:
+    if interval.high < 1 - band_half_width:
         return Verdict.FASTER
-    if interval.low > 1 - same and interval.high < 1 + same:
+    if interval.low > 1 - same_half_width and interval.high < 1 + same_half_width:
         return Verdict.SAME
     return Verdict.UNSURE
 
 
 class Conclusion(NamedTuple):
-    """A verdict with the ratios that it follows from: of best cases (`ratio`), of means over all calls (`typical`),
-    and of identical code (`aa`). `whole` is True if whole steps were compared instead of cells.
+    """A verdict with the ratios that it follows from: of best cases (`ratio`), of means over all calls
+    (`ratio_of_means`), and of identical code (`aa`). `whole_steps` is True if whole steps were compared instead of
+    cells.
     """
 
     verdict: Verdict
     ratio: Interval
-    typical: Interval
+    ratio_of_means: Interval
     aa: Interval | None
-    whole: bool = False
+    whole_steps: bool = False
 
 
 def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
@@ -308,20 +309,20 @@ def conclude(
     reference: Timing,
     control: Timing | None,
     level: float = FINAL_LEVEL,
-    same: float = SAME,
-    reach: float = 0.0,
+    same_half_width: float = SAME,
+    min_half_width: float = 0.0,
     sessions: Sequence[Interval] = (),
     held_up: bool = False,
-    earlier: tuple[float, float] = (math.inf, -math.inf),
+    earlier_log_ratios: tuple[float, float] = (math.inf, -math.inf),
 ) -> Conclusion | None:
     """Returns the verdict on the samples of a native case, with its intervals. Returns None if the case has no rounds
     in common with its reference.
 
-    Four arguments may widen the interval of the ratio. It extends at least `reach` from its point, as a logarithm,
-    because runs may differ more than rounds. It contains the intervals of earlier `sessions`, and its point is then the
-    mean of all ratios. It contains `earlier`, the range of ratios in earlier runs as logarithms. If other programs
-    disturbed the fastest rounds (`held_up`), it also contains the mean over all calls. Without a `reach`, such an
-    interval is only a range, with level 0.
+    Four arguments may widen the interval of the ratio. It extends at least `min_half_width` from its point, as a
+    logarithm, because runs may differ more than rounds. It contains the intervals of earlier `sessions`, and its point
+    is then the mean of all ratios. It contains `earlier_log_ratios`, the range of ratios in earlier runs as logarithms.
+    If other programs disturbed the fastest rounds (`held_up`), it also contains the mean over all calls. Without a
+    `min_half_width`, such an interval is only a range, with level 0.
     """
     reference_timings = reference_timings_of(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
@@ -334,12 +335,16 @@ def conclude(
     # 2. Widen the interval by differences that these rounds cannot show.
     if held_up and ratio.level:  # the time of an undisturbed call is unknown
         low, high = min(ratio.low, ratio_of_means.low), max(ratio.high, ratio_of_means.high)
-        ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
+        ratio = replace(ratio, low=low, high=high, level=level if min_half_width else 0.0)
     valid_sessions = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
-    reach /= math.sqrt(1 + len(valid_sessions))
-    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), reach, earlier)
+    min_half_width /= math.sqrt(1 + len(valid_sessions))
+    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), min_half_width, earlier_log_ratios)
     # 3. Derive the verdict.
-    verdict = decide_verdict(ratio, verdict_band(aa), same) if len(rounds) >= MIN_ROUNDS_FOR_VERDICT else Verdict.UNSURE
+    verdict = (
+        decide_verdict(ratio, verdict_band(aa), same_half_width)
+        if len(rounds) >= MIN_ROUNDS_FOR_VERDICT
+        else Verdict.UNSURE
+    )
     if not mean_agrees(verdict, ratio, ratio_of_means):
         verdict = Verdict.UNSURE
     return Conclusion(verdict, ratio, ratio_of_means, aa, whole_steps)
@@ -371,14 +376,14 @@ def log_of_best_ratio(case: Timing, reference: Timing, control: Timing | None) -
     return math.log(case_seconds) - float(np.mean(np.log(seconds)))
 
 
-def _widen_interval(ratio: Interval, reach: float, earlier: tuple[float, float]) -> Interval:
-    """Widens an interval so that it extends at least `reach` from its point and contains the range `earlier`. Both are
-    logarithms. An interval that is only the range of a few rounds is returned unchanged.
+def _widen_interval(ratio: Interval, min_half_width: float, earlier_log_ratios: tuple[float, float]) -> Interval:
+    """Widens an interval so that it extends at least `min_half_width` from its point and contains the range
+    `earlier_log_ratios`. Both are logarithms. An interval that is only the range of a few rounds is returned unchanged.
     """
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
-    low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
-    lowest_ratio, highest_ratio = map(math.exp, earlier)
+    low, high = ratio.point * math.exp(-min_half_width), ratio.point * math.exp(min_half_width)
+    lowest_ratio, highest_ratio = map(math.exp, earlier_log_ratios)
     return replace(ratio, low=min(ratio.low, low, lowest_ratio), high=max(ratio.high, high, highest_ratio))
 
 

@@ -80,9 +80,9 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     The smallest scale is 2^-127, which blocks of zeros have too. The largest is 2^(128 - e), for blocks with an
     infinity. The scale is NaN where amax is NaN. The inverse is a number even there.
     """
-    carry = mx_carry(fmt, rounding)
+    carry_bits = mx_carry(fmt, rounding)
     bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
-    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
+    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
     exponent = (raised_bits - mx_largest_exponent(fmt)).clamp(min=0)
     inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
     # `nan_mask` has all bits set where amax is NaN. It replaces torch.where, which for single blocks would take longer

@@ -228,7 +228,7 @@ class DelayedScaleKernel(Kernel):
     device: str
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        used, inverse, history, casts, scale, amax = tensors
+        used_scale, inverse, history, casts, scale, amax = tensors
         # If amax is not finite, record 0 instead. Otherwise it would spoil all scales until its entry in the history
         # is overwritten.
         is_finite, cast_count = amax.isfinite(), casts + 1
@@ -245,14 +245,14 @@ class DelayedScaleKernel(Kernel):
         is_due = is_finite & (used_amax > 0) & (cast_count.remainder(self.delayed.interval) == 0)
         # Copy the scale of this cast first, because compiled code writes memory in the order of the arguments.
         values = scale, reciprocal(scale), new_history, cast_count, torch.where(is_due, next_scale, scale)
-        for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
+        for memory, value in zip((used_scale, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()
 
     def examples(self) -> list[Tensor]:
-        used, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
+        used_scale, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
         history = torch.zeros(self.delayed.history, device=self.device)
-        return [used, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
+        return [used_scale, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
 
     def free(self) -> list[Sequence[int]]:
         return [()] * 6
@@ -299,10 +299,10 @@ class DelayedCodesKernel(Definition):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        x, history, casts, scale, used, inverse, *outputs = tensors
+        x, history, casts, scale, used_scale, inverse, *outputs = tensors
         update_scale = DelayedScaleKernel(self.fmt, self.delayed, self.device)
-        update_scale(used, inverse, history, casts, scale, largest_magnitude(x))
-        return _write_codes(cast_elements(x, self.fmt, used), self.straight, outputs)
+        update_scale(used_scale, inverse, history, casts, scale, largest_magnitude(x))
+        return _write_codes(cast_elements(x, self.fmt, used_scale), self.straight, outputs)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def split_lanes(source: Tensor) -> list[Tensor]:
     if source.dtype is not torch.int32:
         return [source.to(torch.float32)]
     half_words = source.bitwise_left_shift(_BITS_PER_HALF_WORD), source.bitwise_and(_HIGH_HALF_MASK)
-    return [half.view(torch.float32) for half in half_words]
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def split_magnitudes(source: Tensor) -> list[Tensor]:
@@ -67,7 +67,7 @@ def split_magnitudes(source: Tensor) -> list[Tensor]:
         source.bitwise_left_shift(_BITS_PER_HALF_WORD).bitwise_and(_MAGNITUDE_MASK),
         source.bitwise_and(_HIGH_MAGNITUDE_MASK),
     )
-    return [half.view(torch.float32) for half in half_words]
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def split_float_lanes(source: Tensor) -> list[Tensor]:
@@ -77,7 +77,7 @@ def split_float_lanes(source: Tensor) -> list[Tensor]:
     if source.dtype is torch.float32:
         return [source]
     half_words = source.to(torch.int32), source.bitwise_right_shift(_WORD_BITS).to(torch.int32)
-    return [half.view(torch.float32) for half in half_words]
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
@@ -89,11 +89,11 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = F
     if target is torch.float32:
         return _join_floats([value.view(torch.int32) for value in values])
     rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
-    low, high = (tensor.view(torch.int32) for tensor in rounded_lanes)
+    low_bits, high_bits = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
-        low.bitwise_right_shift(_BITS_PER_HALF_WORD)
+        low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD)
         .bitwise_and(_LOW_HALF_MASK)
-        .bitwise_or(high.bitwise_and(_HIGH_HALF_MASK))
+        .bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK))
     )
 
 
@@ -111,14 +111,14 @@ def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtyp
         pairs = zip(bits, words, strict=True)
         return _join_floats([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
     # Two lanes: a word holds two bfloat16 numbers, each of which is the upper half of a float32.
-    low, high = bits if is_exact else map(_round_to_bf16, bits)
-    low = low.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
-    return low.bitwise_or(high.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
+    low_bits, high_bits = bits if is_exact else map(_round_to_bf16, bits)
+    low_bits = low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
+    return low_bits.bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
 def _join_floats(bits: list[Tensor]) -> Tensor:
-    low, high = (bit.to(torch.int64) for bit in bits)
-    return low.bitwise_and(_LOW_WORD_MASK).bitwise_or(high.bitwise_left_shift(_WORD_BITS))
+    low_bits, high_bits = (bit.to(torch.int64) for bit in bits)
+    return low_bits.bitwise_and(_LOW_WORD_MASK).bitwise_or(high_bits.bitwise_left_shift(_WORD_BITS))
 
 
 def _round_to_bf16(bits: Tensor) -> Tensor:
@@ -290,9 +290,10 @@ class ValuesKernel(Kernel):
         # Each column has its own factor. Two columns that share a word have different factors.
         factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
         rounded_lanes = [
-            self._round(value * by, draw) for value, by, draw in zip(values, factors, random_lanes, strict=True)
+            self._round(value * lane_factor, random_bits)
+            for value, lane_factor, random_bits in zip(values, factors, random_lanes, strict=True)
         ]
-        return [tensor * reciprocal(by) for tensor, by in zip(rounded_lanes, factors, strict=True)]
+        return [tensor * reciprocal(lane_factor) for tensor, lane_factor in zip(rounded_lanes, factors, strict=True)]
 
     def _round(self, values: Tensor, random: Tensor | None) -> Tensor:
         round_function = round_magnitudes if self.fmt.signed_zero else round_values

@@ -238,10 +238,10 @@ def delayed_scale(
 
     Then records `amax`, and updates the scale if this is due. Changes `history`, `casts` and `scale` in place.
     """
-    used, inverse = torch.empty_like(scale), torch.empty_like(scale)
+    used_scale, inverse = torch.empty_like(scale), torch.empty_like(scale)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
-    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used, inverse, *plain_arguments)
-    return used, inverse
+    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used_scale, inverse, *plain_arguments)
+    return used_scale, inverse
 
 
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> Launch | None:

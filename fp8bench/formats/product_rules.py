@@ -98,8 +98,10 @@ def explain_missing(product: Product, device: DeviceClass) -> str:
     """
     scheme = product.scheme
     if scheme is None:
-        pair = " and ".join(dict.fromkeys(_describe_treatment(treatment) for treatment in (product.a, product.b)))
-        return f"no units multiply {pair}"
+        operands_text = " and ".join(
+            dict.fromkeys(_describe_treatment(treatment) for treatment in (product.a, product.b))
+        )
+        return f"no units multiply {operands_text}"
     return (
         _explain_missing_units(scheme, device)
         or _explain_other_formats(product, device)
@@ -187,7 +189,7 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
     cuBLAS returns float32. torch uses cuBLAS on compute capability 9.0 since CUDA 12.9, and torch's tests require
     float32 there. Other kernels return bf16 or fp16.
     """
-    cuda_version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    cuda_version = tuple(int(number) for number in (facts.cuda or "0.0").split(".")[:2])
     return is_nvidia(facts) and facts.capability == H100.capability and cuda_version >= (12, 9)
 
 

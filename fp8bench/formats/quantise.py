@@ -112,8 +112,8 @@ def round_magnitudes(
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # Limit the magnitudes. The limit is so high that rounding still shows what overflows, and so low that no sum
     # becomes infinite.
-    limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
-    return _replace_overflow(round_to_grid(magnitudes.clamp(max=limit), fmt, random), fmt, overflow)
+    clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+    return _replace_overflow(round_to_grid(magnitudes.clamp(max=clamp_limit), fmt, random), fmt, overflow)
 
 
 def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:

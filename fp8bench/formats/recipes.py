@@ -220,8 +220,8 @@ class Recipe:
         """Pairs of operands, one pair for each product: forward, input gradient and weight gradient. A weight gradient
         that is computed in bf16 is left out.
         """
-        low = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
-        return low[:2] if self.high_weight_gradient else low
+        low_products = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
+        return low_products[:2] if self.high_weight_gradient else low_products
 
     @property
     def keeps_source(self) -> bool:

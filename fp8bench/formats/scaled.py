@@ -168,8 +168,8 @@ def largest_magnitude(x: Tensor) -> Tensor:
         return largest
     # On a CPU read the tensor once, in memory order, without a temporary tensor of its size. abs().amax() takes 12
     # times as long here.
-    low, high = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
-    return torch.maximum(low.neg(), high).abs().to(torch.float32)
+    smallest_value, largest_value = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
+    return torch.maximum(smallest_value.neg(), largest_value).abs().to(torch.float32)
 
 
 def _find_row_magnitudes(x: Tensor) -> Tensor:

@@ -218,10 +218,10 @@ def _can_others_write(status: os.stat_result) -> bool:
 def _is_private_group(group: int) -> bool:
     """Returns whether a group has the user's name and no other member. Systems with umask 002 set up such groups."""
     try:
-        members, user = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+        group_entry, user_name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return False
-    return members.gr_name == user and {*members.gr_mem} <= {user}
+    return group_entry.gr_name == user_name and {*group_entry.gr_mem} <= {user_name}
 
 
 def _hash_file(file: Path) -> str:

@@ -201,9 +201,9 @@ def describe_difference(fact: DifferingFact, values: str) -> str:
 
 
 def _describe_differences(compared: ComparedSides) -> tuple[str, tuple[Element, ...]]:
-    if not compared.differing:
+    if not compared.differing_facts:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing)
+    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing_facts)
     return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 
@@ -242,7 +242,7 @@ def comparison_document(compared: ComparedSides) -> dict[str, Any]:
     return {
         "a": _side_document(compared.before),
         "b": _side_document(compared.after),
-        "differing": encode(compared.differing),
+        "differing": encode(compared.differing_facts),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
         "only_b": list(compared.only_after),

@@ -157,9 +157,9 @@ class Accumulate(Workload):
         if setup.arithmetic.settles:
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())
-        first_gradients, *remaining = state.micro_batches
+        first_gradients, *remaining_batches = state.micro_batches
         exact_sums = [tensor.to(torch.float64) for tensor in first_gradients]
-        for gradients in remaining:
+        for gradients in remaining_batches:
             torch._foreach_add_(exact_sums, gradients)
         # Computed and exact sums contain the loss scale, which cancels out in their ratio.
         sums = state.buffer.values()

@@ -42,10 +42,10 @@ class _Product(NamedTuple):
 
 def parse_high_steps(text: str) -> str:
     """Parses how many of the first and of the last sampling steps stay in high precision, for example '4+1'."""
-    first, plus, last = text.partition("+")
-    if not (plus and first.isdecimal() and last.isdecimal()):
+    first_text, separator, last_text = text.partition("+")
+    if not (separator and first_text.isdecimal() and last_text.isdecimal()):
         raise ValueError("expected the numbers of first and of last steps, as in 4+1")
-    return f"{int(first)}+{int(last)}"
+    return f"{int(first_text)}+{int(last_text)}"
 
 
 def read_sizes(params: Scalars) -> DenoiserSizes:

@@ -340,13 +340,17 @@ def parse_layouts(text: str) -> str:
         raise ValueError(
             f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: {', '.join(LAYOUTS)}"
         )
-    first, *second = map(one_of(*LAYOUTS), texts)
-    return first if second in ([], [first]) else _LAYOUT_SEPARATOR.join((first, *second))
+    first_layout, *other_layouts = map(one_of(*LAYOUTS), texts)
+    return (
+        first_layout
+        if other_layouts in ([], [first_layout])
+        else _LAYOUT_SEPARATOR.join((first_layout, *other_layouts))
+    )
 
 
 def _read_operand_layouts(params: Scalars) -> tuple[str, str]:
-    first, _, second = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
-    return first, second or first
+    first_layout, _, second_layout = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
+    return first_layout, second_layout or first_layout
 
 
 def _explain_useless_layout(params: Scalars, precision: Precision) -> str:

@@ -44,10 +44,10 @@ def load_sent_model(file: str) -> Any:
     import torch
 
     try:
-        with Path(file).open("rb") as stream:
-            if (owner := os.fstat(stream.fileno()).st_uid) != os.getuid():
-                raise PermissionError(f"{file} belongs to user {owner}")
-            return torch.load(stream, weights_only=False)
+        with Path(file).open("rb") as binary_file:
+            if (owner_id := os.fstat(binary_file.fileno()).st_uid) != os.getuid():
+                raise PermissionError(f"{file} belongs to user {owner_id}")
+            return torch.load(binary_file, weights_only=False)
     except Exception as error:
         raise NotSent(own_words(error)) from error
 

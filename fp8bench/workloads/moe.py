@@ -206,7 +206,7 @@ class Moe(LayerWorkload):
         routing = state.layer.record_routing(state.outcome)
         exact_routing = exact.layer.record_routing(exact.outcome)
         differing_shares = measure_disagreements(
-            [chosen for chosen, _ in routing], [chosen for chosen, _ in exact_routing]
+            [chosen_experts for chosen_experts, _ in routing], [chosen_experts for chosen_experts, _ in exact_routing]
         )
         # Find the first layer whose router chooses other experts. Later layers have other inputs than in the exact
         # pass.

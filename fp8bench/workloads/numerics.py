@@ -147,8 +147,8 @@ class Numerics(Workload):
         role = _read_role(setup)
         arithmetic = setup.arithmetic.layer("tensor")
         source, *earlier_tensors = _iterate_tensors(setup) if arithmetic.settles else (next(_iterate_tensors(setup)),)
-        for earlier in reversed(earlier_tensors):
-            arithmetic.cast(earlier, role)
+        for earlier_tensor in reversed(earlier_tensors):
+            arithmetic.cast(earlier_tensor, role)
         restored_values = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
         recipe_view = make_recipe_view(precisions.get(setup.case.precision), role, source, earlier_tensors)
         return figures_by_name(

@@ -97,7 +97,9 @@ class Parallel(Workload):
         values = [
             map(_make_value_parser(name), _expand_word(division.options[name], str(params[name]))) for name in names
         ]
-        return tuple((*fixed_params.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
+        return tuple(
+            (*fixed_params.items(), *zip(names, chosen_values, strict=True)) for chosen_values in product(*values)
+        )
 
     def work(self, params: Scalars) -> Work:
         config = _make_config(params)
@@ -178,15 +180,15 @@ class Parallel(Workload):
         size = dist.get_world_size()
         for _ in range(_UNCOUNTED_STEPS):
             state_with_communication.train_step(SilentPhases())
-        with StepWire(dist.get_rank()) as wire:
+        with StepWire(dist.get_rank()) as step_wire:
             state_with_communication.train_step(SilentPhases())
         full_batch_step = bind_step(self._make_single_rank_state(setup))
         part_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
             bind_step(self._make_state(setup, make_silent_group())),
-            wire.repeat_exchanges,
+            step_wire.repeat_exchanges,
             bind_step(state_with_communication),
-            wire.list_sent(dist.get_rank()),
+            step_wire.list_sent(dist.get_rank()),
             (full_batch_step, part_step),
         )
 

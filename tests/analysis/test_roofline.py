@@ -34,7 +34,7 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 def test_each_phase_is_limited_by_its_slowest_resource() -> None:
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
-    assert {phase: one.bound for phase, one in roofs.items()} == {
+    assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
         "gemm": LimitingResource.COMPUTE,
         "optimizer_step": LimitingResource.MEMORY,
         "elementwise": LimitingResource.LAUNCH,
@@ -55,12 +55,12 @@ def test_recipes_of_a_format_share_its_highest_rate() -> None:
     assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
     (lead, reference), (case, finding), _ = results(None)
     assert compute_gain(case, finding, lead, reference) is None
-    assert {roof.bound for roof in phase_roofs(lead, reference)} == {None}
+    assert {roof.limiting_resource for roof in phase_roofs(lead, reference)} == {None}
     assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
     assert lead.tape is not None
     mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
     (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
-    assert roof.bound is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
+    assert roof.limiting_resource is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
 
 
 def test_a_phase_with_unknown_flops_has_no_bound() -> None:
@@ -68,19 +68,26 @@ def test_a_phase_with_unknown_flops_has_no_bound() -> None:
     phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
     unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
     (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
-    assert roof.bound is roof.share_of_ceiling is roof.share_of_datasheet is roof.flop_rate is roof.intensity is None
+    assert (
+        roof.limiting_resource
+        is roof.share_of_ceiling
+        is roof.share_of_datasheet
+        is roof.flop_rate
+        is roof.intensity
+        is None
+    )
     assert compute_gain(case, finding, unsure, reference) is None
     past = replace(lead, tape=replace(lead.tape, unwritten=1))
-    assert not any(roof.bound or roof.flop_rate for roof in phase_roofs(past, reference))
+    assert not any(roof.limiting_resource or roof.flop_rate for roof in phase_roofs(past, reference))
 
 
 def test_the_largest_gain_follows_amdahls_law() -> None:
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = compute_gain(case, finding, lead, reference)
-    assert (gain.share, gain.share_of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
-    assert (gain.kernels, gain.with_casts) == pytest.approx((2.0, 54 / 35))
+    assert (gain.share, gain.share_of_ceiling, gain.max_speedup) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
+    assert (gain.speedup_without_casts, gain.speedup_with_casts) == pytest.approx((2.0, 54 / 35))
     assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
-    assert gain.binds and compute_gain(emulated, third, lead, reference) is None
+    assert gain.is_upper_bound and compute_gain(emulated, third, lead, reference) is None
 
 
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
@@ -100,7 +107,7 @@ def test_an_unsteady_ceiling_bounds_no_gain(precision: str, binds: bool) -> None
     )
     (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
     gain = compute_gain(case, finding, lead, reference)
-    assert gain.binds is binds
+    assert gain.is_upper_bound is binds
 
 
 def test_the_figures_of_a_phase() -> None:
@@ -200,10 +207,10 @@ def test_a_phase_far_below_its_ceilings_has_no_bound(
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
     (roof,) = phase_roofs(replace(lead, tape=tape), finding)
-    assert roof.bound is bound
+    assert roof.limiting_resource is bound
     without = tuple(rate for rate in CEILING.rates if rate.limit is not Limit.LAUNCH)
     (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
-    assert roof.bound is (LimitingResource.COMPUTE if milliseconds <= 76 else LimitingResource.NONE)
+    assert roof.limiting_resource is (LimitingResource.COMPUTE if milliseconds <= 76 else LimitingResource.NONE)
 
 
 def test_the_products_of_a_compiled_step_are_checked() -> None:
@@ -224,7 +231,7 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     assert lead.tape is not None
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
     roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
-    assert {phase: one.bound for phase, one in roofs.items()} == {
+    assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
         "gemm": LimitingResource.COMPUTE,
         "optimizer_step": None,
         "elementwise": None,
@@ -238,7 +245,7 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     )
     slow = replace(reference, phases=(("gemm", 0.5),))
     (roof,) = phase_roofs(fused, slow)
-    assert roof.bound is None
+    assert roof.limiting_resource is None
 
 
 # Product rate of the second dtype relative to the first, by width, and the allowed deviation.

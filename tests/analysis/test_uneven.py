@@ -142,7 +142,7 @@ def test_steps_whose_phases_compensate_are_neither_faster_nor_slower(step: Step,
         best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
         of_stretches += best[0] < 0.995 * best[1]
         known = conclude(case, reference, control)
-        assert known.whole
+        assert known.whole_steps
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
 
@@ -154,7 +154,7 @@ def test_a_wide_noise_floor_does_not_hide_compensation() -> None:
     by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
     assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
     known = conclude(case, reference, control)
-    assert known.whole and known.verdict is Verdict.SAME
+    assert known.whole_steps and known.verdict is Verdict.SAME
     assert known.aa.reach < 0.02
 
 

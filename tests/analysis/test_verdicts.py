@@ -281,7 +281,7 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8bench.analysis.verdicts.do_cells_compensate", lambda *told: False)
     known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
-    assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
+    assert known is not None and not known.whole_steps and known.ratio.low < 1 < known.ratio.high
 
 
 @for_each("parts", [10, 20])

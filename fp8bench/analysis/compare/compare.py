@@ -60,7 +60,7 @@ class ComparedSides:
     comparisons: tuple[Comparison, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
-    differing: tuple[DifferingFact, ...]
+    differing_facts: tuple[DifferingFact, ...]
     conditions: str = ""
 
     @property
@@ -176,10 +176,10 @@ def _list_loads(side: Sequence[Sighting]) -> list[float]:
     return loads_per_core
 
 
-def _list_cases_of_one_side(side: Side, opposite: Side) -> tuple[str, ...]:
-    """Returns the ids of the cases that `side` has and `opposite` lacks, without skipped cases."""
+def _list_cases_of_one_side(side: Side, other_side: Side) -> tuple[str, ...]:
+    """Returns the ids of the cases that `side` has and `other_side` lacks, without skipped cases."""
     missing_sightings = {
-        name: sightings[-1] for name, sightings in side.sightings.items() if name not in opposite.sightings
+        name: sightings[-1] for name, sightings in side.sightings.items() if name not in other_side.sightings
     }
     return tuple(name for name, sighting in missing_sightings.items() if sighting.record.status is not Status.SKIPPED)
 
@@ -279,14 +279,14 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
     calls.
     """
     # 1. Compare the fastest calls.
-    difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
+    difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown_values)
     direction, reason = judge_difference(difference)
     ratio = difference.ratio
     if figures.has_few_rounds and difference.is_spread_unknown:
         direction, reason = Direction.UNSURE, "a few runs of a few rounds each are too few"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
     # 2. Check this result against the mean over all calls.
-    mean_ratio = compare_runs(*figures.typical).ratio if figures.typical else ratio
+    mean_ratio = compare_runs(*figures.mean_estimates).ratio if figures.mean_estimates else ratio
     is_contradicted = direction in _VERDICT_BY_DIRECTION and not mean_agrees(
         _VERDICT_BY_DIRECTION[direction], ratio, mean_ratio
     )
@@ -294,8 +294,8 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
         direction, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
     if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.is_spread_unknown):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
-    old, new = figures.shown or (geometric_mean(figures.old), geometric_mean(figures.new))
-    change = FigureChange(direction, old, new, ratio, difference.p_value, reason, difference.noise)
+    old_value, new_value = figures.shown_values or (geometric_mean(figures.old), geometric_mean(figures.new))
+    change = FigureChange(direction, old_value, new_value, ratio, difference.p_value, reason, difference.noise)
     return replace(_to_comparison(case, suite, figures.metric, figures.unit, change), labels=labels)
 
 

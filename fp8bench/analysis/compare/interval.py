@@ -70,11 +70,11 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     if freedom < MIN_DEGREES_OF_FREEDOM:
         # 1. With too few runs, the interval contains the ratio of any new run to any old run, widened by the noise
         # within these runs.
-        reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+        deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
-            log, error = new_run.log - old_run.log, reach * math.hypot(new_run.error, old_run.error)
-            low, high = min(low, log - error), max(high, log + error)
+            log, half_width = new_run.log - old_run.log, deviations * math.hypot(new_run.error, old_run.error)
+            low, high = min(low, log - half_width), max(high, log + half_width)
         return RunDifference(_to_interval(log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new)))
     # 2. With enough runs, use the spread between them and Student's t. The error is at least the error within runs,
     # because runs may agree by chance.
@@ -86,10 +86,10 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
         t_statistic = abs(log_ratio) / error
     else:
         t_statistic = math.inf if log_ratio else 0.0
-    reach = student_quantile(FINAL_LEVEL, freedom) * error
+    half_width = student_quantile(FINAL_LEVEL, freedom) * error
     noise = Noise(error, freedom, len(old), len(new))
     return RunDifference(
-        _to_interval(log_ratio, log_ratio - reach, log_ratio + reach), p_value(t_statistic, freedom), noise
+        _to_interval(log_ratio, log_ratio - half_width, log_ratio + half_width), p_value(t_statistic, freedom), noise
     )
 
 
@@ -181,7 +181,7 @@ def compare_exact_values(
     return FigureChange(direction, old_value, new_value, Interval(ratio, ratio, ratio, 1.0))
 
 
-def mean_with_reach(values: Sequence[float]) -> tuple[float, float]:
+def mean_with_half_width(values: Sequence[float]) -> tuple[float, float]:
     """Returns the mean of at least two values, and the half-width of the mean's interval by Student's t."""
     return fmean(values), student_quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
@@ -222,8 +222,8 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
-    prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(prefactor) * _evaluate_continued_fraction(a, b, x) / a
+    log_prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(log_prefactor) * _evaluate_continued_fraction(a, b, x) / a
 
 
 def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:

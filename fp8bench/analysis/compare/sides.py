@@ -98,15 +98,15 @@ class DifferingFact:
 
 def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
     """Returns the facts that differ between old and new runs. Facts that measured times depend on come first."""
-    old, new = _collect_facts(old_runs), _collect_facts(new_runs)
+    old_facts, new_facts = _collect_facts(old_runs), _collect_facts(new_runs)
     facts = []
-    for name in {**old, **new}:
-        if old.get(name) == new.get(name):
+    for name in {**old_facts, **new_facts}:
+        if old_facts.get(name) == new_facts.get(name):
             continue
         # A version of torch may lack a switch. Only a switch that both sides have can differ.
-        if name.startswith(SWITCH) and not (name in old and name in new):
+        if name.startswith(SWITCH) and not (name in old_facts and name in new_facts):
             continue
-        old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
+        old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
     return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
@@ -192,8 +192,8 @@ class MatchedFigures:
     """One figure of a case on both sides, with an estimate for each run.
 
     Estimates of `extra` runs only show how much runs differ. `has_few_rounds` is True if the runs have too few rounds
-    for an interval. `typical` has estimates of the mean over all calls, for old, new and extra runs. `shown` has the
-    two values that the reports of both sides show, or is None.
+    for an interval. `mean_estimates` are estimates of the mean over all calls, for old, new and extra runs.
+    `shown_values` are the two values that the reports of both sides show, or None.
     """
 
     metric: str
@@ -202,8 +202,8 @@ class MatchedFigures:
     new: tuple[Estimate, ...]
     has_few_rounds: bool = False
     extra: tuple[Estimate, ...] = ()
-    typical: tuple[tuple[Estimate, ...], ...] = ()
-    shown: tuple[float, float] | None = None
+    mean_estimates: tuple[tuple[Estimate, ...], ...] = ()
+    shown_values: tuple[float, float] | None = None
 
 
 def match_times(
@@ -360,10 +360,10 @@ def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interva
     """Returns an estimate for each ratio that `read` takes from a finding. The standard error of an estimate follows
     from the ratio's interval.
     """
-    reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+    deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []
     for sighting in side:
         ratio = read(sighting.finding) if sighting.finding is not None else None
         if ratio is not None and sighting.record.is_ok and math.isfinite(ratio.half_width):
-            estimates.append(Estimate(math.log(ratio.point), ratio.half_width / reach))
+            estimates.append(Estimate(math.log(ratio.point), ratio.half_width / deviations))
     return tuple(estimates)

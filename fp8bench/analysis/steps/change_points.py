@@ -218,8 +218,8 @@ class Step:
     def ratio(self) -> Interval:
         """The new level over the old level, with a 99% interval. Above 1 is worse."""
         log = math.log(self.after / self.before)
-        reach = _INTERVAL_DEVIATIONS * self.error
-        return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _INTERVAL_LEVEL)
+        half_width = _INTERVAL_DEVIATIONS * self.error
+        return Interval(math.exp(log), math.exp(log - half_width), math.exp(log + half_width), _INTERVAL_LEVEL)
 
 
 def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
@@ -234,8 +234,8 @@ def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
     searchable_indices = [number for number, array in enumerate(arrays) if len(array) >= MIN_SERIES_LENGTH]
     searchable_indices.sort(key=lambda number: len(arrays[number]))
     steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
-    for begin in range(0, len(searchable_indices), _BATCH_SIZE):
-        batch_indices = searchable_indices[begin : begin + _BATCH_SIZE]
+    for first_index in range(0, len(searchable_indices), _BATCH_SIZE):
+        batch_indices = searchable_indices[first_index : first_index + _BATCH_SIZE]
         batch = _make_batch([arrays[number] for number in batch_indices])
         for number, steps in zip(batch_indices, _find_batch_steps(batch), strict=True):
             steps_by_series[number] = steps
@@ -261,9 +261,9 @@ def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
             continue
         batch = _make_batch([np.asarray(values, dtype=np.float64)])
         row = replace_outliers(batch, estimate_noise(batch)).values[0]
-        begins = [0, *(step.at for step in steps)]
-        noise, freedom = _estimate_residual_noise(row, begins[1:])
-        levels.append(PieceLevel(noise, freedom, len(values) - begins[-1]))
+        level_begins = [0, *(step.at for step in steps)]
+        noise, freedom = _estimate_residual_noise(row, level_begins[1:])
+        levels.append(PieceLevel(noise, freedom, len(values) - level_begins[-1]))
     return levels
 
 
@@ -340,29 +340,29 @@ def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
     if not cuts:
         return cuts
     noise, _ = _estimate_residual_noise(row, cuts)
-    begin, cut = [0, *cuts][-2:]
-    level_distances = row[cut:] - row[begin:cut].mean()
+    level_begin, cut = [0, *cuts][-2:]
+    level_distances = row[cut:] - row[level_begin:cut].mean()
     remaining_distances = np.sort(level_distances * math.copysign(1.0, level_distances.mean()))[:-1]
-    error = noise * math.sqrt(1 / len(remaining_distances) + 1 / (cut - begin))
+    error = noise * math.sqrt(1 / len(remaining_distances) + 1 / (cut - level_begin))
     return cuts if remaining_distances.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
 
 
 def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
     noise, freedom = _estimate_residual_noise(row, cuts)
     piece_ends = [0, *cuts, len(row)]
-    for begin, cut, end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
-        log_likelihoods = _variance_reductions(row[begin:end]) / noise**2
+    for piece_begin, cut, piece_end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
+        log_likelihoods = _variance_reductions(row[piece_begin:piece_end]) / noise**2
         # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
         weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
         tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
-        low, high = begin + 1 + tail_indices
-        lengths = cut - begin, end - cut
+        low, high = piece_begin + 1 + tail_indices
+        lengths = cut - piece_begin, piece_end - cut
         # The lengths of two pieces cost more than the length of one piece.
         length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
         length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
         # t).
-        t_squared = math.sqrt(log_likelihoods[cut - begin - 1]) ** 2
+        t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
         gaussian_deviations = math.sqrt(freedom * math.log1p(t_squared / freedom))
         gaussian_deviations = gaussian_deviations * (8 * freedom + 1) / (8 * freedom + 3)
         squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * length_term
@@ -370,8 +370,8 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
             cut,
             min(int(low), cut) - 1,
             max(int(high), cut),
-            math.exp(row[begin:cut].mean()),
-            math.exp(row[cut:end].mean()),
+            math.exp(row[piece_begin:cut].mean()),
+            math.exp(row[cut:piece_end].mean()),
             math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(squared_deviations, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )

@@ -63,18 +63,17 @@ class ChangeState(StrEnum):
 class Change:
     """A step of a trend, as a comparison of the level after it with the level before it.
 
-    The step is after the commit `comparison.since` and no later than `comparison.until`. `first` is the most likely
-    first commit with the new level. `commits` is the number of commits in that range. `unmeasured` is the number of
-    commits in that range without a comparable figure. `error` is the standard error of the ratio's logarithm.
-    `current` is True if the newest figure was measured under the same conditions. `ack` is set if the state is
-    ACKNOWLEDGED.
+    The step is after the commit `comparison.since` and no later than `comparison.until`. `first_commit` is the most
+    likely first commit with the new level. That range has `commit_count` commits, and `unmeasured_count` of them have
+    no comparable figure. `error` is the standard error of the ratio's logarithm. `current` is True if the newest figure
+    was measured under the same conditions. `ack` is set if the state is ACKNOWLEDGED.
     """
 
     trend: Trend
     comparison: Comparison
-    first: str
-    commits: int
-    unmeasured: int
+    first_commit: str
+    commit_count: int
+    unmeasured_count: int
     error: float
     version: str
     current: bool
@@ -115,18 +114,18 @@ class FoundChanges:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that can be compared with each other: their indices in the trend (`places`), and their values,
-    which may be infinite or NaN. `read` returns the trend. `counted` is True for exact counts.
+    """Figures of a trend that can be compared with each other: their `indices` in the trend, and their values, which
+    may be infinite or NaN. `read` returns the trend. `is_counted` is True for exact counts.
     """
 
     read: Callable[[], Trend]
-    places: Counts
+    indices: Counts
     values: Floats
-    counted: bool = False
+    is_counted: bool = False
 
     def drop_nonfinite(self) -> Stretch:
         is_finite = np.isfinite(self.values)
-        return replace(self, places=self.places[is_finite], values=self.values[is_finite])
+        return replace(self, indices=self.indices[is_finite], values=self.values[is_finite])
 
 
 def find_changes(trends: Iterable[Trend]) -> FoundChanges:
@@ -146,12 +145,12 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
     for trend_stretches in stretches:
         finiteness_changes = list(chain.from_iterable(map(_find_changes_of_finiteness, trend_stretches)))
         changes += finiteness_changes
-        is_counted = any(stretch.counted for stretch in trend_stretches)
+        is_counted = any(stretch.is_counted for stretch in trend_stretches)
         finite_stretches = [stretch.drop_nonfinite() for stretch in trend_stretches]
         long_stretches = [
             stretch
             for stretch in finite_stretches
-            if len(stretch.values) >= (2 if stretch.counted else MIN_SERIES_LENGTH)
+            if len(stretch.values) >= (2 if stretch.is_counted else MIN_SERIES_LENGTH)
         ]
         positive_stretches = [stretch for stretch in long_stretches if stretch.values.min() >= 0]
         searchable_stretches += positive_stretches
@@ -166,8 +165,8 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
         ):
             skipped[TOO_FEW_SINCE_CHANGE] += 1
     # 2. Find the steps of all timed stretches together, and of exact counts one by one.
-    timed_stretches = [stretch for stretch in searchable_stretches if not stretch.counted]
-    counted_stretches = [stretch for stretch in searchable_stretches if stretch.counted]
+    timed_stretches = [stretch for stretch in searchable_stretches if not stretch.is_counted]
+    counted_stretches = [stretch for stretch in searchable_stretches if stretch.is_counted]
     steps = search([_replace_zeros(stretch.values) for stretch in timed_stretches])
     steps += [_find_exact_steps(_replace_zeros(stretch.values)) for stretch in counted_stretches]
     step_changes: list[Change] = []
@@ -178,7 +177,7 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
 
 
 def _last_index(stretch: Stretch) -> int:
-    return int(stretch.places[-1]) if len(stretch.places) else -1
+    return int(stretch.indices[-1]) if len(stretch.indices) else -1
 
 
 def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
@@ -197,14 +196,16 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
     repeated_ids = set[int]()
     opposite_changes_by_id: dict[int, Change] = {}
     mean_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
-    for mean, fast in itertools.product(mean_changes, changes):
-        if not _is_same_step(mean, fast):
+    for mean_change, fastest_change in itertools.product(mean_changes, changes):
+        if not _is_same_step(mean_change, fastest_change):
             continue
-        if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN_RATIO):
-            repeated_ids.add(id(mean))
+        if mean_change.is_worse is fastest_change.is_worse and abs(
+            mean_change.size - fastest_change.size
+        ) <= math.log1p(UNEVEN_RATIO):
+            repeated_ids.add(id(mean_change))
         else:
-            opposite_changes_by_id[id(mean)] = fast
-            opposite_changes_by_id[id(fast)] = mean
+            opposite_changes_by_id[id(mean_change)] = fastest_change
+            opposite_changes_by_id[id(fastest_change)] = mean_change
     for change in changes:
         if id(change) not in repeated_ids:
             yield (
@@ -214,31 +215,33 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
             )
 
 
-def _is_same_step(mean: Change, fast: Change) -> bool:
+def _is_same_step(mean_change: Change, fastest_change: Change) -> bool:
     """Returns whether a change of the mean and a change of the fastest calls belong to the same case and may come from
     the same commit.
     """
-    if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
+    if fastest_change.trend.series.metric != _FASTEST_CALLS[mean_change.trend.series.metric]:
         return False
-    if fast.state is not mean.state or _cell_of(mean) != _cell_of(fast):
+    if fastest_change.state is not mean_change.state or _cell_of(mean_change) != _cell_of(fastest_change):
         return False
-    index_of_commit = {figure.commit: index for index, figure in enumerate(mean.trend.figures)}
-    first_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean, fast)]
-    return max(first_indices) < min(index_of_commit.get(change.comparison.until, -1) for change in (mean, fast))
+    index_of_commit = {figure.commit: index for index, figure in enumerate(mean_change.trend.figures)}
+    first_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean_change, fastest_change)]
+    return max(first_indices) < min(
+        index_of_commit.get(change.comparison.until, -1) for change in (mean_change, fastest_change)
+    )
 
 
 def _cell_of(change: Change) -> tuple[object, ...]:
     return change.trend.series.workload, change.trend.cell, change.trend.machine.get("machine"), change.trend.python
 
 
-def _mark_uneven(change: Change, opposite: Change) -> Change:
+def _mark_uneven(change: Change, opposite_change: Change) -> Change:
     is_mean = change.trend.series.metric in _FASTEST_CALLS
     comparison = replace(
         change.comparison,
         labels=(*change.comparison.labels, Label.UNEVEN),
         why="the fastest calls and the mean over all calls did not step in the same way",
     )
-    keeps_state = is_mean or change.state is not ChangeState.OPEN or change.is_worse is opposite.is_worse
+    keeps_state = is_mean or change.state is not ChangeState.OPEN or change.is_worse is opposite_change.is_worse
     return replace(change, comparison=comparison, state=change.state if keeps_state else ChangeState.CONTRADICTED)
 
 
@@ -304,13 +307,13 @@ def _compute_levels(values: Floats, steps: Sequence[Step]) -> list[float]:
 def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -> Change:
     trend = stretch.read()
     figures = trend.figures
-    figure_indices = stretch.places.tolist()
+    figure_indices = stretch.indices.tolist()
     low_index, first_index, high_index = (figure_indices[index] for index in (step.low, step.at, step.high))
     # 1. Compute the ratio of the levels, if both are finite and positive.
     are_levels_finite = math.isfinite(level) and math.isfinite(new_level)
     ratio, reason = None, ""
     if are_levels_finite and level > 0 and new_level > 0:
-        ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
+        ratio = replace(step.ratio, level=1.0) if stretch.is_counted else step.ratio
     else:
         reason = "a change from or to zero has no ratio" if are_levels_finite else _NOT_FINITE
     comparison = Comparison(
@@ -323,7 +326,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
         level,
         new_level,
         ratio,
-        None if stretch.counted or not are_levels_finite else step.p_value,
+        None if stretch.is_counted or not are_levels_finite else step.p_value,
         why=reason,
         since=figures[low_index].commit,
         until=figures[high_index].commit,
@@ -353,7 +356,7 @@ def format_case(trend: Trend) -> str:
     return f"{trend.series.workload}[{parameters}]@{trend.machine['machine']}/{precision}"
 
 
-def _determine_state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
+def _determine_state(change: Change, earlier_levels: Sequence[float], later_levels: Sequence[float]) -> ChangeState:
     """Returns the state of a change before acknowledgements are applied.
 
     The change is REVERTED if a later level is nearer to the level before the change than to the level after it. The
@@ -364,8 +367,10 @@ def _determine_state(change: Change, earlier: Sequence[float], later: Sequence[f
     level, new_level = change.comparison.before, change.comparison.after
     assert level is not None and new_level is not None
     middle_level = math.sqrt(level * new_level) or (level + new_level) / 2
-    is_reverted = any(number < middle_level if change.is_worse else number > middle_level for number in later)
-    if change.is_counted and not change.is_worse and new_level in earlier:
+    is_reverted = any(
+        later_level < middle_level if change.is_worse else later_level > middle_level for later_level in later_levels
+    )
+    if change.is_counted and not change.is_worse and new_level in earlier_levels:
         is_reverted = True
     return ChangeState.REVERTED if is_reverted else ChangeState.OPEN
 
@@ -386,14 +391,14 @@ _ACK_TOLERANCE_ERRORS = 3.0
 _SMALLEST_LEVEL = 1e-300
 
 
-def apply_acks(found: FoundChanges, acks: Sequence[Ack]) -> FoundChanges:
+def apply_acks(found_changes: FoundChanges, acks: Sequence[Ack]) -> FoundChanges:
     """Marks open changes that an acknowledgement covers. The newest matching acknowledgement counts."""
     changes = []
-    for change in found.changes:
+    for change in found_changes.changes:
         ack = next((ack for ack in reversed(acks) if ack_covers(ack, change)), None)
         is_acknowledged = ack is not None and change.state is ChangeState.OPEN
         changes.append(replace(change, state=ChangeState.ACKNOWLEDGED, ack=ack) if is_acknowledged else change)
-    return replace(found, changes=tuple(sorted(changes, key=severity_sort_key)))
+    return replace(found_changes, changes=tuple(sorted(changes, key=severity_sort_key)))
 
 
 def make_ack(change: Change, when: str, because: str) -> Ack:
@@ -450,8 +455,10 @@ def ack_covers(ack: Ack, change: Change) -> bool:
     index_of_commit = {figure.commit: index for index, figure in enumerate(trend.figures)}
     if ack.since not in index_of_commit and ack.until not in index_of_commit:
         return False
-    low, high = index_of_commit[comparison.since], index_of_commit[comparison.until]
-    return max(index_of_commit.get(ack.since, low), low) < min(index_of_commit.get(ack.until, high), high)
+    since_index, until_index = index_of_commit[comparison.since], index_of_commit[comparison.until]
+    return max(index_of_commit.get(ack.since, since_index), since_index) < min(
+        index_of_commit.get(ack.until, until_index), until_index
+    )
 
 
 def _log_of_level(level: float) -> float:

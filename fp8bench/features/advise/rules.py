@@ -96,9 +96,11 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     gain = None
     if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
         gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
-    if gain is not None and gain.binds:
-        bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "at the ceiling of its products"))
-        grounds.append(Ground(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
+    if gain is not None and gain.is_upper_bound:
+        bounds.append(
+            (Interval(gain.max_speedup, gain.max_speedup, gain.max_speedup, 0.0), "at the ceiling of its products")
+        )
+        grounds.append(Ground(pair.row, f"{units.speed_up(gain.max_speedup)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
         low = amdahl(share.low, product_ratio.high)

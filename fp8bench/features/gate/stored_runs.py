@@ -298,7 +298,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         return GateSource(title, compared.comparisons, problem=problem, code=code)
     # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
-    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing]
+    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing_facts]
     for change, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
@@ -367,7 +367,7 @@ def _commit_to_duel(compared: ComparedSides, newest: Run) -> str | None:
     """
     head = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.
-    if any(fact.name != CODE_FACT or newest.request.suite != BENCH for fact in compared.differing):
+    if any(fact.name != CODE_FACT or newest.request.suite != BENCH for fact in compared.differing_facts):
         return None
     if head is None or newest.environment.get("commit") != head:
         return None

@@ -81,9 +81,11 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     An example: 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
     """
     commit_range = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
-    if change.commits > 1:
-        unmeasured = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
-        commit_range += f", one of {change.commits} commits{unmeasured}, most likely {change.first[:8]}"
+    if change.commit_count > 1:
+        unmeasured = (
+            f" ({change.unmeasured_count} of them without a figure that compares)" if change.unmeasured_count else ""
+        )
+        commit_range += f", one of {change.commit_count} commits{unmeasured}, most likely {change.first_commit[:8]}"
     return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
 
 
@@ -122,9 +124,9 @@ def _change_document(change: Change) -> dict[str, object]:
         "python": change.trend.python,
         "version": change.version,
         **encode(change.comparison),
-        "first": change.first,
-        "commits": change.commits,
-        "unmeasured": change.unmeasured,
+        "first": change.first_commit,
+        "commits": change.commit_count,
+        "unmeasured": change.unmeasured_count,
         "state": change.state.value,
         "ack": encode(change.ack),
     }

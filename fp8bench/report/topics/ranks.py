@@ -57,7 +57,7 @@ def _range_field(
     for the reason.
     """
     if isinstance(figure, MissingFigure):
-        return Field(figure.word, tone=Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN)
+        return Field(figure.shown_text, tone=Tone.DOUBT if figure.shown_text != units.NONE else Tone.PLAIN)
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
@@ -74,10 +74,10 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
-        if reason.word == units.NONE:
+        if reason.shown_text == units.NONE:
             yield Text(f"No {subject} of {', '.join(dict.fromkeys(modes))}: {reason.why}.")
         else:
-            explanations.append(f"{reason.word}: {reason.why}")
+            explanations.append(f"{reason.shown_text}: {reason.why}")
     if explanations:
         yield Text(f"{subject.capitalize()} is unknown where the table has a word: {'; '.join(explanations)}.")
 
@@ -178,12 +178,17 @@ def _times_table(panel: Panel) -> Table:
 
     def max_waiting(row: _TimedRanks) -> float | None:
         communicates = row.case.figures[specs.COMMUNICATION].value is not None
-        return max(rank.waiting for rank in row.value) if communicates else None
+        return max(rank.waiting_seconds for rank in row.value) if communicates else None
 
     cols: Cols[_TimedRanks] = [
         *case_columns(""),
-        Col("slowest", lambda row: max(rank.step for rank in row.value), unit="s", hint="median of the slowest rank"),
-        Col("fastest", lambda row: min(rank.step for rank in row.value), unit="s"),
+        Col(
+            "slowest",
+            lambda row: max(rank.step_seconds for rank in row.value),
+            unit="s",
+            hint="median of the slowest rank",
+        ),
+        Col("fastest", lambda row: min(rank.step_seconds for rank in row.value), unit="s"),
         case_figure_column(specs.RANK_SKEW),
         case_figure_column(specs.COMMUNICATION),
         Col("waiting", max_waiting, unit="s", hint="of the rank that waits most"),
@@ -262,11 +267,11 @@ def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
             "check sum",
             "value.check_sum",
             show="{:.3f}".format,
-            tone=lambda row: Tone.DOUBT if row.value.exposed is SUM_MISMATCH else Tone.PLAIN,
+            tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed, units.seconds)),
-        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden, units.percent, 100)),
+        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed_seconds, units.seconds)),
+        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden_share, units.percent, 100)),
     ]
     return table("overlap", "communication during products", cols, rows)
 
@@ -275,8 +280,8 @@ def _describe_bubbles(panel: Panel) -> Texts:
     for case, bubble in panel.find_values(lambda result: measure_bubble(result.record)):
         name = join_parts(case.mode, case.setting_name, separator=" at ")
         yield Text(
-            f"{name}: ranks wait or send for {bubble.measured:.0%} of the time for which they compute; with equal "
-            f"stages and free communication this would be {bubble.ideal:.0%}."
+            f"{name}: ranks wait or send for {bubble.measured_ratio:.0%} of the time for which they compute; with "
+            f"equal stages and free communication this would be {bubble.ideal_ratio:.0%}."
         )
 
 

@@ -25,12 +25,12 @@ def describe_bound(roof: PhaseRoof) -> str:
     """Returns what limits a phase, as 'memory-bound'. Returns 'served from cache' if the phase moves more bytes
     than memory could, and '' if unknown.
     """
-    if roof.bound is None:
+    if roof.limiting_resource is None:
         return ""
     share_of_peak = roof.share_of_ceiling or roof.share_of_datasheet or 0.0
-    if roof.bound is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
+    if roof.limiting_resource is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
         return "served from cache"
-    return roof.bound.value
+    return roof.limiting_resource.value
 
 
 def describe_bounds(panel: Panel) -> Sentences:
@@ -61,7 +61,7 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
             if case.record.ceiling is not None and case.record.ceiling.rates:
                 return ""
             roofs += phase_roofs(case.record, case.finding)
-    if not roofs or any(roof.bound for roof in roofs):
+    if not roofs or any(roof.limiting_resource for roof in roofs):
         return ""
     threads_option = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
     store_hint = ", with the same --store," if "--store" in run.command else ""
@@ -136,10 +136,13 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
         qualifier = "perhaps " if case.finding.doubtful else ""
         measured_gain = f"it {qualifier}gives {units.speed_up(speed.point)}"
     if gain.cast_bytes:
-        product_speeds = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"
+        product_speeds = (
+            f"{units.speed_up(gain.speedup_without_casts)} as fast, "
+            f"with the casts {units.speed_up(gain.speedup_with_casts)}"
+        )
         moved_bytes = f"casts move {units.size(gain.cast_bytes)}, products {units.size(gain.product_bytes)}"
         measured_gain += f"; its products alone are {product_speeds} ({moved_bytes})"
-    possible_gain = f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}"
+    possible_gain = f"{'at most' if gain.is_upper_bound else 'about'} {units.speed_up(gain.max_speedup)}"
     return (
         f"{case.group.reference}'s products{setting} are {units.percent(gain.share, 0)} of the step and at "
         f"{units.percent(gain.share_of_ceiling, 0)} of their ceiling: {case.mode} at its own ceiling would give "
@@ -156,7 +159,7 @@ def roofline_section(material: Material) -> Elements:
         cases = []
         for case in panel.members:
             roofs = () if case.is_emulated else phase_roofs(case.record, case.finding)
-            if any(roof.bound for roof in roofs):
+            if any(roof.limiting_resource for roof in roofs):
                 cases.append((case, roofs))
         if cases:
             yield from _panel_roofline(title, panel, cases)

@@ -63,8 +63,8 @@ def test_a_slower_level_is_a_regression() -> None:
     found = find_changes([levels((20, 1.0), (5, 1.1))])
     change = only(found)
     one = change.comparison
-    assert (one.since, one.until, change.first) == (commit(19), commit(20), commit(20))
-    assert (change.commits, change.unmeasured, change.state) == (1, 0, ChangeState.OPEN)
+    assert (one.since, one.until, change.first_commit) == (commit(19), commit(20), commit(20))
+    assert (change.commit_count, change.unmeasured_count, change.state) == (1, 0, ChangeState.OPEN)
     assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
     assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
@@ -136,7 +136,7 @@ def test_unmeasured_commits_are_in_the_range_of_a_step() -> None:
     figures[21] = replace(figures[21], hasty=True)
     change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(19), commit(22))
-    assert (change.commits, change.unmeasured) == (3, 2)
+    assert (change.commit_count, change.unmeasured_count) == (3, 2)
 
 
 @for_each("changed", [{"version": "1.2"}, {"under": OLD}, {"hasty": True}])
@@ -162,7 +162,7 @@ def test_figures_under_other_conditions_hide_no_step() -> None:
     figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
     change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(11), commit(18))
-    assert (change.commits, change.unmeasured, change.current) == (7, 6, True)
+    assert (change.commit_count, change.unmeasured_count, change.current) == (7, 6, True)
     figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
     change = only(find_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
     assert change.alarms and not change.current
@@ -176,7 +176,9 @@ def test_too_few_figures_since_a_change_are_reported() -> None:
 
 
 def test_a_reverted_change_is_no_longer_open() -> None:
-    worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
+    worse, better = sorted(
+        find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first_commit
+    )
     assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
     assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
     in_part = find_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])  # less than half of it
@@ -200,7 +202,7 @@ def test_the_worst_change_comes_first_and_skipped_trends_are_counted() -> None:
 
 
 def states(found: FoundChanges) -> list[ChangeState]:
-    return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
+    return [one.state for one in sorted(found.changes, key=lambda one: one.first_commit)]
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
@@ -287,7 +289,7 @@ def test_any_difference_of_a_count_is_a_certain_step() -> None:
     found = counts(1_000_000, 1_000_001)
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
-    assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
+    assert (one.since, one.until, change.first_commit) == (commit(0), commit(1), commit(1))
     assert one.p_value is None and one.ratio.low == one.ratio.high and one.ratio.level == 1
     assert (found.searched_count, found.exact_count_trends) == (0, 1) and exceeds_threshold(one, find_threshold(one))
     assert value(one, one.after) == "1,000,001"
