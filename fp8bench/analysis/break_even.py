@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import BAND, best_ratio, find_common_rounds
+from fp8bench.analysis.verdicts import VERDICT_BAND, best_ratio, find_common_rounds
 from fp8bench.model import Finding, Interval, Params, Record
 
 # A curve needs at least this many sizes.
@@ -38,7 +38,7 @@ class SizedRatio(NamedTuple):
 
     @property
     def within_noise(self) -> bool:
-        return self.ratio.low <= 1 + BAND and self.ratio.high >= 1 - BAND
+        return self.ratio.low <= 1 + VERDICT_BAND and self.ratio.high >= 1 - VERDICT_BAND
 
 
 class SizeStretch(NamedTuple):
@@ -121,7 +121,7 @@ def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float
     log_speedups = np.log([speedup.point for speedup in speedups])
     low = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
     high = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
-    deviation = _estimate_deviation(log_sizes, log_speedups) + BAND
+    deviation = _estimate_deviation(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
     sizes = [float(value) for value in np.exp(log_size_grid)]
     sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]

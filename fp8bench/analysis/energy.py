@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import SAME
+from fp8bench.analysis.verdicts import SAME_BAND
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
@@ -155,7 +155,7 @@ def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
     if slots is None or not slots > 0:
         return None
     pace_ratio = windows.middle / slots
-    noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
+    noise = max(SAME_BAND, finding.spread or 0.0, windows.width / windows.middle)
     return pace_ratio if abs(pace_ratio - 1) > noise else None
 
 
@@ -452,7 +452,7 @@ def _check_against_step(
     phase_seconds_width = sum(phase.seconds_width for phase in measured.values())
     phase_noise = phase_seconds_width / phases_alone_seconds if phases_alone_seconds else 0.0
     step_spread = finding.spread if finding is not None else None
-    noise = max(SAME, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
+    noise = max(SAME_BAND, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
     # 3. Compute limits for the energy that the device can take in the remaining time.
     phase_watts = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
     residual_seconds = step_seconds - phases_alone_seconds

@@ -52,7 +52,7 @@ from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
-_FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME
+_FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME_BAND
 # Two half-widths of an interval count as equal if they differ by at most this relative tolerance.
 _HALF_WIDTH_TOLERANCE = 1e-9
 # The last part of the reason for UNSURE if runs differ more than rounds.
@@ -200,7 +200,7 @@ def _position_effect_beyond_noise(timings: Sequence[Timing | None], aa: Interval
     noise of identical code.
     """
     effect = find_position_effect([timing for timing in timings if timing is not None])
-    noise_floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
+    noise_floor = max(verdicts.VERDICT_BAND, aa.reach if aa is not None else 0.0)
     return effect if effect is not None and abs(effect.ratio.point - 1) > noise_floor else None
 
 
@@ -418,7 +418,7 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         return f"{round_count_text} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.decide_verdict(interval, verdicts.verdict_band(conclusion.aa)) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
-    if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
+    if interval.low > 1 + verdicts.VERDICT_BAND or interval.high < 1 - verdicts.VERDICT_BAND:
         return "the reference differs from its control, which runs the same code, by as much"
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"

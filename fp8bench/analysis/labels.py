@@ -11,7 +11,7 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import explain_unresolved, phase_energies
-from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME, is_uneven, step_seconds_of_calls
+from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME_BAND, is_uneven, step_seconds_of_calls
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import BUSY_CORES, PROFILE
@@ -266,7 +266,7 @@ def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
     """Labels a case whose reference and control differ too much to count as the same, although both run identical
     code.
     """
-    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME:
+    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME_BAND:
         low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 

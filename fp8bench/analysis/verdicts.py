@@ -37,16 +37,18 @@ from fp8bench.analysis import stats
 from fp8bench.model import CELL_PHASES, Interval, SlotSample, Timing, Verdict
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-BAND = 0.005
-SAME = 0.02
+# The half-widths of two bands around 1. A ratio whose interval is outside the first band is FASTER or SLOWER, and one
+# whose interval is inside the second is SAME.
+VERDICT_BAND = 0.005
+SAME_BAND = 0.02
 # For SAME, the mean over all calls may differ from 1 by this much. The limit is wider than that of the best case,
 # because the mean has more noise. With a limit of 5%, a mean that changed by 5% would sometimes pass.
-SAME_MEAN = 0.035
+SAME_BAND_OF_MEANS = 0.035
 # If the mean differs from the best case by this share, the calls of a case are uneven.
 UNEVEN_RATIO = 0.05
 # A decision before the last round needs more evidence, because each check is an additional chance of an error.
 EARLY_LEVEL = 0.998
-EARLY_SAME = 0.01
+EARLY_SAME_BAND = 0.01
 # An early decision also needs an interval that is narrow compared with the effect, which is the logarithm of the ratio.
 # The half-width of the interval must be at most a third of the effect, but this limit is always between 1% and 2%, or a
 # thirtieth of a large effect. With a limit of 2% for every effect, runs that found 3% ended after 24 of 56 rounds. The
@@ -151,7 +153,7 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps:
     """
     calls = count_common_calls(*timings)
     if whole_steps is None:
-        whole_steps = do_cells_compensate(timings, rounds, BAND)
+        whole_steps = do_cells_compensate(timings, rounds, VERDICT_BAND)
     samples = [] if whole_steps else [cell_seconds(timing, calls, rounds) for timing in timings]
     if whole_steps or are_cut_unevenly(samples):
         return [cell_seconds(timing, calls, rounds, whole_steps=True) for timing in timings]
@@ -230,21 +232,23 @@ def _estimate_noise_floor(
     """
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:
-        return None, do_cells_compensate(timings, rounds, BAND)
+        return None, do_cells_compensate(timings, rounds, VERDICT_BAND)
     aa_of_cells = best_ratio(reference_timings[::-1], rounds, whole_steps=False)
-    if not do_cells_compensate(timings, rounds, BAND):
+    if not do_cells_compensate(timings, rounds, VERDICT_BAND):
         return aa_of_cells, False
     aa_of_whole_steps = best_ratio(reference_timings[::-1], rounds, whole_steps=True)
-    whole_steps = do_cells_compensate(timings, rounds, max(BAND, min(aa_of_cells.reach, aa_of_whole_steps.reach)))
+    whole_steps = do_cells_compensate(
+        timings, rounds, max(VERDICT_BAND, min(aa_of_cells.reach, aa_of_whole_steps.reach))
+    )
     return aa_of_whole_steps if whole_steps else aa_of_cells, whole_steps
 
 
 def verdict_band(aa: Interval | None) -> float:
     """Returns the half-width of the band around 1. A case inside the band is neither faster nor slower."""
-    return max(BAND, aa.clearance) if aa is not None else BAND
+    return max(VERDICT_BAND, aa.clearance) if aa is not None else VERDICT_BAND
 
 
-def decide_verdict(interval: Interval, band_half_width: float, same_half_width: float = SAME) -> Verdict:
+def decide_verdict(interval: Interval, band_half_width: float, same_half_width: float = SAME_BAND) -> Verdict:
     if interval.low > 1 + band_half_width:
         return Verdict.SLOWER
     if interval.high < 1 - band_half_width:
@@ -278,10 +282,10 @@ def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
 def mean_agrees(verdict: Verdict, ratio: Interval, mean_ratio: Interval) -> bool:
     """Returns whether the mean over all calls agrees with a verdict from the best case."""
     if verdict is Verdict.SAME:
-        return mean_ratio.low > 1 - SAME_MEAN and mean_ratio.high < 1 + SAME_MEAN
+        return mean_ratio.low > 1 - SAME_BAND_OF_MEANS and mean_ratio.high < 1 + SAME_BAND_OF_MEANS
     if verdict is Verdict.FASTER:
-        return mean_ratio.point < 1 + BAND and not _are_opposite(ratio, mean_ratio)
-    return verdict is Verdict.SLOWER and mean_ratio.point > 1 - BAND and not _are_opposite(ratio, mean_ratio)
+        return mean_ratio.point < 1 + VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
+    return verdict is Verdict.SLOWER and mean_ratio.point > 1 - VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
 
 
 def _are_opposite(ratio: Interval, mean_ratio: Interval) -> bool:
@@ -292,7 +296,7 @@ def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     """Returns whether measuring may stop for this case, because its verdict is clear and its interval is narrow. Both
     are judged at the stricter level of early decisions.
     """
-    early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
+    early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME_BAND)
     if early_conclusion is None or early_conclusion.verdict is Verdict.UNSURE:
         return False
     ratio = early_conclusion.ratio
@@ -309,7 +313,7 @@ def conclude(
     reference: Timing,
     control: Timing | None,
     level: float = FINAL_LEVEL,
-    same_half_width: float = SAME,
+    same_half_width: float = SAME_BAND,
     min_half_width: float = 0.0,
     sessions: Sequence[Interval] = (),
     held_up: bool = False,
@@ -395,7 +399,7 @@ def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[
     """
     calls = count_common_calls(timing)
     if whole_steps is None:
-        whole_steps = share_below_fastest_step(timing) > BAND
+        whole_steps = share_below_fastest_step(timing) > VERDICT_BAND
     best_cells = (
         stats.best_steps(fastest_step_cells(timing, calls))
         if whole_steps

@@ -11,7 +11,7 @@ from fp8bench import units
 from fp8bench.analysis.compare.compare import ComparedSides
 from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.analysis.compare.sides import DifferingFact, Side
-from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
@@ -43,8 +43,8 @@ _TIME_LEGEND = (
 _VERDICT_LEGEND = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
     f"({units.percent(MIN_CHANGE_OF_FEW_RUNS, 0)} where there are fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in "
-    f"all), same if it lies within +-{units.percent(SAME, 0)}, else cannot tell; differs if the sides were measured "
-    "under different conditions"
+    f"all), same if it lies within +-{units.percent(SAME_BAND, 0)}, else cannot tell; differs if the sides were "
+    "measured under different conditions"
 )
 CSV_COLUMNS = (
     "case",

@@ -12,8 +12,8 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
-    BAND,
     MIN_ROUNDS_FOR_VERDICT,
+    VERDICT_BAND,
     aa_interval,
     best_phases,
     best_ratio,
@@ -136,13 +136,19 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
 
 @for_each(
     ("low", "high", "band"),
-    [(0.9, 1.2, BAND), (1.0, 1.2, BAND), (1.004, 1.2, BAND), (1.03, 1.2, 0.03), (0.7, 0.96, 0.04)],
+    [
+        (0.9, 1.2, VERDICT_BAND),
+        (1.0, 1.2, VERDICT_BAND),
+        (1.004, 1.2, VERDICT_BAND),
+        (1.03, 1.2, 0.03),
+        (0.7, 0.96, 0.04),
+    ],
 )
 def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
     aa = Interval(1.0, low, high, 0.99)
     assert verdict_band(aa) == pytest.approx(band)
     assert aa.reach == pytest.approx(max(high - 1, 1 - low))
-    assert verdict_band(None) == BAND
+    assert verdict_band(None) == VERDICT_BAND
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:

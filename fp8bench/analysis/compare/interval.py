@@ -18,7 +18,7 @@ from itertools import product
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
-from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND
 from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 from fp8bench.units import percent
@@ -123,7 +123,7 @@ def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
             f"fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in all do not show how much runs differ; no change below "
             f"{percent(MIN_CHANGE_OF_FEW_RUNS, 0)} is judged: measure more runs, or duel"
         )
-    if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
+    if ratio.low > 1 - SAME_BAND and ratio.high < 1 + SAME_BAND:
         return Direction.SAME, ""
     return Direction.UNSURE, "runs of one side differ too much; measure more runs, or duel"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import compute_gain
-from fp8bench.analysis.verdicts import BAND
+from fp8bench.analysis.verdicts import VERDICT_BAND
 from fp8bench.features.advise.basis import (
     AdviceRule,
     Basis,
@@ -137,9 +137,9 @@ def _judge_casts(pair: ComparedCase, basis: Basis) -> Reply | str | None:
         Ground(pair.row, f"products alone {show_gain(product_gain)}"),
         Ground(pair.row, f"casts take {units.percent(casts.point, 0)} of the reference's products"),
     )
-    if product_gain.high < 1 + BAND:
+    if product_gain.high < 1 + VERDICT_BAND:
         return Reply(Met.NO, f"{figure}: not faster without casts either", grounds)
-    return Reply(compare_with_minimum(gain_with_casts, 1 + BAND), figure, grounds)
+    return Reply(compare_with_minimum(gain_with_casts, 1 + VERDICT_BAND), figure, grounds)
 
 
 # If less than this share of a step's product FLOPs is converted, the step gains little.
