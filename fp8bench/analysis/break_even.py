@@ -1,10 +1,10 @@
-"""Finds from which size on a low precision is faster. The speed-ups at several sizes were measured.
+"""Finds from which size on a low precision is faster, from speed-ups that were measured at several sizes.
 
-Between two measured sizes, the logarithm of the speed-up is interpolated linearly over the logarithm of the size,
-with a lower and an upper bound. The bounds contain the confidence intervals of both sizes. They are widened by how
-far the curve may deviate from a straight line, which is estimated from its bends at the neighbouring sizes. If the
-speed-up leaps between two sizes, the leap may be anywhere between them. The interval of a crossing contains every
-size at which the bounds include a speed-up of 1. Sizes outside the measured range are not judged.
+Between two measured sizes, the logarithm of the speed-up is interpolated linearly over the logarithm of the size, with
+a lower and an upper bound. The bounds contain the confidence intervals at both sizes. They are widened by how far the
+curve may deviate from a straight line, which is estimated from its bends at the neighbouring sizes. If the speed-up
+leaps between two sizes, the leap may be anywhere between them. The interval of a crossing contains every size at which
+the bounds include a speed-up of 1. Sizes outside the measured range are not judged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import BAND, best_ratio, find_common_rounds
+from fp8bench.analysis.verdicts import VERDICT_BAND, best_ratio, find_common_rounds
 from fp8bench.model import Finding, Interval, Params, Record
 
 # A curve needs at least this many sizes.
@@ -31,35 +31,35 @@ _LEAP_RATIO = 3.0
 
 
 class SizedRatio(NamedTuple):
-    """At one size, the time of a precision divided by the time of the case that it is compared with."""
+    """A size, and at this size the time of a precision divided by the time of the case that it is compared with."""
 
     size: int
     ratio: Interval
 
     @property
     def within_noise(self) -> bool:
-        return self.ratio.low <= 1 + BAND and self.ratio.high >= 1 - BAND
+        return self.ratio.low <= 1 + VERDICT_BAND and self.ratio.high >= 1 - VERDICT_BAND
 
 
 class SizeStretch(NamedTuple):
-    """A range of sizes. In this range a precision is faster (`pays` is True), slower (False), or neither is certain
-    (None).
+    """A range of sizes. In this range a precision is faster (`is_faster` is True) or slower (False), or neither is
+    certain (None).
     """
 
-    pays: bool | None
-    first: float
-    last: float
+    is_faster: bool | None
+    first_size: float
+    last_size: float
 
 
 class Crossing(NamedTuple):
-    """The size at which a precision becomes faster (`begins`) or stops being faster. `low` and `high` bound the true
-    size.
+    """The size at which a precision becomes faster (`becomes_faster`) or stops being faster. `low` and `high` bound the
+    true size.
     """
 
     size: float
     low: float
     high: float
-    begins: bool
+    becomes_faster: bool
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
     """Returns the ranges of sizes in which a precision is faster or slower, and the sizes at which this changes.
     Returns None for fewer than three sizes. Sizes must be distinct and ratios positive.
     """
-    ordered = sorted(points)
-    if len(ordered) < MIN_SIZES:
+    sorted_points = sorted(points)
+    if len(sorted_points) < MIN_SIZES:
         return None
     # 1. Cut the sizes into stretches in which the precision is faster (1), slower (-1) or uncertain (0).
-    sizes, low, middle, high = _interpolate_bounds(ordered)
+    sizes, low, middle, high = _interpolate_bounds(sorted_points)
     signs = np.where(low > 0, 1, np.where(high < 0, -1, 0)).tolist()
     stretches: list[SizeStretch] = []
     crossings: list[Crossing] = []
@@ -101,46 +101,51 @@ def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
         if sign:
             last_certain_index = last_index
         first_index = last_index + 1
-    sizes_within_noise = tuple(sized_ratio.size for sized_ratio in ordered if sized_ratio.within_noise)
+    sizes_within_noise = tuple(sized_ratio.size for sized_ratio in sorted_points if sized_ratio.within_noise)
     return BreakEven(
-        tuple(stretches), tuple(crossings), sizes_within_noise, min(sized_ratio.ratio.level for sized_ratio in ordered)
+        tuple(stretches),
+        tuple(crossings),
+        sizes_within_noise,
+        min(sized_ratio.ratio.level for sized_ratio in sorted_points),
     )
 
 
-def _interpolate_bounds(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
-    """Returns a grid of sizes. For each of them, also returns the lower bound, the estimate and the upper bound of
+def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
+    """Returns a grid of sizes, and three arrays for these sizes: the lower bound, the estimate and the upper bound of
     the speed-up's logarithm.
     """
-    log_sizes = np.log([sized_ratio.size for sized_ratio in ordered])
-    gaps = [np.linspace(*ends, _POINTS_PER_GAP, endpoint=False) for ends in pairwise(log_sizes)]
-    grid = np.concatenate([*gaps, log_sizes[-1:]])
-    speedups = [sized_ratio.ratio.inverse for sized_ratio in ordered]
+    log_sizes = np.log([sized_ratio.size for sized_ratio in sorted_points])
+    gap_grids = [np.linspace(*neighbours, _POINTS_PER_GAP, endpoint=False) for neighbours in pairwise(log_sizes)]
+    log_size_grid = np.concatenate([*gap_grids, log_sizes[-1:]])
+    speedups = [sized_ratio.ratio.inverse for sized_ratio in sorted_points]
     log_speedups = np.log([speedup.point for speedup in speedups])
-    low = np.interp(grid, log_sizes, np.log([speedup.low for speedup in speedups]))
-    high = np.interp(grid, log_sizes, np.log([speedup.high for speedup in speedups]))
-    deviation = _estimate_deviation(log_sizes, log_speedups) + BAND
+    low = np.interp(log_size_grid, log_sizes, np.log([speedup.low for speedup in speedups]))
+    high = np.interp(log_size_grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    deviation = _estimate_deviation(log_sizes, log_speedups) + VERDICT_BAND
     # Use the exact measured sizes instead of exponentials of their logarithms.
-    sizes = [float(value) for value in np.exp(grid)]
-    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in ordered]
-    return sizes, low - deviation, np.interp(grid, log_sizes, log_speedups), high + deviation
+    sizes = [float(value) for value in np.exp(log_size_grid)]
+    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in sorted_points]
+    return sizes, low - deviation, np.interp(log_size_grid, log_sizes, log_speedups), high + deviation
 
 
 def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
-    """Returns how far the curve may deviate from a straight line between two neighbouring sizes. It is estimated from
-    how much the curve bends at both sizes.
+    """Returns how far the curve may deviate from a straight line between two neighbouring sizes. The estimate follows
+    from how much the curve bends at both sizes.
 
-    After a leap, the deviation is the whole height of the leap, because a library may switch kernels at any size in
-    between.
+    If the speed-up leaps between the two sizes, the deviation is the whole height of the leap, because a library may
+    switch kernels at any size in between.
     """
-    widths, steps = np.diff(log_sizes), np.diff(log_speedups)
-    bends = np.abs(2 * np.diff(steps / widths) / (widths[:-1] + widths[1:]))
-    largest_bend = np.maximum(np.append(bends[0], bends), np.append(bends, bends[-1]))
-    padded_steps = np.pad(np.abs(steps), 1)
-    is_leap = np.abs(steps) > _LEAP_RATIO * np.maximum(padded_steps[:-2], padded_steps[2:])
+    size_gaps, speedup_steps = np.diff(log_sizes), np.diff(log_speedups)
+    curvatures = np.abs(2 * np.diff(speedup_steps / size_gaps) / (size_gaps[:-1] + size_gaps[1:]))
+    largest_curvature = np.maximum(np.append(curvatures[0], curvatures), np.append(curvatures, curvatures[-1]))
+    padded_speedup_steps = np.pad(np.abs(speedup_steps), 1)
+    is_leap = np.abs(speedup_steps) > _LEAP_RATIO * np.maximum(padded_speedup_steps[:-2], padded_speedup_steps[2:])
     fraction = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
-    by_bend = np.outer(largest_bend * widths**2 / 2, fraction * (1 - fraction))
-    by_point = np.where(is_leap[:, None] & (fraction > 0), np.abs(steps)[:, None], by_bend)
-    deviation: Floats = np.append(by_point.ravel(), 0.0)
+    deviation_by_curvature = np.outer(largest_curvature * size_gaps**2 / 2, fraction * (1 - fraction))
+    deviation_by_point = np.where(
+        is_leap[:, None] & (fraction > 0), np.abs(speedup_steps)[:, None], deviation_by_curvature
+    )
+    deviation: Floats = np.append(deviation_by_point.ravel(), 0.0)
     return deviation
 
 
@@ -165,89 +170,95 @@ JudgedCase = tuple[Record, Finding | None]
 class Sweep:
     """Cases that differ only in one number.
 
-    `name` is that number's name. `places` has its values, each with the index of the setting that has this value.
+    `axis` is the name of this number, and `held_params` are the parameters that all cases share. `indexed_sizes` are
+    the values of the number, each with the index of the setting that has this value.
     """
 
     axis: str
-    held: Params
-    places: tuple[tuple[int, int], ...]  # pairs of a size and the index of its setting
+    held_params: Params
+    indexed_sizes: tuple[tuple[int, int], ...]  # pairs (size, index of its setting)
 
 
 @dataclass(frozen=True)
 class SweptMode:
-    """One precision with its ratios at all sizes of a sweep. `found` is None if too few sizes have a ratio.
+    """One precision with its ratios at all sizes of a sweep. `base_mode` is the precision that it is compared with.
+    `break_even` is None if too few sizes have a ratio.
 
-    `refused` maps sizes without a ratio to the reason. `doubted` lists sizes whose ratio has a label that casts doubt
-    on it.
+    `missing_ratios` maps sizes without a ratio to the reason. `doubted_sizes` lists sizes whose ratio has a label that
+    casts doubt on it.
     """
 
     mode: str
-    against: str
+    base_mode: str
     points: tuple[SizedRatio, ...]
-    refused: tuple[tuple[int, str], ...]
-    doubted: tuple[int, ...]
-    found: BreakEven | None
+    missing_ratios: tuple[tuple[int, str], ...]
+    doubted_sizes: tuple[int, ...]
+    break_even: BreakEven | None
 
 
 def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
-    """Returns a sweep for every number that varies over at least three settings while all other
-    parameters are equal.
+    """Returns a sweep for every number that varies over at least three settings while all other parameters are
+    equal.
     """
     indices_by_size: dict[tuple[str, Params], dict[int, int]] = {}
     for index, params in enumerate(settings):
         for name, value in params:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                shared_params = tuple(pair for pair in params if pair[0] != name)
+                shared_params = tuple(param for param in params if param[0] != name)
                 indices_by_size.setdefault((name, shared_params), {})[value] = index
     sweeps = [
         Sweep(axis, shared_params, tuple(sorted(sizes.items())))
         for (axis, shared_params), sizes in indices_by_size.items()
     ]
-    return [sweep for sweep in sweeps if len(sweep.places) >= MIN_SIZES]
+    return [sweep for sweep in sweeps if len(sweep.indexed_sizes) >= MIN_SIZES]
 
 
 def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
-    """Yields each precision of a sweep except the one that the others are compared with. `groups` are in the order of
-    the settings.
+    """Yields each precision of a sweep, except the one that the others are compared with. `groups` has the cases of
+    each setting.
     """
     modes: dict[str, None] = {}
-    for _, index in sweep.places:
+    for _, index in sweep.indexed_sizes:
         modes |= dict.fromkeys(record.case.mode for record, _ in groups[index])
     for mode in modes:
-        swept = _sweep_mode(mode, sweep, groups)
-        if swept.points or swept.refused:
-            yield swept
+        swept_mode = _sweep_mode(mode, sweep, groups)
+        if swept_mode.points or swept_mode.missing_ratios:
+            yield swept_mode
 
 
 def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
-    points, refused, doubted, base_mode = [], [], [], ""
-    for size, index in sweep.places:
-        case = next((pair for pair in groups[index] if pair[0].case.mode == mode), None)
+    points, missing_ratios, doubted_sizes, base_mode = [], [], [], ""
+    for size, index in sweep.indexed_sizes:
+        case = next((candidate for candidate in groups[index] if candidate[0].case.mode == mode), None)
         base_case = _find_compared_case(case, groups[index]) if case is not None else None
         if case is None or base_case is None or case is base_case:
             continue
         base_mode = base_case[0].case.mode
         ratio = _compute_ratio(case, base_case)
         if isinstance(ratio, str):
-            refused.append((size, ratio))
+            missing_ratios.append((size, ratio))
             continue
         points.append(SizedRatio(size, ratio))
         if any(finding is not None and finding.doubts(ratio) for _, finding in (case, base_case)):
-            doubted.append(size)
-    return SweptMode(mode, base_mode, tuple(points), tuple(refused), tuple(doubted), break_even(points))
+            doubted_sizes.append(size)
+    return SweptMode(mode, base_mode, tuple(points), tuple(missing_ratios), tuple(doubted_sizes), break_even(points))
 
 
-def _find_compared_case(case: JudgedCase, group: Sequence[JudgedCase]) -> JudgedCase | None:
-    """Returns the case to compare with: bf16 for precisions below bf16 if bf16 was timed, otherwise the reference."""
+def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> JudgedCase | None:
+    """Returns the case that a case is compared with: bf16 for precisions below bf16 if bf16 was timed, otherwise the
+    reference.
+    """
     if case[0].case.precision not in _HIGH_PRECISIONS:
-        for pair in group:
-            if pair[0].case.mode == USUAL and pair[0].support.is_native and pair[0].timing is not None:
-                return pair
-    return next((pair for pair in group if pair[0].is_reference), None)
+        for candidate in candidates:
+            if candidate[0].case.mode == USUAL and candidate[0].support.is_native and candidate[0].timing is not None:
+                return candidate
+    return next((candidate for candidate in candidates if candidate[0].is_reference), None)
 
 
 def _compute_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
-    """Returns the time of the case divided by the time of its base, or the reason for a missing ratio."""
+    """Returns the time of a case divided by the time of the case that it is compared with (`base`), or the reason why
+    this ratio is missing.
+    """
     record, finding = case
     base_record, base_finding = base
     if record.support.is_emulated:
@@ -263,8 +274,8 @@ def _compute_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
     elif record.timing is not None and base_record.timing is not None:
         timings = [record.timing, base_record.timing]
         # Cases that were measured in different sessions share no rounds, even if their round numbers are equal.
-        same_sitting = not (record.paired_with or base_record.paired_with)
-        if same_sitting and (rounds := find_common_rounds(timings)):
+        have_same_session = not (record.paired_with or base_record.paired_with)
+        if have_same_session and (rounds := find_common_rounds(timings)):
             ratio = best_ratio(timings, rounds)
     if ratio is None or not 0 < ratio.low <= ratio.point <= ratio.high < math.inf:
         return f"no rounds in common with {base_record.case.mode}"

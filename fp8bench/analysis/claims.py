@@ -32,15 +32,15 @@ from fp8bench.registry import precisions, workloads
 # fewer FLOPs than are counted. The highest claim of fp8bench's suites is 1.1 times the best product: a 3x3
 # convolution in fp32 on one core of an AMD EPYC (Zen 5). For bytes, the highest claim is 0.4 times the best copy.
 # Suites may count a 16-bit tensor as if it had four bytes per element.
-MARGIN = 2.5
-# Bits per element assumed for an unknown precision. No kernel has more.
+CLAIM_MARGIN = 2.5
+# The number of bits per element that is assumed for an unknown precision. No kernel multiplies more bits.
 _UNKNOWN_FORMAT_BITS = 64
 # If the declared FLOPs exceed the recorded ones by the first factor, the step left work out. If the recorded FLOPs
 # exceed the declared ones by the second factor, the recording shows a different step. Recomputed activations explain
 # a factor of 4/3, and a masked square of attention scores a factor of 2.
 _DECLARED_FLOPS_MARGIN = 1.05
 _RECORDED_FLOPS_MARGIN = 4.0
-# Two steps have different work if their FLOPs differ by more than this share.
+# Two steps do different work if their FLOPs differ by more than this share.
 _FLOPS_TOLERANCE = 0.05
 # Declared bytes may exceed recorded bytes by this factor, because suites count bytes in the input dtype. If that is
 # fp32, they count four bytes where an FP8 case reads one.
@@ -100,24 +100,32 @@ def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
 def _compare_declared_work(record: Record) -> Iterator[Labelled]:
     """Compares the declared work with the recorded work.
 
-    The recording misses the work of operators without a formula and of operators from outside torch, and the bytes
-    sent between ranks.
+    The recording does not contain the work of operators without a formula, the work of operators from outside torch,
+    and the bytes sent between ranks.
     """
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
-    declared, done = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
+    declared_text, recorded_text = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
     if tape.complete and work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}", hard=True)
-    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
-        declared, done = units.size(int(work.bytes)), units.size(tape.bytes)
         yield Labelled(
-            Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators move {done}", hard=True
+            Label.WORK_MISMATCH,
+            f"the suite declares {declared_text} a step, its operators do {recorded_text}",
+            hard=True,
         )
-    elif tape.complete and (late := _describe_untimed_work(record, tape)):
-        yield Labelled(Label.WORK_MISMATCH, late, hard=True)
+    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
+        declared_text, recorded_text = units.size(int(work.bytes)), units.size(tape.bytes)
+        yield Labelled(
+            Label.WORK_MISMATCH,
+            f"the suite declares {declared_text} a step, its operators move {recorded_text}",
+            hard=True,
+        )
+    elif tape.complete and (difference := _describe_untimed_work(record, tape)):
+        yield Labelled(Label.WORK_MISMATCH, difference, hard=True)
     elif work.flops and tape.flops > _RECORDED_FLOPS_MARGIN * work.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}")
+        yield Labelled(
+            Label.WORK_MISMATCH, f"the suite declares {declared_text} a step, its operators do {recorded_text}"
+        )
 
 
 def _describe_untimed_work(record: Record, tape: Tape) -> str:
@@ -125,16 +133,16 @@ def _describe_untimed_work(record: Record, tape: Tape) -> str:
     equal.
     """
     if record.late_flops is not None and _flops_differ(record.late_flops, tape.flops):
-        timed, untimed = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
-        return f"a timed step does {timed}, an untimed step {untimed}"
+        timed_text, untimed_text = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
+        return f"a timed step does {timed_text}, an untimed step {untimed_text}"
     late_steps = record.late
     if late_steps is None or late_steps.by_path is None or late_steps.varies:
         return ""
     for path, flops in late_steps.by_path:
         untimed_flops = tape.by_path.get(path, 0)
         if flops - untimed_flops > _FLOPS_TOLERANCE * tape.flops:
-            timed, untimed = (units.count(count, "FLOP") for count in (flops, untimed_flops))
-            return f"a timed step does {timed} in {path}, an untimed step {untimed}"
+            timed_text, untimed_text = (units.count(count, "FLOP") for count in (flops, untimed_flops))
+            return f"a timed step does {timed_text} in {path}, an untimed step {untimed_text}"
     return ""
 
 
@@ -143,50 +151,50 @@ def _flops_differ(flops: float, base: float) -> bool:
 
 
 def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares the recorded products with the products of the reference's step. The declared work is ignored.
+    """Compares the recorded products of the case with those of its reference. The declared work is ignored.
 
     Callables of the user are exempt, because they may compute the same result with different products.
     """
-    tape, base = record.tape, reference.tape
-    if record.case.workload == BENCH or tape is None or base is None:
+    tape, base_tape = record.tape, reference.tape
+    if record.case.workload == BENCH or tape is None or base_tape is None:
         return
-    if not (tape.operators or base.operators) or not (tape.complete and base.complete):
+    if not (tape.operators or base_tape.operators) or not (tape.complete and base_tape.complete):
         return
-    work, useful = product_work(tape, base), product_work(base).useful
-    flops_differ, name = _flops_differ(work.useful, useful), record.case.workload
+    work, base_useful_flops = product_work(tape, base_tape), product_work(base_tape).useful_flops
+    flops_differ, name = _flops_differ(work.useful_flops, base_useful_flops), record.case.workload
     if not flops_differ and (on_average := _describe_varying_work(record, reference)):
         yield Labelled(Label.WORK_MISMATCH, on_average)
         return
     # A workload that chooses its own kernels must do exactly the same work, because slightly less work would take
     # slightly less time.
     chooses_path = name in workloads.names(hidden=True) and workloads.get(name).own_paths
-    if not flops_differ and not (chooses_path and (work.useful, work.padding) != (useful, 0)):
+    if not flops_differ and not (chooses_path and (work.useful_flops, work.padding_flops) != (base_useful_flops, 0)):
         return
     overhead_text = ""
     for spec, flops in work.overhead.items():
         overhead_text += f", {units.count(flops, 'FLOP')} of {spec.removesuffix('_flops')}"
-    done, base_done = units.count(work.useful, "FLOP"), units.count(useful, "FLOP")
-    reason = f"its products do {done} a step{overhead_text}, {reference.case.mode}'s do {base_done}"
+    flops_text, base_flops_text = units.count(work.useful_flops, "FLOP"), units.count(base_useful_flops, "FLOP")
+    reason = f"its products do {flops_text} a step{overhead_text}, {reference.case.mode}'s do {base_flops_text}"
     yield Labelled(Label.WORK_MISMATCH, reason, hard=flops_differ)
 
 
 def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
-    """Yields a doubt about a case that cast its weights during preparation, because its timed steps then lack this
-    cast.
+    """Yields a doubt about a case that cast its weights during preparation, because the timed steps then do without
+    this cast.
     """
     weight_count = record.products.cast_before if record.products is not None else 0
     if weight_count:
         weights_text = f"{weight_count} weights that were" if weight_count > 1 else "a weight that was"
         yield Labelled(
             Label.WORK_MISMATCH,
-            f"its products read {weights_text} cast to {record.case.mode} during preparation, which no step does: cast "
-            "them within the step, or name them MemoryRole.LOW_WEIGHTS in memory_roles, if they are kept so",
+            f"its products read {weights_text} cast to {record.case.mode} during preparation, so no step includes this "
+            "cast: cast in the step, or list what is stored so as MemoryRole.LOW_WEIGHTS in memory_roles",
         )
 
 
 def _describe_varying_work(record: Record, reference: Record) -> str:
-    """Describes steps whose products vary from step to step, if the mean FLOPs differ from the reference's. Returns
-    '' if they do not.
+    """Describes steps that do not all do the same products, if their mean FLOPs differ from the reference's. Returns ''
+    otherwise.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (
@@ -212,21 +220,21 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
     if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield Labelled(Label.ABOVE_CEILING, reason, hard=True)
         return
-    for count, bound, unit, verb in (
+    for count, peak, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
     ):
-        if bound is not None and count / seconds > MARGIN * bound:
-            claimed_text, bound_text = units.count(count / seconds, unit), units.count(bound, unit)
+        if peak is not None and count / seconds > CLAIM_MARGIN * peak:
+            claimed_text, peak_text = units.count(count / seconds, unit), units.count(peak, unit)
             yield Labelled(
-                Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {bound_text} at most", hard=True
+                Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {peak_text} at most", hard=True
             )
             return
 
 
 def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[str]:
     """Describes phases whose recorded work exceeds what the device can do in their time."""
-    # If the timed steps vary, the recording of an untimed step does not show their work.
+    # If the timed steps vary, the recording of an untimed step does not show the work of each timed step.
     if record.tape is None or record.timing is None or (record.late is not None and record.late.varies):
         return
     upper_bounds = upper_bounds_of(ceiling)
@@ -244,10 +252,10 @@ def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[st
         if min_seconds > _choose_product_margin(record, record.tape, count, product_seconds) * seconds:
             rate_text = units.count(count.flops / seconds, "FLOP/s")
             peak_text = units.count(count.flops / min_seconds, "FLOP/s")
-            yield f"{phase} multiplied {rate_text} by the tape, but this machine reached {peak_text} at most"
-        elif upper_bounds.memory is not None and count.bytes > MARGIN * upper_bounds.memory * seconds:
+            yield f"{phase} multiplied {rate_text} as recorded, but this machine reached {peak_text} at most"
+        elif upper_bounds.memory is not None and count.bytes > CLAIM_MARGIN * upper_bounds.memory * seconds:
             rate_text, peak_text = units.count(count.bytes / seconds, "B/s"), units.count(upper_bounds.memory, "B/s")
-            yield f"{phase} moved {rate_text} by the tape, but this machine copied {peak_text} at most"
+            yield f"{phase} moved {rate_text} as recorded, but this machine copied {peak_text} at most"
 
 
 def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs, ceiling: Ceiling) -> Iterator[str]:
@@ -258,10 +266,10 @@ def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs
     min_seconds = bounds.product_seconds(tape.by_path.items())
     if min_seconds is None:
         min_seconds = tape.flops / (ceiling.flops or math.inf)
-    if min_seconds > MARGIN * seconds:
+    if min_seconds > CLAIM_MARGIN * seconds:
         rate_text, peak_text = (units.count(tape.flops / value, "FLOP/s") for value in (seconds, min_seconds))
         yield (
-            f"the compiled step multiplied {rate_text} by the tape, but this machine reached {peak_text} at most: "
+            f"the compiled step multiplied {rate_text} as recorded, but this machine reached {peak_text} at most: "
             "the compiler left work out"
         )
 
@@ -274,9 +282,9 @@ def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, produc
         is_fp32_matrix_product = (
             bool(products) and products <= _MATRIX_PRODUCTS and {path for path, _ in count.by_path} == {"fp32"}
         )
-        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else MARGIN
+        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
     has_convolution = any(_CONVOLUTION in operator.operator for operator in operators)
-    return MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
+    return CLAIM_MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
 
 
 def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
@@ -295,8 +303,8 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labell
 
 
 def _describe_unseen_products(record: Record, reference: Record | None) -> str:
-    """Names the operators without a formula that may have computed the products of a case. Returns '' if operands in
-    the case's formats were seen, because these belong to known products.
+    """Names the operators without a FLOP formula that may have computed the products of a case. Returns '' if fp8bench
+    saw products with operands in the case's formats.
     """
     products, tape = record.products, record.tape
     if products is None or products.low is not False or tape is None:
@@ -311,12 +319,12 @@ def _describe_unseen_products(record: Record, reference: Record | None) -> str:
 
 
 def _describe_too_small_errors(record: Record) -> str:
-    """Describes errors that are too small for products in the case's formats. The errors are results of the suite's
-    error(). Returns '' if they are large enough.
+    """Describes errors from the suite's error() that are too small for products in the case's formats. Returns '' if
+    they are large enough.
 
-    This only casts doubt. error() may compare with values that were rounded earlier, and a suite may use values that
-    the format represents exactly. A loss is a mean of many numbers, so it may by chance be as accurate as the
-    reference's, but not equal to the last bit.
+    Such errors only cast doubt on the case. error() may compare with values that were rounded earlier, and a suite may
+    use values that the format represents exactly. A loss is a mean of many numbers, so it may by chance be as accurate
+    as the reference's, but not equal to the last bit.
     """
     error_by_metric = {
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
@@ -325,13 +333,13 @@ def _describe_too_small_errors(record: Record) -> str:
     if not error_by_metric or not has_known_values or record.products is None or not record.products.low:
         return ""
     rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
-    errors_but_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
-    is_plausible = max(errors_but_loss, default=rounding_error) >= rounding_error / _MIN_ERROR_DIVISOR
+    errors_without_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
+    is_plausible = max(errors_without_loss, default=rounding_error) >= rounding_error / _MIN_ERROR_DIVISOR
     if not rounding_error or (max(error_by_metric.values()) > 0 and is_plausible):
         return ""
-    words = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())
+    errors_text = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())
     rounding_text = f"{record.case.mode} rounds each value by about {units.relative_error(rounding_error)}"
-    return f"its error() reports {words}, which is too little: {rounding_text}"
+    return f"its error() reports {errors_text}, which is too little: {rounding_text}"
 
 
 def _estimate_rounding_error(names: Iterable[str]) -> float:
@@ -370,8 +378,8 @@ def _describe_fp64_products(record: Record, reference: Record | None) -> str:
 
     Models and callables of the user may have fp64 products.
     """
-    may_have_them = record.case.workload == BENCH or record.case.precision == UNTOUCHED
-    if may_have_them or (reference is not None and reference.case.precision == UNTOUCHED):
+    may_use_fp64 = record.case.workload == BENCH or record.case.precision == UNTOUCHED
+    if may_use_fp64 or (reference is not None and reference.case.precision == UNTOUCHED):
         return ""
     if record.tape is None:
         return ""
@@ -393,8 +401,8 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
     """Returns the names of the error metrics if every error equals the reference's to the last bit and at least one
     error is not 0.
     """
-    errors, base = _collect_errors(record), _collect_errors(reference)
-    return list(errors) if errors == base and any(map(any, errors.values())) else []
+    errors, base_errors = _collect_errors(record), _collect_errors(reference)
+    return list(errors) if errors == base_errors and any(map(any, errors.values())) else []
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:

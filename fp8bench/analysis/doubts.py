@@ -16,29 +16,28 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
-from fp8bench.analysis.compare.interval import mean_with_reach
+from fp8bench.analysis.compare.interval import mean_with_half_width
 from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, Labelled, compute_host_share
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean_seconds
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# A case counts as larger than another if its work is at least this many times as much.
+# A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
 # Two times count as equal if their ratio is below _MAX_EQUAL_RATIO, even after _ADDED_STANDARD_ERRORS are added.
 _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
-# The seconds per operator that the host may need, with autograd and Python. This is twice the 14 us of a convolution
-# with 8 channels on an AMD EPYC (Zen 5). Where a step takes less time per operator, the host may set its time, which
-# then need not grow with the work.
+# The seconds that the host may need for each operator, with autograd and Python. This is twice the 14 us of a
+# convolution with 8 channels on an AMD EPYC (Zen 5). If a step takes less time per operator, the host may set the
+# step's time, which then need not grow with the work.
 _OPERATOR_SECONDS = 30e-6
 
 
 def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Labelled]:
-    """Returns labels by case id. If the larger of two sizes takes no longer than the smaller, the larger one is
-    labelled.
+    """Returns labels by case id. If a case takes no longer than a smaller case, the larger case is labelled.
 
-    These labels do not remove a verdict, because both sizes may share work that the counts do not show. A GPU or
-    several threads may be half idle at the smaller size. There, sizes are compared only if the larger one claims more
+    These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
+    several threads may be half idle in the smaller case. There, cases are compared only if the larger one claims more
     than half of the device's peak. Cases with fewer rounds than an emulated case are left out.
     """
     sizes: dict[tuple[str, ...], list[Record]] = {}
@@ -57,54 +56,58 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
     return labels
 
 
-def _is_larger(small: Record, large: Record) -> bool:
-    """Returns whether the second case has at least twice every declared count of the first, and no smaller parameter.
+def _is_larger(small_record: Record, large_record: Record) -> bool:
+    """Returns whether every declared count of the second case is at least twice that of the first, and no parameter is
+    smaller.
 
-    If no bytes are declared, the minimum memory of the state is compared instead. A product of one row takes as long
-    as a product of two rows, because each reads all weights.
+    If no bytes are declared, the minimum memory of the state is compared instead. That is because a product of one row
+    takes as long as a product of two rows: each reads all weights.
     """
-    few, many = small.work, large.work
-    if not (few.flops or few.bytes or few.tokens) or many.tokens < few.tokens:
+    small_work, large_work = small_record.work, large_record.work
+    if not (small_work.flops or small_work.bytes or small_work.tokens) or large_work.tokens < small_work.tokens:
         return False
-    counts = [(few.flops, many.flops), (few.bytes or few.least_memory, many.bytes or many.least_memory)]
-    if not (few.flops or few.bytes):
-        counts.append((few.tokens, many.tokens))
+    counts = [
+        (small_work.flops, large_work.flops),
+        (small_work.bytes or small_work.least_memory, large_work.bytes or large_work.least_memory),
+    ]
+    if not (small_work.flops or small_work.bytes):
+        counts.append((small_work.tokens, large_work.tokens))
     if not all(count >= _LARGER_WORK_RATIO * small_count for small_count, count in counts):
         return False
-    small_params, params = dict(small.case.params), dict(large.case.params)
+    small_params, params = dict(small_record.case.params), dict(large_record.case.params)
     return small_params.keys() == params.keys() and all(
         _is_at_least(params[name], value) for name, value in small_params.items()
     )
 
 
-def _is_at_least(value: Scalar, bound: Scalar) -> bool:
-    if isinstance(value, str | bool) or isinstance(bound, str | bool):
-        return value == bound
-    return value >= bound
+def _is_at_least(value: Scalar, least_value: Scalar) -> bool:
+    if isinstance(value, str | bool) or isinstance(least_value, str | bool):
+        return value == least_value
+    return value >= least_value
 
 
-def _describe_flat_time(small: Record, large: Record) -> str:
-    """Describes the times and work of two sizes if the larger one provably takes no longer. Otherwise returns ''."""
-    assert small.timing is not None and large.timing is not None
-    small_seconds, seconds = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
-    # 1. Skip steps whose time may be set by the host's time per operator, because it need not grow with the work.
-    operator_calls = None if small.products is None else small.products.operators
+def _describe_flat_time(small_record: Record, large_record: Record) -> str:
+    """Describes the times and work of two sizes if the larger size provably takes no longer. Returns '' otherwise."""
+    assert small_record.timing is not None and large_record.timing is not None
+    small_seconds, seconds = verdicts.best_seconds(small_record.timing), verdicts.best_seconds(large_record.timing)
+    # 1. Skip steps whose time the host may set, because such a time need not grow with the work.
+    operator_calls = None if small_record.products is None else small_record.products.operators
     if operator_calls is None or small_seconds <= _OPERATOR_SECONDS * operator_calls:
         return ""
     if (
-        compute_host_share(small.timing, small.case.device) > HOST_MAY_LIMIT_SHARE
+        compute_host_share(small_record.timing, small_record.case.device) > HOST_MAY_LIMIT_SHARE
         or seconds > _MAX_EQUAL_RATIO * small_seconds
     ):
         return ""
-    # 2. Require that the ratio of the times is near 1 even with its error.
+    # 2. Require that the ratio of the two times is near 1, even after its error is added.
     error = _ADDED_STANDARD_ERRORS * math.hypot(
-        _estimate_best_case_error(small.timing), _estimate_best_case_error(large.timing)
+        _estimate_best_case_error(small_record.timing), _estimate_best_case_error(large_record.timing)
     )
     log_ratio = math.log(seconds / small_seconds)
     if log_ratio - error > 0 or log_ratio + error > math.log(_MAX_EQUAL_RATIO):
         return ""
-    words = f"{units.seconds(seconds)} for {_describe_work(large.work)}"
-    return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small.work)}"
+    words = f"{units.seconds(seconds)} for {_describe_work(large_record.work)}"
+    return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small_record.work)}"
 
 
 def _estimate_best_case_error(timing: Timing) -> float:
@@ -156,13 +159,13 @@ def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], refere
             log_ratios[round_number] = math.log(clock) - fmean(reference_logs)
     if len(log_ratios) < MIN_CLOCK_READINGS:
         return
-    point, reach = mean_with_reach([*log_ratios.values()])
-    if abs(point) <= math.log1p(CLOCK_TOLERANCE) or abs(point) - reach <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
+    point, half_width = mean_with_half_width([*log_ratios.values()])
+    if abs(point) <= math.log1p(CLOCK_TOLERANCE) or abs(point) - half_width <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
         return
-    words, reference_words = (
+    clock_text, reference_clock_text = (
         units.count(_average_clock(timings, log_ratios), "Hz") for timings in ([case], reference_timings)
     )
-    reason = f"SM clock {words} against {reference}'s {reference_words}, {units.change(math.exp(point))}"
+    reason = f"SM clock {clock_text} against {reference}'s {reference_clock_text}, {units.change(math.exp(point))}"
     yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
 
 
@@ -204,14 +207,14 @@ class PositionEffect(NamedTuple):
     Positions are counted from 0.
     """
 
-    place: int
+    position: int
     ratio: Interval
 
     @property
     def label(self) -> Labelled:
-        where = "the first of its round" if self.place == 0 else f"number {self.place + 1} of its round"
+        position_text = "the first of its round" if self.position == 0 else f"number {self.position + 1} of its round"
         point, low, high = map(units.change, (self.ratio.point, self.ratio.low, self.ratio.high))
-        return Labelled(Label.POSITION, f"{where} takes {point} time [{low}, {high}]")
+        return Labelled(Label.POSITION, f"{position_text} takes {point} time [{low}, {high}]")
 
 
 def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
@@ -225,10 +228,10 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     log_time_ratios = _tabulate_slots(timings)
     log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
-    minus_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
-    minus_other_slots = minus_round_mean * counts / (counts - 1)
-    variance_by_round = np.nansum(minus_other_slots**2, axis=1, keepdims=True) / counts
-    # 2. If rounds have two positions, check only one, because the other has the opposite effect.
+    difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
+    difference_from_other_slots = difference_from_round_mean * counts / (counts - 1)
+    variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
+    # 2. If rounds have two positions, check only the first, because the second has the opposite effect.
     positions = [
         position
         for position in range(log_time_ratios.shape[1])
@@ -236,16 +239,16 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     ]
     if log_time_ratios.shape[1] == 2:
         positions = positions[:1]
-    reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(positions)))
+    deviations = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(positions)))
     # 3. Choose the most certain effect.
     highest_certainty, surest_effect = 0.0, None
     for position in positions:
         has_slot = ~np.isnan(log_time_ratios[:, position])
-        point = float(minus_other_slots[has_slot, position].mean())
+        point = float(difference_from_other_slots[has_slot, position].mean())
         error = math.sqrt(float(variance_by_round[has_slot].sum())) / int(has_slot.sum())
-        if abs(point) > reach * error and abs(point) / error > highest_certainty:
+        if abs(point) > deviations * error and abs(point) / error > highest_certainty:
             highest_certainty = abs(point) / error
-            middle, low, high = (math.exp(point + side * reach * error) for side in (0, -1, 1))
+            middle, low, high = (math.exp(point + side * deviations * error) for side in (0, -1, 1))
             surest_effect = PositionEffect(position, Interval(middle, low, high, FINAL_LEVEL))
     return surest_effect
 
@@ -256,8 +259,8 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
 
 
 def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
-    """Returns a table by round and position. An entry is the logarithm of a slot's mean time divided by the median of
-    its case. Places without a slot are NaN.
+    """Returns a table with a row for each round and a column for each position in the round. An entry is the logarithm
+    of a slot's mean time divided by the median of its case. Entries without a slot are NaN.
     """
     slots = _collect_slots(timings)
     round_numbers = sorted({slot.round for slot in slots})

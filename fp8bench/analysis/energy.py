@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import SAME
+from fp8bench.analysis.verdicts import SAME_BAND
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
 from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
-# The case and its reference need this many windows each. Fewer do not show how much windows of the same code differ.
+# A case and its reference need this many energy windows each. Fewer do not show how much windows of the same code
+# differ.
 MIN_WINDOWS = 3
 # Labels that make a comparison of energy unreliable: a different step ran, or the clocks differed.
 _UNRELIABLE_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
@@ -93,27 +94,29 @@ class EnergyRatio:
     why: str = ""
 
 
-def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
+def energy_samples(energy_use: EnergyUse | None) -> tuple[float, ...]:
     """Returns gross joules per step, one value per window."""
-    return tuple(window.joules / window.steps for window in _valid_windows_of(use))
+    return tuple(window.joules / window.steps for window in _valid_windows_of(energy_use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
     """Returns a case's energy figures, or None if it has no energy window. why_no_energy() returns the reason."""
-    use, windows = record.energy, _valid_windows_of(record.energy)
-    if use is None or not windows:
+    energy_use, windows = record.energy, _valid_windows_of(record.energy)
+    if energy_use is None or not windows:
         return None
-    gross_joules = _summarize_range(energy_samples(use))
+    gross_joules = _summarize_range(energy_samples(energy_use))
     seconds = _summarize_range([window.seconds / window.steps for window in windows])
     uncertainty = _largest_uncertainty(windows)
-    idle_watts, net_joules, reason = _compute_net_energy(use, windows, (uncertainty or 0.0) * gross_joules.middle)
+    idle_watts, net_joules, reason = _compute_net_energy(
+        energy_use, windows, (uncertainty or 0.0) * gross_joules.middle
+    )
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
-    joules_per = []
+    joules_per_unit = []
     for count, (spec, unit_size) in ENERGY_PER.items():
         if work := getattr(record.work, count):
-            joules_per.append((spec, gross_joules.middle * unit_size / work))
+            joules_per_unit.append((spec, gross_joules.middle * unit_size / work))
     return EnergyFigures(
-        use.source,
+        energy_use.source,
         windows,
         gross_joules,
         seconds,
@@ -123,7 +126,7 @@ def energy_figures(record: Record) -> EnergyFigures | None:
         reason,
         uncertainty,
         statistics.median(clocks) if clocks else None,
-        tuple(joules_per),
+        tuple(joules_per_unit),
     )
 
 
@@ -152,13 +155,13 @@ def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
     if slots is None or not slots > 0:
         return None
     pace_ratio = windows.middle / slots
-    noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
+    noise = max(SAME_BAND, finding.spread or 0.0, windows.width / windows.middle)
     return pace_ratio if abs(pace_ratio - 1) > noise else None
 
 
 def why_no_energy(record: Record) -> str:
-    """Returns why a case has no energy figure although one was requested. Returns '' if it has one or none was
-    requested.
+    """Returns why a case has no energy figure although energy was requested. Returns '' if it has a figure, or if
+    energy was not requested.
     """
     if record.energy is None or _valid_windows_of(record.energy):
         return ""
@@ -174,27 +177,27 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
-    figures, base = energy_figures(record), energy_figures(reference)
-    if figures is None or base is None or figures.source != base.source:
+    figures, base_figures = energy_figures(record), energy_figures(reference)
+    if figures is None or base_figures is None or figures.source != base_figures.source:
         return None
-    gross, base_gross = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base))
-    low = gross.low / base_gross.high
-    high = gross.high / base_gross.low if base_gross.low > 0 else math.inf
-    point = figures.gross.middle / base.gross.middle
-    reason = _explain_unclear_ratio(record, figures, base, frozenset(labels))
-    window_distance = max(base_gross.low - gross.high, gross.low - base_gross.high)
-    if not reason and window_distance <= max(gross.width, base_gross.width):
+    gross_range, base_gross_range = (side.gross.widen(side.uncertainty or 0.0) for side in (figures, base_figures))
+    low = gross_range.low / base_gross_range.high
+    high = gross_range.high / base_gross_range.low if base_gross_range.low > 0 else math.inf
+    median_ratio = figures.gross.middle / base_figures.gross.middle
+    reason = _explain_unclear_ratio(record, figures, base_figures, frozenset(labels))
+    window_distance = max(base_gross_range.low - gross_range.high, gross_range.low - base_gross_range.high)
+    if not reason and window_distance <= max(gross_range.width, base_gross_range.width):
         reason = "their energy windows are too close together"
     if reason:
-        return EnergyRatio(point, low, high, Demand.UNCLEAR, reason)
-    return EnergyRatio(point, low, high, Demand.LESS if point < 1 else Demand.MORE)
+        return EnergyRatio(median_ratio, low, high, Demand.UNCLEAR, reason)
+    return EnergyRatio(median_ratio, low, high, Demand.LESS if median_ratio < 1 else Demand.MORE)
 
 
 def _explain_unclear_ratio(
     record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]
 ) -> str:
-    """Returns why a comparison of two energies would not be reliable, however much they differ. Returns '' if it
-    would be reliable.
+    """Returns why a comparison of two energies would be unreliable, however much they differ. Returns '' if it would be
+    reliable.
     """
     if None in (figures.uncertainty, base.uncertainty):
         return "the error of its power sensor is unknown"
@@ -210,8 +213,8 @@ def _explain_unclear_ratio(
     return ", ".join(label for label in Label if label in labels & _UNRELIABLE_LABELS)
 
 
-def _valid_windows_of(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
-    return drop_invalid_windows(use.windows if use is not None else ())
+def _valid_windows_of(energy_use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
+    return drop_invalid_windows(energy_use.windows if energy_use is not None else ())
 
 
 def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
@@ -224,22 +227,23 @@ def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow,
 
 
 def _compute_net_energy(
-    use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
+    energy_use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
 ) -> tuple[float | None, Range | None, str]:
-    """Returns three values: the idle power, a step's energy above idling, and the reason if that energy is unknown.
+    """Returns three values: the idle power, the energy of a step above idling, and the reason if this energy is
+    unknown.
 
-    The idle power was measured before and after the windows. The higher of these powers gives the lowest energy, the
-    lower one the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is below it,
-    the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
+    The idle power was measured before and after the windows. The higher of the two powers gives the lowest energy, and
+    the lower power gives the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is
+    below it, the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
     """
     idle_watts, missing_idle = [], []
-    for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
+    for moment, watts in (("before", energy_use.idle_before), ("after", energy_use.idle_after)):
         if watts is not None and 0 <= watts < math.inf:
             idle_watts.append(watts)
         else:
-            missing_idle.append(when)
+            missing_idle.append(moment)
     if missing_idle:
-        return None, None, use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
+        return None, None, energy_use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
     mean_idle_watts = statistics.fmean(idle_watts)
     low = min(_subtract_idle_energy(windows, max(idle_watts)))
     high = max(_subtract_idle_energy(windows, min(idle_watts)))
@@ -259,7 +263,7 @@ def _subtract_idle_energy(windows: Sequence[EnergyWindow], idle_watts: float) ->
 
 NO_SOURCE = "none"
 MAX_UNCERTAINTY = 0.01
-# Joules per step of a case's windows may differ by this share of their median.
+# The joules per step may differ between the windows of a case by this share of their median.
 MAX_WINDOW_DIFFERENCE = 0.05
 
 
@@ -286,7 +290,7 @@ def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
     if largest_uncertainty > MAX_UNCERTAINTY:
         yield f"a window's uncertainty is +-{units.percent(largest_uncertainty)}"
     joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
-    if len(joules_per_step) < len(windows) or not all(0 < joule < math.inf for joule in joules_per_step):
+    if len(joules_per_step) < len(windows) or not all(0 < joules < math.inf for joules in joules_per_step):
         yield "a window has no energy"
     elif (distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
         yield f"its windows are {units.percent(distance)} apart"
@@ -304,20 +308,21 @@ def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
     return [name for name in reasons_in(reason_bits) if name not in CHOSEN]
 
 
-# Joules of a phase may differ between its windows by this share of their median.
+# The joules of a phase may differ between its windows by this share of their median.
 MAX_PHASE_WINDOW_DIFFERENCE = 0.10
-# The phases behaved differently in the step if their time when each phase runs alone differs by more than this share
-# from their time in the step.
+# If each phase runs alone, the time of all phases may differ from their time in the step by this share. A larger
+# difference means that the phases behave differently in the step.
 MAX_PHASE_TIME_DIFFERENCE = 0.10
 
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step. If they were measured, `range` covers the windows of the phase with their
-    uncertainty. `seconds` is then the time of the phase when it runs alone, and `seconds_width` is how much that time
-    differs between windows. An estimated phase has no range, and `why` is the reason. The estimate is the step's
-    joules times the phase's share of the time. Time outside all phases is the unattributed phase, which gets the
-    joules that remain.
+    """Joules of one phase of a step.
+
+    If they were measured, `range` covers the windows of the phase with their uncertainty, `seconds` is the time of the
+    phase when it runs alone, and `seconds_width` is how much that time differs between windows. If they were estimated,
+    `range` is None and `why` is the reason. The estimate is the step's joules times the phase's share of the time. Time
+    outside all phases is the unattributed phase, which gets the remaining joules.
     """
 
     phase: str
@@ -336,21 +341,21 @@ class PhaseJoules:
 class PhaseEnergies:
     """The energy of all phases of a step.
 
-    `residual` is the step's energy outside measured phases. It is None if no phase was
-    measured. If the measurement of phases is not valid, `void` is the reason. `pace` is the time of the measured
-    phases when each runs alone, divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
+    `residual` is the step's energy outside measured phases. It is None if no phase was measured. If the measurement of
+    phases is not valid, `void_reason` says why. `pace` is the time of the measured phases when each runs alone, divided
+    by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
     residual: Range | None = None
-    void: str = ""
+    void_reason: str = ""
     pace: float | None = None
     noise: float = 0.0
 
     @property
     def pace_mismatch(self) -> str:
-        """Describes by how much the phases take longer or shorter when each runs alone than in the step. Returns ''
-        if the times agree.
+        """Describes how much longer or shorter the phases take when each runs alone than in the step. Returns '' if the
+        times agree.
         """
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
@@ -378,9 +383,9 @@ def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | N
     checked_energies = (
         _check_against_step(figures, measured_phases, estimates, finding) if measured_phases else PhaseEnergies(())
     )
-    if checked_energies.void:
+    if checked_energies.void_reason:
         measured_phases = {}
-        unmeasured_reasons = {energy.phase: checked_energies.void for energy in record.energy.phases}
+        unmeasured_reasons = {energy.phase: checked_energies.void_reason for energy in record.energy.phases}
     # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
     phases = {
         phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, "")) for phase, joules in estimates.items()
@@ -402,12 +407,12 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
     """
     if finding is None or not finding.best_seconds:
         return {}
-    joules, total = figures.gross.middle, finding.best_seconds
-    return {phase: joules * seconds / total for phase, seconds in finding.phases if 0 < seconds < math.inf}
+    joules, step_seconds = figures.gross.middle, finding.best_seconds
+    return {phase: joules * seconds / step_seconds for phase, seconds in finding.phases if 0 < seconds < math.inf}
 
 
 def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
-    """Returns the energy from a phase's windows, or the reason for missing energy."""
+    """Returns the energy of a phase from its windows, or the reason why it is unknown."""
     windows = drop_invalid_windows(energy.windows)
     if not windows:
         return energy.why or "no window was measured, for an unknown reason"
@@ -430,15 +435,15 @@ def _check_against_step(
     The power in the remaining time must be between the idle power and the highest power of any phase. If the times
     are too noisy to know the remaining time, the time of the unmeasured phases is used.
     """
-    # 1. Compute the joules of the step outside measured phases.
+    # 1. Compute the joules that the step takes outside the measured phases.
     phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]
     gross_range = figures.gross.widen(figures.uncertainty or 0.0)
-    residual = Range(
-        gross_range.middle - sum(span.middle for span in phase_ranges),
-        gross_range.low - sum(span.high for span in phase_ranges),
-        gross_range.high - sum(span.low for span in phase_ranges),
+    residual_range = Range(
+        gross_range.middle - sum(phase_range.middle for phase_range in phase_ranges),
+        gross_range.low - sum(phase_range.high for phase_range in phase_ranges),
+        gross_range.high - sum(phase_range.low for phase_range in phase_ranges),
     )
-    # 2. Divide the time of the phases, when each runs alone, by their time in the step.
+    # 2. Divide the time of the phases when each runs alone by their time in the step.
     step_seconds = figures.seconds.middle
     phases_alone_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
     unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)
@@ -447,7 +452,7 @@ def _check_against_step(
     phase_seconds_width = sum(phase.seconds_width for phase in measured.values())
     phase_noise = phase_seconds_width / phases_alone_seconds if phases_alone_seconds else 0.0
     step_spread = finding.spread if finding is not None else None
-    noise = max(SAME, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
+    noise = max(SAME_BAND, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
     # 3. Compute limits for the energy that the device can take in the remaining time.
     phase_watts = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
     residual_seconds = step_seconds - phases_alone_seconds
@@ -468,9 +473,9 @@ def _check_against_step(
             f"run separately, the phases take {units.seconds(phases_alone_seconds)}, while a step has "
             f"{time_in_step} for them: they behave differently in the step"
         )
-    elif residual.high < joule_limits[0] or residual.low > joule_limits[1]:
+    elif residual_range.high < joule_limits[0] or residual_range.low > joule_limits[1]:
         reason = (
-            f"the phases sum to {units.joules(gross_range.middle - residual.middle)} and the step takes "
+            f"the phases sum to {units.joules(gross_range.middle - residual_range.middle)} and the step takes "
             f"{units.joules(gross_range.middle)}: they differ by more than their errors"
         )
-    return PhaseEnergies((), residual, reason, pace_ratio, noise)
+    return PhaseEnergies((), residual_range, reason, pace_ratio, noise)

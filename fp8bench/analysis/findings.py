@@ -52,34 +52,34 @@ from fp8bench.model.stopping import LEAST_CANDIDATES, LEAST_ROUNDS
 from fp8bench.model.words import UNTOUCHED
 
 BELOW_FLOOR_MARKERS = 20
-_FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME
+_FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME_BAND
 # Two half-widths of an interval count as equal if they differ by at most this relative tolerance.
 _HALF_WIDTH_TOLERANCE = 1e-9
-# The end of a reason for UNSURE if runs differ more than rounds.
+# The last part of the reason for UNSURE if runs differ more than rounds.
 ROUNDS_DO_NOT_HELP = "more rounds do not help"
 # The largest half-width of an interval, as a logarithm. The exponential of a larger number could overflow.
 _MAX_REACH = 100.0
 
 
 @dataclass(frozen=True)
-class _Standard:
-    """The reference that cases are compared with. Has its timing, the timing of its control from the same rounds, and
-    its hard labels.
+class _Baseline:
+    """The reference that cases are compared with: its record, its timing, the timing of its control from the same
+    rounds, and its hard labels.
 
-    `place` is the effect of a slot's position in its round, if that exceeds noise. `claims` are hard labels of the
-    reference that apply in every session. With `whole`, whole steps are compared instead of their parts. `best` is
-    the best case in seconds, averaged over the reference and its control.
+    `position_effect` is the effect of a slot's position in its round, if this effect exceeds noise. `claim_labels` are
+    hard labels of the reference that apply in every session. With `whole_steps`, whole steps are compared instead of
+    their parts. `best_seconds` is the best case, averaged over the reference and its control.
     """
 
     record: Record | None = None
     timing: Timing | None = None
     control: Timing | None = None
     emulated: bool = False
-    hard: tuple[Labelled, ...] = ()
-    place: PositionEffect | None = None
-    claims: tuple[Labelled, ...] = ()
-    whole: bool = False
-    best: float = 0.0
+    hard_labels: tuple[Labelled, ...] = ()
+    position_effect: PositionEffect | None = None
+    claim_labels: tuple[Labelled, ...] = ()
+    whole_steps: bool = False
+    best_seconds: float = 0.0
     threads: int = 1
 
 
@@ -93,11 +93,11 @@ def findings(run: Run) -> dict[str, Finding]:
         case = record.case
         groups.setdefault(case.setting, []).append(record)
         labels[case.id] = (flat_time_labels[case.id], *run_labels) if case.id in flat_time_labels else run_labels
-    by_case = {}
+    findings_by_case = {}
     for records in groups.values():
         for finding in find(records, dict(run.overheads), labels, run.request.threads):
-            by_case[finding.case.id] = finding
-    return by_case
+            findings_by_case[finding.case.id] = finding
+    return findings_by_case
 
 
 def find(
@@ -111,26 +111,26 @@ def find(
     `run_labels` are labels by case id that depend on other groups of the run. `threads` is torch's number of threads.
     """
     reference = next((record for record in records if record.is_reference and record.timing), None)
-    standard, aa = _Standard(), None
+    baseline, aa = _Baseline(), None
     if reference is not None and reference.timing is not None:
         aa = verdicts.aa_interval(reference.timing, reference.control)
-        standard = _make_standard(reference, reference.timing, records, aa, threads)
+        baseline = _make_baseline(reference, reference.timing, records, aa, threads)
     findings_of_group = []
     for record in records:
         case = record.case
         findings_of_group.append(
-            _make_finding(record, standard, aa, overheads.get(case.device), run_labels.get(case.id, ()))
+            _make_finding(record, baseline, aa, overheads.get(case.device), run_labels.get(case.id, ()))
         )
-    return _note_chosen_fastest(records, findings_of_group, standard)
+    return _note_chosen_fastest(records, findings_of_group, baseline)
 
 
-def _make_standard(
+def _make_baseline(
     reference: Record, timing: Timing, records: Sequence[Record], aa: Interval | None, threads: int
-) -> _Standard:
+) -> _Baseline:
     claims = tuple(label_false_claims(reference, None))
     paired_timings = [record.timing for record in records if record.paired and record.paired_with is None]
     uses_whole_steps = verdicts.needs_whole_steps(timing, reference.control)
-    return _Standard(
+    return _Baseline(
         reference,
         timing,
         reference.control,
@@ -149,19 +149,18 @@ def _average_reference_best(reference: Record, uses_whole_steps: bool) -> float:
     reference_timings = [
         timing for timing in (reference.timing, reference.control) if timing is not None and timing.slots
     ]
-    seconds = [verdicts.best_seconds(timing, uses_whole_steps) for timing in reference_timings]
-    logs = [math.log(best) for best in seconds if best > 0]
+    best_cases = [verdicts.best_seconds(timing, uses_whole_steps) for timing in reference_timings]
+    logs = [math.log(best_seconds) for best_seconds in best_cases if best_seconds > 0]
     return math.exp(fmean(logs)) if logs else 0.0
 
 
 def _scale_phases_to_ratio(
     phases: tuple[tuple[str, float], ...], record: Record, reference_seconds: float, ratio: Interval | None
 ) -> tuple[tuple[str, float], ...]:
-    """Scales a case's phases so that the displayed time equals the reference's time multiplied by the displayed
-    ratio.
+    """Scales the phases of a case so that its displayed time is the reference's time multiplied by the displayed ratio.
 
-    Unscaled, the two may differ: the ratio uses equally many rounds and calls of case and reference, while the case's
-    own best case may use more.
+    Without scaling the two may differ: for the ratio, case and reference use equally many rounds and calls, while the
+    best case of the case alone may use more.
     """
     factor = ratio.point if ratio is not None else 0.0
     seconds = sum(seconds for _, seconds in phases)
@@ -171,11 +170,11 @@ def _scale_phases_to_ratio(
     return tuple((phase, of_phase * target_seconds / seconds) for phase, of_phase in phases)
 
 
-def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], standard: _Standard) -> list[Finding]:
-    """Adds a note to the fastest of several cases if it was not timed again after it was chosen. Choosing the fastest
-    makes its speed-up look larger than it is.
+def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], baseline: _Baseline) -> list[Finding]:
+    """Adds a note to the fastest of several cases if it was not timed again after it was chosen. The choice of the
+    fastest case makes its speed-up look larger than it is.
     """
-    if standard.timing is None or any(record.fresh for record in records):
+    if baseline.timing is None or any(record.fresh for record in records):
         return results
     candidate_indices, timings = [], []
     for index, record in enumerate(records):
@@ -185,10 +184,10 @@ def _note_chosen_fastest(records: Sequence[Record], results: list[Finding], stan
             timings.append(record.timing)
     if len(timings) < LEAST_CANDIDATES:
         return results
-    fastest = verdicts.find_fastest(timings, standard.timing, standard.control)
-    if fastest is not None and results[candidate_indices[fastest]].is_judged:
+    fastest_index = verdicts.find_fastest(timings, baseline.timing, baseline.control)
+    if fastest_index is not None and results[candidate_indices[fastest_index]].is_judged:
         note = f"the fastest of {len(timings)} by these rounds, and not timed again: choosing it inflates its speed-up"
-        results[candidate_indices[fastest]] = _add_note(results[candidate_indices[fastest]], note)
+        results[candidate_indices[fastest_index]] = _add_note(results[candidate_indices[fastest_index]], note)
     return results
 
 
@@ -201,13 +200,13 @@ def _position_effect_beyond_noise(timings: Sequence[Timing | None], aa: Interval
     noise of identical code.
     """
     effect = find_position_effect([timing for timing in timings if timing is not None])
-    noise_floor = max(verdicts.BAND, aa.reach if aa is not None else 0.0)
+    noise_floor = max(verdicts.VERDICT_BAND, aa.reach if aa is not None else 0.0)
     return effect if effect is not None and abs(effect.ratio.point - 1) > noise_floor else None
 
 
 def _make_finding(
     record: Record,
-    standard: _Standard,
+    baseline: _Baseline,
     aa: Interval | None,
     overheads: Overheads | None,
     run_labels: Sequence[Labelled],
@@ -215,109 +214,118 @@ def _make_finding(
     timing = record.timing
     if not record.is_ok or timing is None or not timing.slots:
         return Finding(record.case, Verdict.NONE)
-    # 1. Choose the rounds for the verdict: normally those of the case's session. The fastest of several cases is
-    # judged by rounds that were measured after it was chosen.
-    standard = _use_reference_of_session(record, timing, standard)
+    # 1. Choose the rounds for the verdict. Normally these are the rounds of the case's session. A case that was chosen
+    # as the fastest of several is judged by rounds that were measured after the choice.
+    baseline = _use_reference_of_session(record, timing, baseline)
     if record.fresh is not None:
-        standard = replace(standard, timing=record.fresh.reference, control=record.fresh.control)
+        baseline = replace(baseline, timing=record.fresh.reference, control=record.fresh.control)
         record = replace(record, timing=record.fresh.timing)
-    conclusion = _conclude(record, standard)
+    conclusion = _conclude(record, baseline)
     # 2. Scale times so that they match the displayed speed-up.
-    uses_whole_steps = conclusion.whole if conclusion is not None else standard.whole if record.is_reference else None
+    uses_whole_steps = (
+        conclusion.whole_steps if conclusion is not None else baseline.whole_steps if record.is_reference else None
+    )
     ratio = conclusion.ratio if conclusion is not None else None
-    phases = _scale_phases_to_ratio(verdicts.best_phases(timing, uses_whole_steps), record, standard.best, ratio)
-    all_calls = verdicts.step_seconds_of_calls(timing)
+    phases = _scale_phases_to_ratio(
+        verdicts.best_phases(timing, uses_whole_steps), record, baseline.best_seconds, ratio
+    )
+    seconds_of_calls = verdicts.step_seconds_of_calls(timing)
     finding_without_verdict = Finding(
         record.case,
         Verdict.NONE,
         best_seconds=sum(seconds for _, seconds in phases),
-        median_seconds=float(np.median(all_calls)),
-        spread=stats.relative_quartile_spread(all_calls),
+        median_seconds=float(np.median(seconds_of_calls)),
+        spread=stats.relative_quartile_spread(seconds_of_calls),
         phases=phases,
         below_floor=_list_too_short_phases(timing, phases, overheads),
-        gains=_compute_phase_gains(record, standard, conclusion),
+        gains=_compute_phase_gains(record, baseline, conclusion),
     )
     # 3. Add the verdict and the labels. Hard labels remove the verdict.
-    finding, aa = _add_verdict(finding_without_verdict, record, standard, conclusion, aa)
+    finding, aa = _add_verdict(finding_without_verdict, record, baseline, conclusion, aa)
     if record.fresh is not None:
         note = f"the fastest of {record.fresh.candidates}: its speed-up is from rounds after the choice"
         finding = _add_note(finding, note)
-    claims = [*label_false_claims(record, standard.record, standard.threads), *_label_clocks(record, standard)]
+    claims = [*label_false_claims(record, baseline.record, baseline.threads), *_label_clocks(record, baseline)]
     if uses_whole_steps:
-        claims.append(_label_whole_steps(record, standard))
-    if standard.place is not None and record.paired:
-        claims.append(standard.place.label)
-    labels = collect_labels(record, finding, standard.timing, aa, [*claims, *run_labels])
+        claims.append(_label_whole_steps(record, baseline))
+    if baseline.position_effect is not None and record.paired:
+        claims.append(baseline.position_effect.label)
+    labels = collect_labels(record, finding, baseline.timing, aa, [*claims, *run_labels])
     finding = replace(
         finding,
         labels=tuple(labelled.label for labelled in labels),
         label_reasons=tuple((labelled.label, labelled.reason) for labelled in labels if labelled.reason),
     )
-    return _withhold_verdict(finding, [label for label in labels if label.hard], standard.hard)
+    return _withhold_verdict(finding, [label for label in labels if label.hard], baseline.hard_labels)
 
 
-def _use_reference_of_session(record: Record, timing: Timing, standard: _Standard) -> _Standard:
-    """Returns the reference to compare with. Its timing and that of its control are from the session in which the
-    case was timed.
+def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baseline) -> _Baseline:
+    """Returns the baseline with the timings of the reference and its control from the session in which the case was
+    timed.
     """
     if record.paired_with is None:
-        return standard
+        return baseline
     reference_labels = collect_hard_labels(record.paired_with, None, None, record.case.device)
     aa = verdicts.aa_interval(record.paired_with, record.control)
     position_effect = _position_effect_beyond_noise([timing, record.paired_with, record.control], aa)
-    reference_labels = (*reference_labels, *standard.claims)
+    reference_labels = (*reference_labels, *baseline.claim_labels)
     return replace(
-        standard, timing=record.paired_with, control=record.control, hard=reference_labels, place=position_effect
+        baseline,
+        timing=record.paired_with,
+        control=record.control,
+        hard_labels=reference_labels,
+        position_effect=position_effect,
     )
 
 
-def _label_whole_steps(record: Record, standard: _Standard) -> Labelled:
-    """Returns a label if the fastest parts of different steps sum to less than the fastest whole step. This is
-    checked for the case and for the reference.
+def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
+    """Returns a label that says why whole steps are compared: the fastest parts of different steps sum to less than the
+    fastest whole step, in the case or in its reference.
     """
     largest_share, reason = 0.0, ""
     labelled_timings = (
         (record.timing, ""),
-        (standard.timing, "of the reference "),
-        (standard.control, "of the reference "),
+        (baseline.timing, "in the reference, "),
+        (baseline.control, "in the reference, "),
     )
-    for timing, whose in labelled_timings:
+    for timing, place_text in labelled_timings:
         share = verdicts.share_below_fastest_step(timing) if timing and timing.slots else 0.0
         if timing is None or share <= largest_share:
             continue
-        fastest = float(verdicts.step_seconds_of_calls(timing).min())
-        by_cells, by_steps = units.seconds(fastest * (1 - share)), units.seconds(fastest)
-        reason = f"{whose}{by_cells} by stretches, {by_steps} the fastest of {timing.num_calls} steps"
+        fastest_step_seconds = float(verdicts.step_seconds_of_calls(timing).min())
+        sum_text, step_text = units.seconds(fastest_step_seconds * (1 - share)), units.seconds(fastest_step_seconds)
+        steps_text = f"the fastest of {timing.num_calls} steps takes {step_text}"
+        reason = f"{place_text}the fastest stretches sum to {sum_text}, {steps_text}"
         largest_share = share
     return Labelled(Label.WHOLE_STEPS, reason)
 
 
-def _label_clocks(record: Record, standard: _Standard) -> Iterator[Labelled]:
+def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[Labelled]:
     """Yields labels for a clock that was unsettled before the first round, or that differed from the reference's."""
     yield from label_unsettled_device(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
-    if standard.record is not None and standard.timing is not None and not standard.emulated:
-        reference_timings = verdicts.reference_timings_of(standard.timing, standard.control)
-        yield from label_clock_offset(record.timing, reference_timings, standard.record.case.mode)
+    if baseline.record is not None and baseline.timing is not None and not baseline.emulated:
+        reference_timings = verdicts.reference_timings_of(baseline.timing, baseline.control)
+        yield from label_clock_offset(record.timing, reference_timings, baseline.record.case.mode)
 
 
-def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None:
+def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None:
     """Returns the conclusion from a case's samples. Returns None for a case without a speed or without rounds in
     common with the reference.
     """
-    if record.support.is_emulated or standard.emulated or record.is_reference or not record.paired:
+    if record.support.is_emulated or baseline.emulated or record.is_reference or not record.paired:
         return None
-    if record.timing is None or standard.timing is None:
+    if record.timing is None or baseline.timing is None:
         return None
-    timings = [record.timing, *verdicts.reference_timings_of(standard.timing, standard.control)]
+    timings = [record.timing, *verdicts.reference_timings_of(baseline.timing, baseline.control)]
     held_up = record.case.device.startswith("cpu") and have_too_few_undisturbed_rounds(*timings)
     return verdicts.conclude(
         record.timing,
-        standard.timing,
-        standard.control,
+        baseline.timing,
+        baseline.control,
         *_FINAL_LEVEL_AND_SAME,
-        reach_of_reruns(record.reruns),
+        half_width_of_reruns(record.reruns),
         record.sessions,
         held_up,
         _range_of_reruns(record.reruns),
@@ -325,63 +333,63 @@ def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None
 
 
 def _compute_phase_gains(
-    record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None
+    record: Record, baseline: _Baseline, conclusion: verdicts.Conclusion | None
 ) -> tuple[PhaseGain, ...]:
     """Returns the gain of each phase. Returns () for a case without a speed or with too few rounds for an interval."""
-    if conclusion is None or record.timing is None or standard.timing is None:
+    if conclusion is None or record.timing is None or baseline.timing is None:
         return ()
-    timings = [record.timing, *verdicts.reference_timings_of(standard.timing, standard.control)]
+    timings = [record.timing, *verdicts.reference_timings_of(baseline.timing, baseline.control)]
     rounds = verdicts.find_common_rounds(timings)
     if len(rounds) < LEAST_ROUNDS or set(timings[0].segments.phases) == {UNATTRIBUTED}:
         return ()
-    is_reference_unmarked = standard.record is not None and standard.record.case.precision == UNTOUCHED
-    gains = find_phase_gains(timings, rounds, conclusion.whole, is_reference_unmarked)
+    is_reference_unmarked = baseline.record is not None and baseline.record.case.precision == UNTOUCHED
+    gains = find_phase_gains(timings, rounds, conclusion.whole_steps, is_reference_unmarked)
     return scale_to_ratio(gains, conclusion.ratio.point) if record.sessions else gains
 
 
 def _add_verdict(
-    finding: Finding, record: Record, standard: _Standard, conclusion: verdicts.Conclusion | None, aa: Interval | None
+    finding: Finding, record: Record, baseline: _Baseline, conclusion: verdicts.Conclusion | None, aa: Interval | None
 ) -> tuple[Finding, Interval | None]:
-    """Returns the finding with its verdict, and the interval of the reference against its control in the case's
+    """Returns the finding with its verdict, and the A/A interval of the reference and its control in the case's
     rounds.
     """
     assert record.timing is not None
     if record.support.is_emulated:
         return replace(finding, verdict=Verdict.EMULATED), None
     if record.is_reference:
-        return replace(finding, verdict=Verdict.REFERENCE, floor=_compute_noise_floor(aa, standard)), aa
-    if standard.timing is None or not record.paired:
-        return _make_unsure(finding, "it did not share rounds with a reference"), None
-    if standard.emulated:
+        return replace(finding, verdict=Verdict.REFERENCE, floor=_compute_noise_floor(aa, baseline)), aa
+    if baseline.timing is None or not record.paired:
+        return _make_unsure(finding, "the case shares no rounds with a reference"), None
+    if baseline.emulated:
         return _make_unsure(finding, "the reference is emulated, so there is no speed-up"), None
     if conclusion is None:
-        return _make_unsure(finding, "no round has both it and the reference"), None
-    noise_floor = _compute_noise_floor(conclusion.aa, standard)
+        return _make_unsure(finding, "no round contains both the case and the reference"), None
+    noise_floor = _compute_noise_floor(conclusion.aa, baseline)
     finding = replace(
         finding,
         verdict=conclusion.verdict,
         ratio=conclusion.ratio,
-        typical=conclusion.typical,
+        typical=conclusion.ratio_of_means,
         floor=noise_floor,
         why=_explain_unsure(conclusion, record, noise_floor) if conclusion.verdict is Verdict.UNSURE else "",
     )
     return finding, conclusion.aa
 
 
-def reach_of_reruns(reruns: Reruns | None) -> float:
+def half_width_of_reruns(reruns: Reruns | None) -> float:
     """Returns how far an interval must reach from its middle to cover the differences between earlier runs, as a
     logarithm.
     """
     # An edited file may contain any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
-    reach = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
-    return min(reach, max(0.0, reruns.max_reach), _MAX_REACH)
+    half_width = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
+    return min(half_width, max(0.0, reruns.max_reach), _MAX_REACH)
 
 
 def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
-    """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without such runs, the lowest
-    is infinite.
+    """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without earlier runs, returns
+    (inf, -inf).
     """
     # An edited file may contain any number.
     if reruns is None or not -_MAX_REACH <= reruns.low <= reruns.high <= _MAX_REACH:
@@ -389,12 +397,12 @@ def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
     return reruns.low, reruns.high
 
 
-def _compute_noise_floor(aa: Interval | None, standard: _Standard) -> float | None:
+def _compute_noise_floor(aa: Interval | None, baseline: _Baseline) -> float | None:
     """Returns the noise floor, which is how much identical code differs. It is the larger of two differences: within
     these rounds, and between earlier runs.
     """
-    reruns = standard.record.reruns if standard.record is not None else None
-    return max(aa.reach, math.expm1(reach_of_reruns(reruns))) if aa is not None else None
+    reruns = baseline.record.reruns if baseline.record is not None else None
+    return max(aa.reach, math.expm1(half_width_of_reruns(reruns))) if aa is not None else None
 
 
 def _make_unsure(finding: Finding, why: str) -> Finding:
@@ -410,42 +418,44 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         return f"{round_count_text} too few for a verdict; give it more time (--budget) or rounds"
     if verdicts.decide_verdict(interval, verdicts.verdict_band(conclusion.aa)) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls; give it more time (--budget)"
-    if interval.low > 1 + verdicts.BAND or interval.high < 1 - verdicts.BAND:
+    if interval.low > 1 + verdicts.VERDICT_BAND or interval.high < 1 - verdicts.VERDICT_BAND:
         return "the reference differs from its control, which runs the same code, by as much"
     if rounds < LEAST_ROUNDS:
         return f"{rounds} rounds are too few, and they do not agree; give it {LEAST_ROUNDS} or more (no --quick)"
-    if reruns is not None and interval.half_width <= reach_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
-        rerun_difference = units.percent(math.expm1(reach_of_reruns(reruns)))
+    if reruns is not None and interval.half_width <= half_width_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
+        rerun_difference = units.percent(math.expm1(half_width_of_reruns(reruns)))
         return (
             f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
             f"{ROUNDS_DO_NOT_HELP}"
         )
-    lowest, highest = _range_of_reruns(reruns)
-    if math.exp(lowest) <= interval.low or interval.high <= math.exp(highest):
-        speeds = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
-        return f"earlier runs of the case gave {speeds}: {ROUNDS_DO_NOT_HELP}"
+    lowest_log_ratio, highest_log_ratio = _range_of_reruns(reruns)
+    if math.exp(lowest_log_ratio) <= interval.low or interval.high <= math.exp(highest_log_ratio):
+        speed_range_text = (
+            f"{units.speed_up(math.exp(-highest_log_ratio))} to {units.speed_up(math.exp(-lowest_log_ratio))}"
+        )
+        return f"earlier runs of the case gave {speed_range_text}: {ROUNDS_DO_NOT_HELP}"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")
     if noise_floor is not None:
         reasons.append(f"noise floor {units.percent(noise_floor)} (A/A)")
-    band = verdicts.verdict_band(conclusion.aa)
-    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band, noise_floor or 0.0)}"
+    band_half_width = verdicts.verdict_band(conclusion.aa)
+    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band_half_width, noise_floor or 0.0)}"
 
 
-# If the ratio is this many half-widths away from the band, its 99% interval is outside the band in nine of ten runs:
-# 1 + 1.2816 / 2.5758.
+# If the true ratio is this many half-widths away from the band, the 99% interval is outside the band in nine of ten
+# runs: 1 + 1.2816 / 2.5758.
 _HALF_WIDTHS_FOR_90_PERCENT = 1.5
 
 
-def _describe_visible_difference(interval: Interval, band: float, noise_floor: float) -> str:
-    """Describes the smallest difference that nine of ten runs would show if they have this much noise. It is at least
-    the noise floor.
+def _describe_visible_difference(interval: Interval, band_half_width: float, noise_floor: float) -> str:
+    """Describes the smallest difference from the reference that nine of ten runs with this much noise would show. It is
+    at least the noise floor.
     """
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
-    visible = math.expm1(math.log1p(band) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
-    smallest_difference = max(visible, noise_floor)
+    visible_difference = math.expm1(math.log1p(band_half_width) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
+    smallest_difference = max(visible_difference, noise_floor)
     return f"a difference of {units.percent(smallest_difference)} or more would have been seen"
 
 

@@ -24,13 +24,14 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.registry import precisions
 
-# Root mean squares of the inputs of both cases may differ by this share. Rounding to four bits changes a root mean
-# square by at most 2%.
+# The root mean squares of the inputs of case and reference may differ by this share. Rounding to four bits changes a
+# root mean square by at most 2%.
 _RMS_TOLERANCE = 0.1
 _SUBNORMAL_SHARE = 0.01
-# The sum of a tensor in the case may differ from the reference's by this many root sums of squares. A larger
-# difference means different numbers: six of seven pairs of unrelated tensors differ by more, while rounding to four
-# bits changes a sum by 0.1. The second number is the share by which shifting all values may change a sum.
+# The sums of a tensor in the case and in the reference may differ by the first number times the root of the tensor's
+# sum of squares. A larger difference means different numbers: six of seven pairs of unrelated tensors differ by more,
+# while rounding to four bits changes a sum by 0.1. The second number is the share by which shifting all values may
+# change a sum.
 _MIN_SUM_DISTANCE, _SHARE_OF_SUM_BY_SHIFT = 0.25, 0.02
 # A product is far below its ceiling if it reaches less than this share of the ceiling and takes at least
 # _LARGE_PRODUCT_SECONDS. Shorter products, from _MIN_PRODUCT_SECONDS on, also count if the case's products come
@@ -42,9 +43,9 @@ _COPY_OPERATORS = frozenset({"clone", "copy_", "_to_copy"})
 _MIN_EXTRA_COPIED_SHARE = 0.1
 _MIN_EXTRA_WIDE_SHARE = 0.05
 _MIN_EXTRA_SLEEP_SHARE = _MIN_EXTRA_THREADS_SHARE = 0.1
-# Threads that do the same work may take up to this many times as long on a busy machine.
+# On a busy machine, threads may take up to this many times as long for the same work.
 _BUSY_MACHINE_RATIO = 3.0
-# A reference is suspect if it gives up its core more often than the case, by this number per step.
+# A reference is suspect if it gives up its core more often than the case, by at least this number per step.
 _MIN_EXTRA_WAITS_PER_STEP = 0.5
 # A reference is suspect if it spends more time outside torch's operators than the case. The first number is the
 # difference of the shares of time, the second the difference in seconds.
@@ -84,33 +85,33 @@ def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator
         yield Labelled(Label.HANDICAP, f"{reference.case.mode} {'; '.join(reasons)}", hard=bool(sleep_reasons))
 
 
-def _describe_if_larger(reference_share: float, share: float, least: float, words: str) -> Iterator[str]:
-    """Yields the text `words` with both shares filled in. Yields nothing unless the reference's share exceeds the
-    case's share by more than `least`.
+def _describe_if_larger(reference_share: float, share: float, min_difference: float, words: str) -> Iterator[str]:
+    """Yields the text `words` with both shares filled in, if the reference's share exceeds the case's share by more
+    than `min_difference`.
     """
-    if reference_share - share > least:
+    if reference_share - share > min_difference:
         yield words.format(units.percent(reference_share, 0), units.percent(share, 0))
 
 
 def _label_different_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Yields a label if input tensors of the case and the reference differ. Only shapes that both have equally often
-    are compared.
+    """Yields a label if input tensors of the case and the reference differ. A shape is compared only if both have the
+    same number of tensors with this shape.
     """
     if record.products is None or reference.products is None:
         return
     tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
     mode, scale = reference.case.mode, _find_loss_scale(record) / _find_loss_scale(reference)
-    distances = []
+    squared_distances = []
     reasons = []
-    for base in reference.products.given:
-        case_tensors = tensors_by_shape.get(base.shape)
-        if case_tensors is not None and case_tensors.tensors == base.tensors:
-            case_tensors = _undo_loss_scale(case_tensors, base, scale)
-            distances.append(_compute_squared_distance(case_tensors, base))
-            reasons.append(_describe_different_magnitude(case_tensors, base, mode))
+    for base_tensors in reference.products.given:
+        case_tensors = tensors_by_shape.get(base_tensors.shape)
+        if case_tensors is not None and case_tensors.tensors == base_tensors.tensors:
+            case_tensors = _undo_loss_scale(case_tensors, base_tensors, scale)
+            squared_distances.append(_compute_squared_distance(case_tensors, base_tensors))
+            reasons.append(_describe_different_magnitude(case_tensors, base_tensors, mode))
     if reason := next(filter(None, reasons), ""):
         yield Labelled(Label.OTHER_INPUTS, reason, hard=True)
-    elif distances and math.sqrt(sum(distances) / len(distances)) > _MIN_SUM_DISTANCE:
+    elif squared_distances and math.sqrt(sum(squared_distances) / len(squared_distances)) > _MIN_SUM_DISTANCE:
         yield Labelled(Label.OTHER_INPUTS, f"inputs have the magnitude of {mode}'s, but different numbers")
 
 
@@ -126,8 +127,8 @@ def _undo_loss_scale(case_tensors: GivenTensors, reference_tensors: GivenTensors
     """Returns the case's tensors with or without fp16's loss scale of gradients, whichever is nearer to the
     reference's tensors.
     """
-    unscaled = replace(case_tensors, total=case_tensors.total / scale, squares=case_tensors.squares / scale**2)
-    return min(case_tensors, unscaled, key=lambda tensors: abs(tensors.rms - reference_tensors.rms))
+    unscaled_tensors = replace(case_tensors, total=case_tensors.total / scale, squares=case_tensors.squares / scale**2)
+    return min(case_tensors, unscaled_tensors, key=lambda tensors: abs(tensors.rms - reference_tensors.rms))
 
 
 def _describe_different_magnitude(case_tensors: GivenTensors, reference_tensors: GivenTensors, mode: str) -> str:
@@ -198,25 +199,25 @@ def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
 
 
 class _ThreadWork(NamedTuple):
-    """CPU seconds per step of the threads that do not run the steps: in the median slot (`seconds`) and in the
-    busiest slot (`most`). `step` is the wall-clock seconds of the median step.
+    """CPU seconds per step of the threads that do not run the steps: in the median slot (`seconds`) and in the busiest
+    slot (`max_seconds`). `step_seconds` is the wall-clock time of the median step.
     """
 
     seconds: float
-    most: float
-    step: float
+    max_seconds: float
+    step_seconds: float
 
 
 def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
     # On a busy machine, an honest data loader may do its work between slots. That may happen between most slots of
     # one case, but not between all of them.
-    is_large = work.seconds - base.seconds > _MIN_EXTRA_THREADS_SHARE * work.step
-    return is_large and work.seconds > _BUSY_MACHINE_RATIO * base.most
+    is_large = work.seconds - base.seconds > _MIN_EXTRA_THREADS_SHARE * work.step_seconds
+    return is_large and work.seconds > _BUSY_MACHINE_RATIO * base.max_seconds
 
 
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the share of a slot that the process spent off its core. The smallest share of all slots counts,
-    because other programs may have taken the core in the other slots.
+    """Compares the share of a slot during which the process had no core. Of each case, the slot with the smallest share
+    counts, because other programs may have taken the core in the other slots.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (
@@ -256,8 +257,8 @@ def _find_min_thread_seconds(timing: Timing | None) -> float:
 
 
 def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the untimed steps after the rounds, in which operators were recorded. Their subnormal results,
-    switches of arithmetic and times per operator are compared.
+    """Compares the untimed steps after the rounds, in which operators were recorded: their subnormal results, their
+    switches of arithmetic, and the time of each operator.
     """
     late_steps, base_late_steps = record.late, reference.late
     if late_steps is None or base_late_steps is None:
@@ -272,13 +273,20 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
     # 2. Compare the time outside torch's operators.
     if not late_steps.in_operators or not base_late_steps.in_operators:
         return
-    step, base_step = _find_min_thread_seconds(record.timing), _find_min_thread_seconds(reference.timing)
-    seconds_outside = max(0.0, step - late_steps.in_operators)
-    base_seconds_outside = base_step - base_late_steps.in_operators
-    if step > 0 and base_step > 0 and base_seconds_outside - seconds_outside > _MIN_EXTRA_SECONDS_OUTSIDE:
+    step_seconds, base_step_seconds = (
+        _find_min_thread_seconds(record.timing),
+        _find_min_thread_seconds(reference.timing),
+    )
+    seconds_outside = max(0.0, step_seconds - late_steps.in_operators)
+    base_seconds_outside = base_step_seconds - base_late_steps.in_operators
+    if (
+        step_seconds > 0
+        and base_step_seconds > 0
+        and base_seconds_outside - seconds_outside > _MIN_EXTRA_SECONDS_OUTSIDE
+    ):
         words = "spends {} of its time outside torch's operators, this case {}"
         yield from _describe_if_larger(
-            base_seconds_outside / base_step, seconds_outside / step, _MIN_EXTRA_SHARE_OUTSIDE, words
+            base_seconds_outside / base_step_seconds, seconds_outside / step_seconds, _MIN_EXTRA_SHARE_OUTSIDE, words
         )
     # 3. Compare the time in operators that the case calls less often.
     if record.tape is None or reference.tape is None:
@@ -296,13 +304,13 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _weigh_calls(tape: Tape, name: str) -> float:
-    """Returns the weight of an operator's calls in a step. It is their number plus how many numbers they move."""
+    """Returns the weight of an operator in a step: the number of its calls plus the count of numbers that they move."""
     return _count_moved_numbers(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
 
 
 def _compare_calls(tape: Tape, base: Tape) -> Iterator[str]:
-    """Compares how many calls of operators the products of a step need. Cases whose kernels batch products are
-    skipped, because fewer calls are the advantage of such kernels.
+    """Compares how many operator calls the products of a step take. Cases whose kernels batch products are skipped,
+    because fewer calls are the advantage of such kernels.
     """
     calls, base_calls = _count_product_calls(tape), _count_product_calls(base)
     batches_products = any("grouped" in count.operator for count in tape.operators)
@@ -315,23 +323,24 @@ def _count_product_calls(tape: Tape) -> int:
 
 
 def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference whose tensors are scattered in memory or rotate through several copies.
+    """Describes a reference whose tensors are scattered in memory, or whose steps use several copies of a tensor in
+    rotation.
 
-    If a tensor has more copies than a step reads, each step reads another copy, and none of them is in a cache.
+    If there are more copies than a step reads, each step reads copies that are in no cache.
     """
     if record.products is None or reference.products is None:
         return
-    reads_by_size = _count_reads_by_size(base_tape)
+    read_counts_by_size = _count_reads_by_size(base_tape)
     tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
-    for base in reference.products.given:
-        case_tensors = tensors_by_shape.get(base.shape)
+    for base_tensors in reference.products.given:
+        case_tensors = tensors_by_shape.get(base_tensors.shape)
         if case_tensors is None:
             continue
-        words = f"{base.tensors} tensors of {_show_shape(base)}"
-        read_count = reads_by_size.get(math.prod(base.shape), 0)
-        if base.tensors > max(2 * read_count, case_tensors.tensors):
+        words = f"{base_tensors.tensors} tensors of {_show_shape(base_tensors)}"
+        read_count = read_counts_by_size.get(math.prod(base_tensors.shape), 0)
+        if base_tensors.tensors > max(2 * read_count, case_tensors.tensors):
             yield f"holds {words}, of which a step reads {read_count}; this case holds {case_tensors.tensors}"
-        elif base.scattered > case_tensors.scattered:
+        elif base_tensors.scattered > case_tensors.scattered:
             yield f"has numbers of {words} scattered in memory, this case has them contiguous"
 
 
@@ -339,13 +348,13 @@ def _count_reads_by_size(tape: Tape) -> dict[int, int]:
     """Returns how many tensors a step reads, by the number of elements of a tensor. Parses inputs like
     'fp32[512,512]'.
     """
-    reads: dict[int, int] = {}
+    read_counts: dict[int, int] = {}
     for operator in tape.operators:
         for words in operator.inputs:
             shape = words.partition("[")[2].rstrip("]")
             element_count = math.prod(map(int, filter(None, shape.split(","))))
-            reads[element_count] = reads.get(element_count, 0) + operator.calls
-    return reads
+            read_counts[element_count] = read_counts.get(element_count, 0) + operator.calls
+    return read_counts
 
 
 def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
@@ -365,7 +374,7 @@ def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
 
 def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
     """Returns two numbers: the share of the machine's peak that the products of a step reach, and the least seconds
-    per product at that peak. Returns zeros if either is unknown.
+    that a product takes at that peak. Returns zeros if either is unknown.
     """
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
     if tape is None or tape.fused or ceiling is None or timing is None:
@@ -384,23 +393,28 @@ def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
 
 
 def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
-    """Compares how many numbers the steps of the case and the reference move, regardless of the width of a number.
-    The casts of the case are included.
+    """Compares how many numbers the steps of the case and of the reference move, whatever the width of a number. The
+    casts of the case are included.
     """
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return
     by_dtype, base_by_dtype = _count_moved_numbers_by_dtype(tape), _count_moved_numbers_by_dtype(base_tape)
-    moved, base_moved = sum(by_dtype.values()), sum(base_by_dtype.values())
-    share, base_share = by_dtype.get("fp64", 0.0) / (moved or 1), base_by_dtype.get("fp64", 0.0) / (base_moved or 1)
+    moved_count, base_moved_count = sum(by_dtype.values()), sum(base_by_dtype.values())
+    share, base_share = (
+        by_dtype.get("fp64", 0.0) / (moved_count or 1),
+        base_by_dtype.get("fp64", 0.0) / (base_moved_count or 1),
+    )
     yield from _describe_if_larger(
         base_share, share, _MIN_EXTRA_WIDE_SHARE, "moves {} of its numbers in fp64, this case {}"
     )
     # Compare how many numbers the copies of both steps read and write. Casts are copies.
-    extra_copied = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(tape, _COPY_OPERATORS)
-    if moved and base_moved >= _MOVED_NUMBERS_RATIO * moved:
-        yield f"moves {base_moved / moved:.1f} times the numbers that this case moves"
-    elif extra_copied > _MIN_EXTRA_COPIED_SHARE * base_moved:
-        copied_share = units.percent(extra_copied / base_moved, 0)
+    extra_copied_numbers = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(
+        tape, _COPY_OPERATORS
+    )
+    if moved_count and base_moved_count >= _MOVED_NUMBERS_RATIO * moved_count:
+        yield f"moves {base_moved_count / moved_count:.1f} times the numbers that this case moves"
+    elif extra_copied_numbers > _MIN_EXTRA_COPIED_SHARE * base_moved_count:
+        copied_share = units.percent(extra_copied_numbers / base_moved_count, 0)
         yield f"moves {copied_share} of its numbers in copies that this case does not make"
 
 
@@ -414,7 +428,7 @@ def _count_moved_numbers_by_dtype(tape: Tape) -> dict[str, float]:
 
 
 def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:
-    """Returns how many numbers the operators of these names read and write."""
+    """Returns how many numbers the operators called `names` read and write."""
     moved_numbers = 0.0
     for operator in tape.operators:
         if operator.operator in names and operator.outputs:
@@ -426,10 +440,10 @@ def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:
 
 
 def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference that spends a larger share of its FLOPs than the case in casts, or in wide dtypes.
+    """Describes a reference that spends a larger share of its FLOPs in casts, or in wide dtypes, than the case.
 
-    A dtype is wide if it has more bits than the narrowest main dtype of the reference. For models that were not
-    converted, only FLOPs in casts are compared.
+    A dtype is wide if it has more bits than the narrowest main dtype of the reference. If the reference is an unchanged
+    model, only FLOPs in casts are compared.
     """
     narrowest_bits = 64
     if reference.case.precision != UNTOUCHED:
@@ -437,11 +451,11 @@ def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Ta
             path for path, flops in base_tape.by_path.items() if flops > _MIN_EXTRA_WIDE_SHARE * base_tape.flops
         ]
         narrowest_bits = min(map(operand_bits_of, main_paths), default=64)
-    rotated, base_rotated = (
-        product_work(counted_tape).rotations / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
+    cast_share, base_cast_share = (
+        product_work(counted_tape).rotation_flops / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
     )
     words = "multiplies {} of its FLOPs in its casts, this case {}"
-    yield from _describe_if_larger(base_rotated, rotated, _MIN_EXTRA_WIDE_SHARE, words)
+    yield from _describe_if_larger(base_cast_share, cast_share, _MIN_EXTRA_WIDE_SHARE, words)
     words = f"multiplies {{}} of its FLOPs in more than {narrowest_bits} bits, this case {{}}"
     yield from _describe_if_larger(
         _compute_share_of_wider_products(base_tape, narrowest_bits),

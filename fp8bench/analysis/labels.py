@@ -11,13 +11,13 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats
 from fp8bench.analysis.energy import explain_unresolved, phase_energies
-from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME, is_uneven, step_seconds_of_calls
+from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME_BAND, is_uneven, step_seconds_of_calls
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import BUSY_CORES, PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# These labels can be hard, which removes the verdict. All other labels only cast doubt.
+# Only these labels can be hard, which removes the verdict. All other labels only cast doubt.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -43,13 +43,13 @@ class Labelled:
 # Throttling below this share of the time is ignored.
 MIN_THROTTLED_SHARE = 0.005
 _HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
-# Ratios of wall-clock time to CPU time. Above the first ratio, a slot is disturbed. Above the second, the process had
-# less than a fifth of a core, so even its fastest rounds may be disturbed.
+# Ratios of wall-clock time to CPU time. Above the first ratio, a slot is disturbed. Above the second, its process had
+# less than a fifth of a core, so even the fastest rounds may be disturbed.
 DISTURBED_RATIO = 1.1
 STARVED_RATIO = 5.0
 # A case is contended if more than this share of its slots is disturbed.
 CONTENDED_SLOTS_SHARE = 0.5
-# A delay is attributed to the hypervisor if at least this share of it is time that the hypervisor took.
+# A delay is attributed to the hypervisor if the hypervisor took the core for at least this share of it.
 _STOLEN_SHARE = 0.5
 
 
@@ -73,7 +73,7 @@ def count_disturbed_slots(timing: Timing, ratio: float) -> int:
 
 
 def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
-    """Returns whether any timing has too few undisturbed slots for its best case."""
+    """Returns whether any timing has fewer undisturbed slots than its best case uses."""
     return any(
         len(timing.slots) - count_disturbed_slots(timing, DISTURBED_RATIO)
         < stats.count_fastest_rounds(len(timing.slots))
@@ -85,8 +85,8 @@ def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
 # The load average may exceed the cores in use by this much, because it still includes the threads of the previous
 # run.
 _LOAD_MARGIN = 0.25
-# The machine is busy if at least this many cores and this share of all cores are busy. It is also busy if other
-# programs took a core in the last share of the slots.
+# The machine is busy if at least the first number and the second share of its cores are busy. It is also busy if other
+# programs took a core in more than the third share of the slots.
 _MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE, _MIN_DISTURBED_SLOTS_SHARE = 0.5, 0.25, 0.2
 
 
@@ -95,19 +95,19 @@ def describe_load(run: Run) -> str:
     low or is unknown.
     """
     facts = run.environment.facts
-    load, cores, busy = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy_cores = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
     if not cores:
         return ""
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
-    if busy:
-        words.append(f"{busy:g} busy at the start")
+    if busy_cores:
+        words.append(f"{busy_cores:g} busy at the start")
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
     slot_count = sum(len(timing.slots) for timing in timings)
     disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
     if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
         words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
     is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
-    is_busy = busy >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
+    is_busy = busy_cores >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
     return ", ".join(words) if is_loaded or is_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
 
 
@@ -118,8 +118,8 @@ def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
 
 
 def _expected_core_seconds(slot: SlotSample) -> float:
-    """Returns how many seconds of a slot the process should have had a core. With several ranks, this is taken from
-    the counters of the slowest rank.
+    """Returns for how many seconds of a slot the process needed a core. With several ranks, the slowest rank's time in
+    communication does not count.
     """
     slowest_rank = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if slowest_rank is None else sum(slowest_rank.communication_ns) * 1e-9)
@@ -137,8 +137,8 @@ def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     """
     preemptions = sum(slot.preemptions or 0 for slot in slots)
     stolen_seconds = sum(slot.stolen_seconds or 0.0 for slot in slots)
-    late_seconds = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
-    return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * late_seconds)
+    delay_seconds = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
+    return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * delay_seconds)
 
 
 NOISY_FLOOR = 0.03
@@ -173,8 +173,8 @@ def collect_labels(
 def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
-    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove its
-    verdict. The labels of a reference also remove the verdicts of all cases compared with it.
+    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove the
+    verdict of the case. The hard labels of a reference also remove the verdicts of all cases compared with it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),
@@ -229,14 +229,14 @@ def _check_device(record: Record, finding: Finding) -> Iterator[Labelled]:
 
 
 def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
-    """Yields doubts about the step: work that varies, slow casts, full memory, leaks and values that are not finite."""
+    """Yields doubts about the step: varying work, slow casts, full memory, leaks, and values that are not finite."""
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
         # On a GPU, casts to native formats are part of the comparison. On other devices casts are emulated.
         has_native_casts = record.support.is_native and record.case.device != "cpu"
         yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
-    # If a step must release unused memory, torch waits until the device is idle.
+    # torch releases unused memory only after the device is idle, which delays the step.
     retry_counts = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
     if retry_counts:
         yield Labelled(
@@ -253,27 +253,27 @@ def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
     """Labels a case whose mean over all calls differs from its fastest calls. The label removes the verdict, unless
     mean and fastest calls are both faster than the reference, or both slower.
     """
-    ratio, typical = finding.ratio, finding.typical
-    if ratio is None or typical is None or not is_uneven(ratio, typical):
+    ratio, mean_ratio = finding.ratio, finding.typical
+    if ratio is None or mean_ratio is None or not is_uneven(ratio, mean_ratio):
         return
-    both_faster = ratio.high < 1 and typical.high < 1
-    both_slower = ratio.low > 1 and typical.low > 1
-    reason = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
-    yield Labelled(Label.UNEVEN, reason, hard=not (both_faster or both_slower))
+    are_both_faster = ratio.high < 1 and mean_ratio.high < 1
+    are_both_slower = ratio.low > 1 and mean_ratio.low > 1
+    reason = f"against the reference, the mean is {units.change(mean_ratio.point / ratio.point)} off the fastest calls"
+    yield Labelled(Label.UNEVEN, reason, hard=not (are_both_faster or are_both_slower))
 
 
 def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
     """Labels a case whose reference and control differ too much to count as the same, although both run identical
     code.
     """
-    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME:
-        low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
+    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME_BAND:
+        low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 
 def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
-    """Labels a CPU case that other programs disturbed. Cases on a GPU are not labelled: the host waits for the device
-    in any case, so its clocks show nothing.
+    """Labels a CPU case that other programs disturbed. Cases on a GPU are not labelled: their host always waits for the
+    device, so its clocks show nothing.
     """
     if not device.startswith("cpu") or not is_contended(timing):
         return
@@ -334,11 +334,11 @@ def _has_drift(timing: Timing, reference: Timing) -> bool:
     """Returns whether the ratio to the reference drifts by more than 2% from the first third of the rounds to the
     last third.
     """
-    case, base = _find_fastest_calls_by_round(timing), _find_fastest_calls_by_round(reference)
-    rounds = sorted(case.keys() & base.keys())
+    case_calls, base_calls = _find_fastest_calls_by_round(timing), _find_fastest_calls_by_round(reference)
+    rounds = sorted(case_calls.keys() & base_calls.keys())
     if len(rounds) < _MIN_ROUNDS_FOR_DRIFT:
         return False
-    log_ratios = np.log(np.array([case[number] / base[number] for number in rounds]))
+    log_ratios = np.log(np.array([case_calls[number] / base_calls[number] for number in rounds]))
     third_length = len(log_ratios) // 3
     drift = abs(float(np.median(log_ratios[-third_length:]) - np.median(log_ratios[:third_length])))
     return abs(stats.correlate_ranks(log_ratios)) > DRIFT_CORRELATION and drift > DRIFT_SHARE
@@ -360,8 +360,8 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """Labels a device whose clock was reduced. The driver's reason bits and counters show why. If the reason was heat,
     the label is 'throttled', as in 'hw-thermal, sw-thermal 12% of the time'. The label is hard if the hardware slowed
-    itself down, or if the driver's temperature limit explains only a part of the time. A power cap has a separate label
-    with the clock that it allows.
+    itself down, or if the driver's temperature limit explains only a part of the reduced time. A power cap has a
+    separate label with the clock that it allows.
     """
     if watch is None:
         return

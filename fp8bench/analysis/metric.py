@@ -26,9 +26,9 @@ class Metric:
     """One figure of a case. `value` is the median of all samples, and `best` is the figure of the best case.
 
     `phase` is STEP for the whole step. For statistics of tensors it is None, and `about` has the kind and role of the
-    tensors. `interval` is the ratio to the reference. The level of this interval is 1 for an exact ratio and 0 for a
-    mere range. `cost` is True for times of emulations, which do not show the speed of the precision. `samples`
-    returns the values for the history, one per round or window. `bounds` is the interval of `value`.
+    tensors. `interval` is the ratio to the reference. The level of this interval is 1 for an exact ratio, and 0 for the
+    range of a few rounds. `cost` is True for a time of emulation, which does not show the speed of the precision.
+    `samples` returns the values for the history, one per round or window. `bounds` is the interval of `value`.
     """
 
     spec: MetricSpec
@@ -104,7 +104,7 @@ class MetricSources(NamedTuple):
 
 
 def unit_of_series(series: Series) -> str:
-    """Returns the unit in which a series is displayed. asv stores some series under its own name of the unit."""
+    """Returns the unit in which a series is displayed. asv stores some units under other names."""
     return "x" if series.metric in RATIOS else units.symbol(series.unit)
 
 
@@ -123,7 +123,9 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def explain_batch_limit(capacity: Capacity) -> str:
-    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more', or why this is unknown."""
+    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more' for a batch of 377, or why this
+    is unknown.
+    """
     if capacity.batch is not None and capacity.beyond is None:
-        return "none: the suite takes no more"
+        return "none: the suite allows no larger batch"
     return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

@@ -1,6 +1,6 @@
 """Yields all figures of a case as metrics.
 
-The rows of CSV and JSON, the history and comparisons all read this list. So a new figure needs no code in any of
+The rows of CSV and JSON, the history and comparisons all read these metrics. So a new figure needs no code in any of
 them.
 """
 
@@ -56,20 +56,20 @@ _MEASURED = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
-    """Yields all metrics of a case, starting with the step's time, which every case has. Best cases are yielded only
-    with a finding.
+    """Yields all metrics of a case, starting with the time of the step, which every case has. Metrics of best cases
+    need a finding.
     """
     timing = record.timing
     # Several metrics use these samples, so compute them once, and only if a caller reads them.
     steps = cache(partial(step_samples, timing)) if timing is not None else tuple
     counts = {"rounds": timing.num_rounds, "count": timing.num_calls} if timing is not None else {}
     sources = MetricSources(record, finding, reference, steps, counts)
-    for measure in MEASURES:
-        yield from measure(sources)
+    for yield_metrics in METRIC_FUNCTIONS:
+        yield from yield_metrics(sources)
 
 
 def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
-    """Returns the spec of a figure of the step, changed for a figure of one part of the step."""
+    """Returns the spec of a figure for one part of the step, made from the spec for the whole step."""
     return replace(spec, rank=Rank.DETAIL)
 
 
@@ -171,14 +171,18 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
     elif finding.best_seconds:
         # Unattributed time is always listed. Other phases are listed only if the step has them.
         phases = finding.phases
-        best_by_phase |= {name: best for name, best in phases if best or name in medians or name == UNATTRIBUTED}
-    for phase, best in best_by_phase.items():
+        best_by_phase |= {
+            name: fastest_seconds
+            for name, fastest_seconds in phases
+            if fastest_seconds or name in medians or name == UNATTRIBUTED
+        }
+    for phase, fastest_seconds in best_by_phase.items():
         # If the unattributed time is always zero, it has no samples.
-        seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
+        seconds, share = medians.get(phase, (0.0, 0.0) if fastest_seconds == 0 else (None, None))
         time_metric = Metric(
             specs.TIME,
             seconds,
-            best,
+            fastest_seconds,
             phase,
             provenance=_MEASURED,
             cost=sources.is_emulated,
@@ -187,8 +191,8 @@ def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
             **sources.sample_counts,
         )
         yield time_metric
-        if finding is not None and finding.best_seconds and best is not None:
-            share_of_best = best / finding.best_seconds
+        if finding is not None and finding.best_seconds and fastest_seconds is not None:
+            share_of_best = fastest_seconds / finding.best_seconds
             yield replace(
                 time_metric, spec=specs.SHARE_OF_STEP, value=share, best=share_of_best, provenance=Provenance.DERIVED
             )
@@ -299,8 +303,8 @@ def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
 def _yield_phase_energies(
     energies: PhaseEnergies, finding: Finding | None, metric_without_value: Metric
 ) -> Iterator[Metric]:
-    """Yields the energy of phases and what remains of the step's energy. Measured phases have bounds, estimated
-    phases have the reason why they were not measured.
+    """Yields the energy of each phase and the remaining energy of the step. A measured phase has bounds. An estimated
+    phase has the reason why it was not measured.
     """
     for phase_joules in energies.phases:
         labels = _list_phase_labels(finding, phase_joules.phase)
@@ -318,7 +322,7 @@ def _yield_phase_energies(
             yield replace(phase_metric, spec=specs.ENERGY_HIGH, value=phase_joules.range.high)
     if energies.residual is not None:
         yield replace(
-            metric_without_value, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void
+            metric_without_value, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void_reason
         )
 
 
@@ -344,9 +348,12 @@ def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
         yield _make_size_metric(_mark_as_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
         if phase.reserved is not None:
             yield _make_size_metric(specs.RESERVED_MEMORY, phase.reserved, phase.phase)
-    for spec, counted in ((specs.RESERVED_MEMORY, memory_use.reserved), (specs.PROCESS_MEMORY, memory_use.process)):
-        if counted is not None:
-            yield _make_size_metric(spec, counted)
+    for spec, memory_bytes in (
+        (specs.RESERVED_MEMORY, memory_use.reserved),
+        (specs.PROCESS_MEMORY, memory_use.process),
+    ):
+        if memory_bytes is not None:
+            yield _make_size_metric(spec, memory_bytes)
     yield replace(_make_size_metric(specs.RESIDENT_MEMORY, memory_use.resident), why=memory_use.why)
 
 
@@ -386,8 +393,8 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
     """Yields statistics of tensors, and the shares of their values outside the range of each format."""
     for statistic in sources.record.statistics:
         figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
-        for name, above, vanishing in statistic.outside:
-            for spec, share in ((specs.SHARE_ABOVE, above), (specs.SHARE_VANISHING, vanishing)):
+        for name, share_above, share_vanishing in statistic.outside:
+            for spec, share in ((specs.SHARE_ABOVE, share_above), (specs.SHARE_VANISHING, share_vanishing)):
                 figures[replace(spec, name=spec.replace("*", name))] = share
         for spec, value in figures.items():
             kind_and_role = statistic.kind, statistic.role
@@ -395,7 +402,7 @@ def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
 
 
 # The functions that yield metrics, in the order of a case's rows.
-MEASURES: list[Callable[[MetricSources], Iterator[Metric]]] = [
+METRIC_FUNCTIONS: list[Callable[[MetricSources], Iterator[Metric]]] = [
     _yield_step_time,
     _yield_replays,
     _yield_means,

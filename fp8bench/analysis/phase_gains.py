@@ -27,7 +27,7 @@ _UNATTRIBUTED_INDEX = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(frozen=True)
 class _PhaseTimes:
-    """The seconds of each phase of one case, with shape (phases,). Also has the seconds in each bootstrap resample,
+    """The seconds of each phase of one case, with shape (phases,), and the same seconds in each bootstrap resample,
     with shape (phases, resamples).
     """
 
@@ -38,46 +38,49 @@ class _PhaseTimes:
 def find_phase_gains(
     timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool, is_reference_unmarked: bool = False
 ) -> tuple[PhaseGain, ...]:
-    """Returns how many seconds each phase of the first timing gains over the other timings, in the order of the
-    phases.
+    """Returns how many seconds each phase of the first timing saves compared with the other timings, in the order of
+    the phases.
 
     The bounds hold for all phases together, at the level of a verdict. With `whole_steps`, the fastest steps are
-    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time.
-    Then the case's products do as well.
+    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time,
+    and so do the case's products.
     """
-    # 1. Estimate the phases of each timing. The reference's are the mean over its timings.
+    # 1. Estimate the phase times of each timing. Those of the reference are the mean over its timings.
     calls = count_common_calls(*timings)
     whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
-    case, *entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
-    reference = np.mean([entry.seconds for entry in entries], axis=0)
-    resampled_gains = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
-    control_difference = np.ptp([entry.seconds for entry in entries], axis=0)
-    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, also those of the case.
+    case, *reference_estimates = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
+    reference_seconds = np.mean([estimate.seconds for estimate in reference_estimates], axis=0)
+    resampled_gains = np.mean([estimate.resampled for estimate in reference_estimates], axis=0) - case.resampled
+    control_difference = np.ptp([estimate.seconds for estimate in reference_estimates], axis=0)
+    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, in the reference and in the
+    # case.
     if is_reference_unmarked:
-        unmarked_indices = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
+        unmarked_indices = [
+            phase_index
+            for phase_index, name in enumerate(CELL_PHASES)
+            if reference_seconds[phase_index] == 0 and name != Phase.CAST
+        ]
         for values in (case.seconds, resampled_gains):
             values[_UNATTRIBUTED_INDEX] += values[unmarked_indices].sum(axis=0)
             values[unmarked_indices] = 0
     # 3. Compute bounds that hold for all phases of the step together.
-    present_indices = np.flatnonzero((case.seconds > 0) | (reference > 0))
+    present_indices = np.flatnonzero((case.seconds > 0) | (reference_seconds > 0))
     tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_indices))
     low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
     gains = []
     for index in present_indices:
-        values = (case.seconds[index], reference[index], low[index], high[index], control_difference[index])
+        values = (case.seconds[index], reference_seconds[index], low[index], high[index], control_difference[index])
         gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
     return tuple(gains)
 
 
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
-    """Returns the gains after scaling the case's seconds. The scaled gains sum to the ratio that several sessions
-    gave.
+    """Scales the seconds of a case so that its gains sum to the ratio that several sessions gave.
 
-    The bounds also include the bounds of the single session. So a phase is clear only if it is clear before and after
-    scaling.
+    The scaled bounds include the unscaled bounds. So a phase is clear only if it is clear before and after scaling.
     """
-    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    factor = ratio * reference / seconds if seconds > 0 else 1.0
+    seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    factor = ratio * reference_seconds / seconds if seconds > 0 else 1.0
     scaled_gains = []
     for gain in gains:
         saved_seconds = gain.seconds * (1 - factor)
@@ -89,14 +92,14 @@ def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain,
 def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
     if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
-        points, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
+        segment_seconds, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
     else:
         samples = cell_seconds(timing, calls, rounds)
-        points, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
+        segment_seconds, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
     phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
     phase_of_segment = np.zeros((len(CELL_PHASES), len(phases)))
     phase_of_segment[phases, range(len(phases))] = 1
-    return _PhaseTimes(phase_of_segment @ points, phase_of_segment @ resampled)
+    return _PhaseTimes(phase_of_segment @ segment_seconds, phase_of_segment @ resampled)
 
 
 class Cause(StrEnum):
@@ -104,14 +107,14 @@ class Cause(StrEnum):
 
     CANCEL = "gains and losses cancel"
     CASTS = "casts take the gain"
-    SMALL_SHARE = "what gains is a small share of the step"
+    SMALL_SHARE = "the faster phases are a small share of the step"
     ONE_PHASE = "all of the gain is in one phase"
     PHASES = "the largest differences"
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a precision is faster or not, with the phases that show it, the largest difference first."""
+    """Why a precision is faster or not, with the phases that show this reason, the largest difference first."""
 
     cause: Cause
     gains: tuple[PhaseGain, ...]
@@ -119,41 +122,43 @@ class Reason:
     reference_seconds: float
 
 
-# The cause is that gains and losses cancel, if the gains and the losses are each this many times as large as the net
-# gain.
+# The cause is CANCEL if the gains, and also the losses, are each more than this many times the net gain.
 _CANCEL_RATIO = 4.0
-# The cause is that casts take the gain, if the time that casts add is at least this share of the gain.
+# The cause is CASTS if casts add at least this share of the time that faster phases save.
 _CASTS_SHARE = 0.5
-# The cause is a small share of faster phases, if the step gains less than the first share of the reference's time and
-# these phases take less than the second share of it.
+# The cause is SMALL_SHARE if the step gains less than the first share of the reference's time, and the faster phases
+# take less than the second share of it.
 _SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
-# The cause is one phase, if that phase has at least this share of the gain.
+# The cause is ONE_PHASE if one phase has at least this share of the gain.
 _ONE_PHASE_SHARE = 0.9
-# Differences of phases below this share of the net gain, or of the largest gain, explain nothing.
+# A phase explains nothing if its difference is below this share of the net gain, or of the largest gain of a phase.
 _MIN_SHARE_OF_GAIN = 0.02
 _MAX_SHOWN_PHASES = 3
 
 
-def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
-    """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has
-    only one phase.
+def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()) -> Reason | None:
+    """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has only
+    one phase.
 
-    Phases in `unclear` are never an explanation, however much they seem to gain.
+    A phase in `unclear_phases` is never an explanation, however much it seems to gain.
     """
-    seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    net_gain = reference - seconds
+    seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
+    net_gain = reference_seconds - seconds
     largest_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
     min_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain), largest_difference)
     clear_gains = [
         gain
         for gain in gains
-        if gain.is_clear and gain.phase not in unclear and abs(gain.saved_seconds) >= min_difference
+        if gain.is_clear and gain.phase not in unclear_phases and abs(gain.saved_seconds) >= min_difference
     ]
     if len(gains) < 2 or not clear_gains:
         return None
     clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
     return Reason(
-        _find_cause(clear_gains, net_gain, reference), tuple(_choose_shown_gains(clear_gains)), seconds, reference
+        _find_cause(clear_gains, net_gain, reference_seconds),
+        tuple(_choose_shown_gains(clear_gains)),
+        seconds,
+        reference_seconds,
     )
 
 
@@ -162,14 +167,14 @@ def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
     is returned.
     """
     shown_gains = list(clear_gains[:_MAX_SHOWN_PHASES])
-    for gains in (True, False):
-        same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is gains]
-        if same_sign and same_sign[0] not in shown_gains:
-            shown_gains[-1] = same_sign[0]
+    for is_gain in (True, False):
+        gains_of_same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is is_gain]
+        if gains_of_same_sign and gains_of_same_sign[0] not in shown_gains:
+            shown_gains[-1] = gains_of_same_sign[0]
     return shown_gains
 
 
-def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference: float) -> Cause:
+def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference_seconds: float) -> Cause:
     faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
     total_gain = sum(gain.saved_seconds for gain in faster_phases)
     total_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
@@ -181,8 +186,8 @@ def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference: fl
     faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
     if (
         faster_phases
-        and abs(net_gain) < _SMALL_GAIN_SHARE * reference
-        and faster_phase_seconds < _SMALL_PHASES_SHARE * reference
+        and abs(net_gain) < _SMALL_GAIN_SHARE * reference_seconds
+        and faster_phase_seconds < _SMALL_PHASES_SHARE * reference_seconds
     ):
         return Cause.SMALL_SHARE
     if (

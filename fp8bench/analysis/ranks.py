@@ -1,7 +1,8 @@
-"""Figures of a case with several ranks: differences between their times, waiting in collectives, communication that
-is hidden behind products, and the speed-up over one rank.
+"""Figures of a case with several ranks: differences between their times, waiting in collectives, communication that is
+hidden behind products, and the speed-up over one rank.
 
-A figure that was measured in a few rounds is their median with an interval, or the reason why the figure is missing.
+A figure that was measured in a few rounds is the median of its values with an interval, or the reason why it is
+missing.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from fp8bench.model.specs import MetricSpec
 
 # An interval contains the true median with at least this probability.
 CONFIDENCE = 0.9
-# Run one after the other, products and communication must take the sum of their separate times, within these factors.
-# Otherwise they disturb each other.
+# If products and communication run one after the other, they must take the sum of their separate times, within these
+# factors. Otherwise they disturb each other.
 CHECK_SUM_LIMITS = (0.9, 1.1)
-# Figures with wider intervals are not shown. The width for exposed time is relative to the time of products and
-# communication at once. The width for the hidden share is a difference of two shares. The width for an efficiency is
-# relative to the efficiency: 80% is still shown if its interval is 60% to 100%.
+# A figure whose interval is wider than this is not shown. The width for exposed time is relative to the time of
+# simultaneous products and communication. The width for the hidden share is a difference of two shares. The width for
+# an efficiency is relative to the efficiency: 80% is still shown if its interval is 60% to 100%.
 MAX_EXPOSED_WIDTH = 0.25
 MAX_HIDDEN_WIDTH = 0.5
 MAX_EFFICIENCY_WIDTH = 0.5
 
 
-class Middle(NamedTuple):
+class MedianInterval(NamedTuple):
     """The median of several rounds with its interval."""
 
     value: float
@@ -40,43 +41,44 @@ class Middle(NamedTuple):
     high: float
 
 
-class Untold(NamedTuple):
-    """The reason why a figure is missing, and a word that is shown in the figure's place."""
+class MissingFigure(NamedTuple):
+    """The reason why a figure is missing, and a word that is shown in its place."""
 
-    word: str
+    shown_text: str
     why: str
 
 
-TOO_FEW_ROUNDS = Untold("few", "too few rounds for an interval")
-SUM_MISMATCH = Untold(
+TOO_FEW_ROUNDS = MissingFigure("few", "too few rounds for an interval")
+SUM_MISMATCH = MissingFigure(
     "off",
-    "products and communication in turn do not take {} to {} of the sum of both alone: they disturb each other".format(
-        *CHECK_SUM_LIMITS
-    ),
+    "products and communication in sequence do not take {} to {} times the sum of their separate times: "
+    "they disturb each other".format(*CHECK_SUM_LIMITS),
 )
-FASTER_THAN_ALONE = Untold(
-    "short", "products and communication at once take less time than one alone: other programs disturb the rounds"
+FASTER_THAN_ALONE = MissingFigure(
+    "short",
+    "simultaneous products and communication take less time than one of them alone: other programs disturb the rounds",
 )
-WIDE_OVERLAP = Untold(
+WIDE_OVERLAP = MissingFigure(
     "wide",
     f"the interval of exposed time is wider than {MAX_EXPOSED_WIDTH:.0%} of the step, or that of the hidden share "
     f"wider than {100 * MAX_HIDDEN_WIDTH:.0f} points",
 )
-WIDE_EFFICIENCY = Untold(
+WIDE_EFFICIENCY = MissingFigure(
     "wide", f"the interval of the efficiency is wider than {MAX_EFFICIENCY_WIDTH:.0%} of its value"
 )
-PIPELINE_WAITING = Untold(units.NONE, "a pipeline's exposed time includes waiting")
-UNPAIRED = Untold(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
+PIPELINE_WAITING = MissingFigure(units.NONE, "a pipeline's exposed time includes waiting")
+UNPAIRED = MissingFigure(units.NONE, "one rank alone and all ranks were not measured in the same rounds")
 
 
-def find_median_interval(values: Sequence[float]) -> Middle | Untold:
+def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFigure:
     """Returns the median of the values with an interval that contains the true median with at least the probability
-    CONFIDENCE. The ends of the interval are two of the values, so it needs no assumption about the distribution. With
-    5 values they are the smallest and the largest (94%), with 8 values the second from either end (93%). Returns the
-    reason if there are fewer values or any value is not finite.
+    CONFIDENCE. Returns the reason if there are too few values or any value is not finite.
+
+    The ends of the interval are two of the values, so it needs no assumption about the distribution. With 5 values they
+    are the smallest and the largest (94%), with 8 values the second from either end (93%).
     """
-    ordered, count = sorted(values), len(values)
-    if not all(map(math.isfinite, ordered)):
+    sorted_values, count = sorted(values), len(values)
+    if not all(map(math.isfinite, sorted_values)):
         return TOO_FEW_ROUNDS
     probability_outside, rank = 0.0, 0
     while rank < count:
@@ -84,7 +86,11 @@ def find_median_interval(values: Sequence[float]) -> Middle | Untold:
         if probability_outside > 1 - CONFIDENCE:
             break
         rank += 1
-    return Middle(statistics.median(ordered), ordered[rank - 1], ordered[-rank]) if rank else TOO_FEW_ROUNDS
+    return (
+        MedianInterval(statistics.median(sorted_values), sorted_values[rank - 1], sorted_values[-rank])
+        if rank
+        else TOO_FEW_ROUNDS
+    )
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ class RankTimes:
     """
 
     rank: int
-    step: float
-    communication: float
-    waiting: float
+    step_seconds: float
+    communication_seconds: float
+    waiting_seconds: float
 
 
 def rank_times(timing: Timing) -> tuple[RankTimes, ...]:
@@ -125,12 +131,12 @@ def compute_rank_skew(timing: Timing) -> float | None:
     return statistics.median((max(steps) - min(steps)) / max(steps) for steps in calls) if calls else None
 
 
-def compute_memory_skew(use: MemoryUse) -> float | None:
+def compute_memory_skew(memory_use: MemoryUse) -> float | None:
     """Returns the difference between the largest and the smallest peak memory of the ranks, as a share of the
     largest.
     """
-    largest_peak = max((rank.peak for rank in use.ranks), default=0)
-    return (largest_peak - min(rank.peak for rank in use.ranks)) / largest_peak if largest_peak else None
+    largest_peak = max((rank.peak for rank in memory_use.ranks), default=0)
+    return (largest_peak - min(rank.peak for rank in memory_use.ranks)) / largest_peak if largest_peak else None
 
 
 def measure_communication(timing: Timing) -> float | None:
@@ -147,16 +153,16 @@ def find_pareto_points(points: Sequence[tuple[float, float]]) -> tuple[int, ...]
 
     Bytes that agree in three digits count as equal, because they differ only by a few scales.
     """
-    rounded_points = [(float(f"{sent:.3g}"), sqnr) for sent, sqnr in points]
+    rounded_points = [(float(f"{sent_bytes:.3g}"), sqnr) for sent_bytes, sqnr in points]
     return tuple(
         index
         for index, point in enumerate(rounded_points)
-        if not any(_dominates(rival, point) for rival in rounded_points)
+        if not any(_dominates(other_point, point) for other_point in rounded_points)
     )
 
 
-def _dominates(rival: tuple[float, float], point: tuple[float, float]) -> bool:
-    return rival != point and rival[0] <= point[0] and rival[1] >= point[1]
+def _dominates(other_point: tuple[float, float], point: tuple[float, float]) -> bool:
+    return other_point != point and other_point[0] <= point[0] and other_point[1] >= point[1]
 
 
 def iterate_rank_calls(timing: Timing) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
@@ -175,8 +181,8 @@ class Bubble(NamedTuple):
     The ideal is that of GPipe and 1F1B with stages of equal time and free communication.
     """
 
-    measured: float
-    ideal: float
+    measured_ratio: float
+    ideal_ratio: float
 
 
 def count_microbatches(record: Record) -> int | None:
@@ -193,58 +199,60 @@ def measure_bubble(record: Record) -> Bubble | None:
     if record.timing is None or microbatches is None:
         return None
     shares = [
-        sum(communication) / busy
+        sum(communication) / busy_ns
         for steps, communication in iterate_rank_calls(record.timing)
-        if (busy := sum(steps) - sum(communication)) > 0
+        if (busy_ns := sum(steps) - sum(communication)) > 0
     ]
     return Bubble(statistics.median(shares), (record.case.ranks - 1) / microbatches) if shares else None
 
 
 class OverlapFigures(NamedTuple):
-    """The seconds that communication adds to the products (`exposed`), and the share of communication that is hidden
-    behind the products.
+    """The seconds that communication adds to the products (`exposed_seconds`), and the share of communication that is
+    hidden behind the products.
 
-    Noise may make either of them negative. `check_sum` is the time of products and communication one after the other,
-    divided by the sum of their separate times.
+    Noise may make either figure negative. `check_sum` is the time of products and communication that run one after the
+    other, divided by the sum of their separate times.
     """
 
-    exposed: Middle | Untold
-    hidden: Middle | Untold
+    exposed_seconds: MedianInterval | MissingFigure
+    hidden_share: MedianInterval | MissingFigure
     check_sum: float | None = None
 
 
-class _Round(NamedTuple):
+class _RoundSeconds(NamedTuple):
     compute: float
     communication: float
-    both: float
-    in_turn: float
+    simultaneous: float
+    consecutive: float
 
 
 def overlap_figures(overlap: Overlap) -> OverlapFigures:
-    """Computes the overlap of communication and products in each round, because slow rounds then cancel in the
-    differences.
+    """Computes the overlap of communication and products. Differences are computed in each round, so that a slow round
+    cancels out.
     """
-    rounds = tuple(map(_Round, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
-    if overlap.why or not rounds or not all(parts.compute > 0 and parts.communication > 0 for parts in rounds):
-        missing_figure = Untold(units.NONE, overlap.why or "it has no recorded rounds")
+    rounds = tuple(map(_RoundSeconds, overlap.compute, overlap.communication, overlap.both, overlap.in_turn))
+    if overlap.why or not rounds or not all(seconds.compute > 0 and seconds.communication > 0 for seconds in rounds):
+        missing_figure = MissingFigure(units.NONE, overlap.why or "it has no recorded rounds")
         return OverlapFigures(missing_figure, missing_figure)
-    check_sum = statistics.median(parts.in_turn / (parts.compute + parts.communication) for parts in rounds)
+    check_sum = statistics.median(seconds.consecutive / (seconds.compute + seconds.communication) for seconds in rounds)
     if not CHECK_SUM_LIMITS[0] <= check_sum <= CHECK_SUM_LIMITS[1]:
         return OverlapFigures(SUM_MISMATCH, SUM_MISMATCH, check_sum)
-    exposed_seconds = find_median_interval([parts.both - parts.compute for parts in rounds])
-    beyond_longer_part = find_median_interval(
-        [parts.both - max(parts.compute, parts.communication) for parts in rounds]
+    exposed_seconds = find_median_interval([seconds.simultaneous - seconds.compute for seconds in rounds])
+    excess_over_longer_part = find_median_interval(
+        [seconds.simultaneous - max(seconds.compute, seconds.communication) for seconds in rounds]
     )
-    hidden_share = find_median_interval([1 - (parts.both - parts.compute) / parts.communication for parts in rounds])
+    hidden_share = find_median_interval(
+        [1 - (seconds.simultaneous - seconds.compute) / seconds.communication for seconds in rounds]
+    )
     if (
-        isinstance(exposed_seconds, Untold)
-        or isinstance(beyond_longer_part, Untold)
-        or isinstance(hidden_share, Untold)
+        isinstance(exposed_seconds, MissingFigure)
+        or isinstance(excess_over_longer_part, MissingFigure)
+        or isinstance(hidden_share, MissingFigure)
     ):
         return OverlapFigures(TOO_FEW_ROUNDS, TOO_FEW_ROUNDS, check_sum)
-    if beyond_longer_part.high < 0:
+    if excess_over_longer_part.high < 0:
         return OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, check_sum)
-    max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(parts.both for parts in rounds)
+    max_exposed_width = MAX_EXPOSED_WIDTH * statistics.median(seconds.simultaneous for seconds in rounds)
     return OverlapFigures(
         WIDE_OVERLAP if exposed_seconds.high - exposed_seconds.low > max_exposed_width else exposed_seconds,
         WIDE_OVERLAP if hidden_share.high - hidden_share.low > MAX_HIDDEN_WIDTH else hidden_share,
@@ -259,24 +267,24 @@ def find_overlap(record: Record) -> OverlapFigures | None:
     if record.overlap is None:
         return None
     figures = overlap_figures(record.overlap)
-    if isinstance(figures.exposed, Untold) or count_microbatches(record) is None:
+    if isinstance(figures.exposed_seconds, MissingFigure) or count_microbatches(record) is None:
         return figures
-    return figures._replace(hidden=PIPELINE_WAITING)
+    return figures._replace(hidden_share=PIPELINE_WAITING)
 
 
 class Efficiency(NamedTuple):
-    """How well a case scales over n ranks. `strong_scaling` is the speed-up over one rank divided by n.
-    `weak_scaling` is the speed of n ranks divided by the speed of one rank with the same work per rank. Noise may make
-    either larger than 1.
+    """How well a case scales over n ranks. `strong_scaling` is the speed-up over one rank, divided by n. `weak_scaling`
+    is the speed of n ranks divided by the speed of one rank that has the same work as each of them. Noise may make
+    either figure larger than 1.
     """
 
-    strong_scaling: Middle | Untold
-    weak_scaling: Middle | Untold
+    strong_scaling: MedianInterval | MissingFigure
+    weak_scaling: MedianInterval | MissingFigure
 
 
 def compute_efficiency(record: Record) -> Efficiency | None:
-    """Returns how well a case scales over ranks. Each round gives one value, because slow rounds then cancel. Returns
-    None if one rank was not measured alone.
+    """Returns how well a case scales over ranks. Ratios are computed in each round, so that a slow round cancels out.
+    Returns None if one rank was not measured alone.
     """
     rounds = record.scaling
     if rounds is None:
@@ -285,14 +293,20 @@ def compute_efficiency(record: Record) -> Efficiency | None:
     return Efficiency(strong_scaling, _compute_speed_share(rounds.share, rounds.together))
 
 
-def _compute_speed_share(alone: Sequence[float], together: Sequence[float], factor: float = 1.0) -> Middle | Untold:
-    if not alone or len(alone) != len(together) or not all(value > 0 for value in (*alone, *together)):
-        return UNPAIRED  # the times are not from the same rounds
+def _compute_speed_share(
+    seconds_alone: Sequence[float], seconds_together: Sequence[float], factor: float = 1.0
+) -> MedianInterval | MissingFigure:
+    if (
+        not seconds_alone
+        or len(seconds_alone) != len(seconds_together)
+        or not all(value > 0 for value in (*seconds_alone, *seconds_together))
+    ):
+        return UNPAIRED
     speed_share = find_median_interval(
-        [value / all_ranks * factor for value, all_ranks in zip(alone, together, strict=True)]
+        [value / all_ranks * factor for value, all_ranks in zip(seconds_alone, seconds_together, strict=True)]
     )
     is_too_wide = (
-        isinstance(speed_share, Middle)
+        isinstance(speed_share, MedianInterval)
         and speed_share.high - speed_share.low > MAX_EFFICIENCY_WIDTH * speed_share.value
     )
     return WIDE_EFFICIENCY if is_too_wide else speed_share
@@ -321,16 +335,16 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
     if (overlap := find_overlap(record)) is not None:
-        yield _make_metric(specs.EXPOSED, overlap.exposed)
-        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)
-    if (idle := measure_bubble(record)) is not None:
-        yield Metric(specs.BUBBLE, idle.measured * 100)
-        yield Metric(specs.IDEAL_BUBBLE, idle.ideal * 100)
+        yield _make_metric(specs.EXPOSED, overlap.exposed_seconds)
+        yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden_share, 100.0)
+    if (bubble := measure_bubble(record)) is not None:
+        yield Metric(specs.BUBBLE, bubble.measured_ratio * 100)
+        yield Metric(specs.IDEAL_BUBBLE, bubble.ideal_ratio * 100)
     if (gain := compute_efficiency(record)) is not None:
         yield _make_metric(specs.STRONG_SCALING, gain.strong_scaling, 100)
         yield _make_metric(specs.WEAK_SCALING, gain.weak_scaling, 100)
-    if sent := count_sent_bytes(record):
-        yield Metric(specs.WIRE_BYTES, float(max(sent)))
+    if sent_bytes := count_sent_bytes(record):
+        yield Metric(specs.WIRE_BYTES, float(max(sent_bytes)))
 
 
 def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Metric]:
@@ -342,7 +356,7 @@ def _transfer_metrics(transfer: Transfer, seconds: float | None) -> Iterator[Met
         yield Metric(specs.EFFECTIVE_BUSBW, transfer.logical / seconds * transfer.bus_factor)
 
 
-def _make_metric(spec: MetricSpec, figure: Middle | Untold, factor: float = 1.0) -> Metric:
-    if isinstance(figure, Untold):
+def _make_metric(spec: MetricSpec, figure: MedianInterval | MissingFigure, factor: float = 1.0) -> Metric:
+    if isinstance(figure, MissingFigure):
         return Metric(spec, why=figure.why)
     return Metric(spec, figure.value * factor, bounds=(figure.low * factor, figure.high * factor))

@@ -20,21 +20,22 @@ from typing import Any
 from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
-# A phase counts as one of a step's product phases if it has at least this share of the step's FLOPs.
+# A phase counts as a phase with products if it has at least this share of the step's FLOPs.
 _MIN_SHARE_OF_PRODUCTS = 0.05
 # If a phase reaches less than this share of every ceiling, no ceiling limits it.
 _NEAR_CEILING_SHARE = 0.5
-# A phase is mostly overhead if it takes less than this many times the time of its launches.
+# A phase is limited by overhead if it takes less than this many times the time of its launches.
 _OVERHEAD_LAUNCHES = 10.0
 # A measured peak is ignored if its runs differ by more than this share, because other programs then used the device.
 _MAX_RATE_SPREAD = 0.5
 
 
-class Bound(StrEnum):
+class LimitingResource(StrEnum):
     """The resource that limits a phase.
 
-    A phase far below all its ceilings is limited by overhead if its operators are small. For other such phases no
-    limit is known. It may be kernels that do not fit its shapes, latency, or code between operators.
+    A phase that is far below all its ceilings is limited by overhead if its operators are small. For other phases far
+    below their ceilings, the limit is unknown. It may be kernels that do not fit the phase's shapes, latency, or code
+    between operators.
     """
 
     COMPUTE = "compute-bound"
@@ -57,7 +58,7 @@ class Roofs:
     memory: float | None = None
     launches: float | None = None
 
-    def min_seconds_by_bound(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
+    def min_seconds_by_resource(self, count: PhaseCount, is_fused: bool = False) -> dict[LimitingResource, float]:
         """Returns the least seconds that a phase needs at the device's peaks: for its FLOPs, its bytes and its
         launches.
 
@@ -67,14 +68,14 @@ class Roofs:
         product_seconds = self.product_seconds(count.by_path)
         if count.unknown or product_seconds is None or self.memory is None:
             return {}
-        if fused:
-            return {Bound.COMPUTE: product_seconds} if product_seconds else {}
-        seconds_by_bound = {
-            Bound.COMPUTE: product_seconds,
-            Bound.MEMORY: count.bytes / self.memory,
-            Bound.LAUNCH: count.launches / self.launches if self.launches else None,
+        if is_fused:
+            return {LimitingResource.COMPUTE: product_seconds} if product_seconds else {}
+        seconds_by_resource = {
+            LimitingResource.COMPUTE: product_seconds,
+            LimitingResource.MEMORY: count.bytes / self.memory,
+            LimitingResource.LAUNCH: count.launches / self.launches if self.launches else None,
         }
-        return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
+        return {resource: seconds for resource, seconds in seconds_by_resource.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
         """Returns the least seconds of the products in `by_path`, at the peak of each dtype. Returns None if a peak
@@ -91,17 +92,17 @@ class Roofs:
 
 @dataclass(frozen=True)
 class PhaseRoof:
-    """A phase's counts and best-case seconds, and the least seconds that it could take at the measured peaks and at
-    the datasheet's peaks.
+    """The FLOPs, bytes and launches of a phase, its best-case seconds, and the least seconds that it could take at the
+    measured peaks and at the datasheet's peaks.
 
-    If a compiler `fused` the phase, bytes and launches are those of the phase without the compiler.
+    If a compiler fused the phase's operations (`is_fused`), bytes and launches are those without the compiler.
     """
 
     count: PhaseCount
     seconds: float
-    measured: Mapping[Bound, float]
-    sheet: Mapping[Bound, float]
-    fused: bool = False
+    measured_min_seconds: Mapping[LimitingResource, float]
+    datasheet_min_seconds: Mapping[LimitingResource, float]
+    is_fused: bool = False
 
     @property
     def flop_rate(self) -> float | None:
@@ -110,64 +111,68 @@ class PhaseRoof:
 
     @property
     def byte_rate(self) -> float | None:
-        return None if self.fused else self.count.bytes / self.seconds
+        return None if self.is_fused else self.count.bytes / self.seconds
 
     @property
     def intensity(self) -> float | None:
         """FLOPs per byte. None if the FLOPs or the bytes are 0 or unknown."""
-        if not self.flop_rate or not self.count.bytes or self.fused:
+        if not self.flop_rate or not self.count.bytes or self.is_fused:
             return None
         return self.count.flops / self.count.bytes
 
     @property
-    def bound(self) -> Bound | None:
-        """The resource that limits the phase. It is the resource that takes longest at the device's peaks, if that is
-        at least half of the phase's time. If no peaks were measured, the datasheet's are used.
+    def limiting_resource(self) -> LimitingResource | None:
+        """The resource that limits the phase: the one that takes longest at the device's peaks, if it takes at least
+        half of the phase's time. If no peaks were measured, the datasheet's peaks are used.
         """
-        min_seconds = self.measured or self.sheet
+        min_seconds = self.measured_min_seconds or self.datasheet_min_seconds
         if not min_seconds:
             return None
         slowest_resource = max(min_seconds, key=lambda bound: min_seconds[bound])
         if min_seconds[slowest_resource] >= _NEAR_CEILING_SHARE * self.seconds:
             return slowest_resource
-        if self.fused:
+        if self.is_fused:
             return None
-        return Bound.OVERHEAD if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(Bound.LAUNCH, 0.0) else Bound.NONE
+        return (
+            LimitingResource.OVERHEAD
+            if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(LimitingResource.LAUNCH, 0.0)
+            else LimitingResource.NONE
+        )
 
     @property
     def share_of_ceiling(self) -> float | None:
-        """The least time of the phase at the measured peaks, divided by its actual time. A phase with a share of 1
+        """The least time of the phase at the measured peaks, divided by its actual time. If the share is 1, the phase
         cannot be faster.
         """
-        return max(self.measured.values()) / self.seconds if self.measured else None
+        return max(self.measured_min_seconds.values()) / self.seconds if self.measured_min_seconds else None
 
     @property
     def share_of_datasheet(self) -> float | None:
-        return max(self.sheet.values()) / self.seconds if self.sheet else None
+        return max(self.datasheet_min_seconds.values()) / self.seconds if self.datasheet_min_seconds else None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The largest possible speed-up of a precision over its reference's step, and the actual one.
+    """The largest possible speed-up of a precision over its reference's step, and the actual speed-up.
 
     Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak there. The step would be
-    `most` times as fast if the precision's products ran at their peak and needed no casts. `kernels` is the actual
-    speed-up of the products without casts, `with_casts` the one with casts. If `binds` is False, a peak is uncertain
-    and a larger speed-up is possible.
+    `max_speedup` times as fast if the precision's products ran at their peak and needed no casts. The actual speed-ups
+    are those of the products, without casts and with casts. If `is_upper_bound` is False, a peak is uncertain, so a
+    larger speed-up than `max_speedup` is possible.
     """
 
     share: float
     share_of_ceiling: float
-    most: float
-    kernels: float
-    with_casts: float
+    max_speedup: float
+    speedup_without_casts: float
+    speedup_with_casts: float
     cast_bytes: int
     product_bytes: int
-    binds: bool = True
+    is_upper_bound: bool = True
 
 
 def upper_bounds_of(ceiling: Ceiling) -> Roofs:
-    """Returns peaks that no claim may exceed. They are the measured peaks whose repeated runs agree, and the fastest
+    """Returns peaks that no claim may exceed: the measured peaks whose repeated runs agree, and the rate of the fastest
     copies.
     """
     steady_rates = [rate for rate in ceiling.rates if rate.steady]
@@ -194,7 +199,7 @@ def _collect_measured_roofs(ceiling: Ceiling) -> Roofs | None:
         return None
     products: dict[str, float] = {}
     for rate, value in usable_rates:
-        if rate.limit is Limit.PRODUCT:  # all recipes of one format use the same kernels
+        if rate.limit is Limit.PRODUCT:  # all recipes of a format use the same kernels
             kind = product_kind_of(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
     bytes_per_second = max(
@@ -222,8 +227,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
         count = counts.get(phase)
         if count is None or phase in finding.below_floor or not 0 < seconds < math.inf:
             continue
-        measured_seconds = measured_roofs.min_seconds_by_bound(count, is_fused) if measured_roofs else {}
-        datasheet_seconds = datasheet_roofs.min_seconds_by_bound(count, is_fused) if datasheet_roofs else {}
+        measured_seconds = measured_roofs.min_seconds_by_resource(count, is_fused) if measured_roofs else {}
+        datasheet_seconds = datasheet_roofs.min_seconds_by_resource(count, is_fused) if datasheet_roofs else {}
         roofs.append(PhaseRoof(count, seconds, measured_seconds, datasheet_seconds, is_fused))
     return tuple(roofs)
 
@@ -239,7 +244,8 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
         return None
     if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
-    # 1. Find the products of the case's and the reference's step, with their seconds and their least seconds.
+    # 1. Find the phases with products in the steps of case and reference, their seconds, and the least seconds at the
+    # peaks.
     product_roofs, base_product_roofs = _select_product_roofs(roofs), _select_product_roofs(base_roofs)
     seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs))
     flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
@@ -247,8 +253,10 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     if not base_min_seconds or not min_seconds or not seconds:
         return None
     # A reference that is not split into phases has its products and all other work in one phase.
-    marks = [Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)]
-    if marks == [True, False]:
+    are_products_marked = [
+        Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)
+    ]
+    if are_products_marked == [True, False]:
         return None
     # 2. Find the casts that the precision adds.
     cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
@@ -339,7 +347,7 @@ class Datasheet:
         return self.dense.get(product_kind_of(path))
 
     def cite(self, *figures: str) -> str:
-        """Returns 'datasheet', or 'datasheet, unverified' if any of these fields is unverified."""
+        """Returns 'datasheet', or 'datasheet, unverified' if any of the fields in `figures` is unverified."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
@@ -347,26 +355,26 @@ def product_kind_of(path: str) -> str:
     """Returns the kind of product for the name of a dtype or recipe, like 'fp8' for 'e4m3fn', or '' for unknown
     names.
     """
-    return next((kind for word, kind in _KIND_BY_PREFIX.items() if path.startswith(word)), "")
+    return next((kind for prefix, kind in _KIND_BY_PREFIX.items() if path.startswith(prefix)), "")
 
 
 @cache
 def load_datasheets() -> tuple[Datasheet, ...]:
     text = files(__package__).joinpath("datasheet.toml").read_text(encoding="utf-8")
-    return tuple(parse_datasheet(entry) for entry in tomllib.loads(text)["device"])
+    return tuple(parse_datasheet(device_table) for device_table in tomllib.loads(text)["device"])
 
 
-def parse_datasheet(entry: Mapping[str, Any]) -> Datasheet:
+def parse_datasheet(device_table: Mapping[str, Any]) -> Datasheet:
     """Converts an entry of datasheet.toml, which uses TFLOP/s, GB/s and GB."""
-    fields = dict(entry)
-    fields["date"] = str(entry["date"])
+    fields = dict(device_table)
+    fields["date"] = str(device_table["date"])
     for kind in ("dense", "sparse"):
-        fields[kind] = {name: 1e12 * value for name, value in entry.get(kind, {}).items()}
+        fields[kind] = {name: 1e12 * value for name, value in device_table.get(kind, {}).items()}
     for name in ("match", "unverified"):
-        fields[name] = tuple(entry.get(name, ()))
+        fields[name] = tuple(device_table.get(name, ()))
     for name in ("bandwidth", "capacity", "link"):
-        if name in entry:
-            fields[name] = 1e9 * entry[name]
+        if name in device_table:
+            fields[name] = 1e9 * device_table[name]
     return Datasheet(**fields)
 
 
@@ -378,9 +386,9 @@ def find_datasheet(device: str) -> Datasheet | None:
     """
     if "MIG" in device:
         return None
-    longest, fitting = 0, None
+    longest_match, best_match = 0, None
     for datasheet in load_datasheets():
         for words in datasheet.match:
-            if len(words) > longest and re.search(rf"\b{re.escape(words)}\b", device):
-                longest, fitting = len(words), datasheet
-    return fitting
+            if len(words) > longest_match and re.search(rf"\b{re.escape(words)}\b", device):
+                longest_match, best_match = len(words), datasheet
+    return best_match

@@ -25,7 +25,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fp8bench.analysis.compare.interval import mean_with_reach
+from fp8bench.analysis.compare.interval import mean_with_half_width
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, find_common_rounds, mean_seconds
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
@@ -37,20 +37,20 @@ T = TypeVar("T")
 
 
 def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Caches the results of a function for the latest timings. Several figures use each timing, and all cases use
-    that of the reference.
+    """Caches the results of a function for the latest timings, because several figures use each timing, and all cases
+    use the timing of the reference.
     """
     results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
-    def of_timing(timing: Timing) -> T:
-        for cached, value in results:
-            if cached is timing:
+    def get_result(timing: Timing) -> T:
+        for cached_timing, value in results:
+            if cached_timing is timing:
                 return value
         value = make(timing)
         results.append((timing, value))
         return value
 
-    return of_timing
+    return get_result
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
@@ -73,9 +73,9 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Returns the case's time divided by the reference's time in each round. If the reference has a control, the two
-    are averaged. Returns () for the reference itself, and if the two share no rounds. Emulated cases have no speed,
-    so a comparison with one also returns ().
+    """Returns the case's time divided by the reference's time in each round. If the reference has a control, the times
+    of both are averaged. Returns () for the reference itself, and if case and reference share no rounds. Emulated cases
+    have no speed, so a comparison with one also returns ().
     """
     reference_seconds = [_step_seconds_by_round(entry) for entry in _list_reference_timings(record, reference)]
     if record.timing is None or not reference_seconds:
@@ -83,7 +83,7 @@ def relative_samples(record: Record, reference: Record | None) -> tuple[float, .
     samples = []
     for round_number, seconds in _step_seconds_by_round(record.timing).items():
         reference_seconds_of_round = [entry.get(round_number) for entry in reference_seconds]
-        if all(reference_seconds_of_round):  # a coarse clock may read 0
+        if all(reference_seconds_of_round):  # with a coarse clock, a time may be 0
             samples.append(seconds / _geometric_mean([base for base in reference_seconds_of_round if base]))
     return tuple(samples)
 
@@ -154,41 +154,42 @@ def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
 @_cache_latest_timings
 def _cell_seconds_by_round(timing: Timing) -> Floats:
     """Returns the seconds of each part of a step (column) in each round (row), from the fastest calls. Every slot
-    contributes the same number of calls, because a minimum over more calls is lower. The parts of a round must not
-    sum to more than the mean of the slot's calls without waiting. If they do, they are scaled down to that mean.
+    contributes the same number of calls, because a minimum over more calls is lower. If the parts of a round sum to
+    more than the mean of the slot's calls without waiting, they are scaled down to that mean.
     """
-    fastest = cell_seconds(timing, count_common_calls(timing))
-    fastest_steps, mean_steps = fastest.sum(axis=1), _mean_seconds_by_round(timing)
+    fastest_cells = cell_seconds(timing, count_common_calls(timing))
+    fastest_steps, mean_steps = fastest_cells.sum(axis=1), _mean_seconds_by_round(timing)
     exceeds_mean = fastest_steps > mean_steps * (1 + _SUM_TOLERANCE)
     if not exceeds_mean.any():
-        return fastest
+        return fastest_cells
     scale: Floats = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[:, None]
-    return np.multiply(fastest, scale, dtype=np.float64)
+    return np.multiply(fastest_cells, scale, dtype=np.float64)
 
 
 # Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.
 _CLOCK_TOLERANCE = 0.02
-# An interval needs this many measurements. Two do not show how much measurements of the same code differ.
+# An interval needs this many sustained measurements. Two do not show how much measurements of the same code differ.
 MIN_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement,
-    with clock and power.
+    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement, with
+    clock and power.
 
-    `settled` is the number of measurements until clock and temperature had settled, None if unknown. `change` is the
-    step's sustained time divided by its time in slots of a few milliseconds.
+    `turns` is the number of measurements. `settled_turns` is the number of them before which clock and temperature had
+    settled, None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few
+    milliseconds.
     """
 
     seconds: float
     low: float
     high: float
     turns: int
-    settled: int | None = None
+    settled_turns: int | None = None
     clock: float | None = None
     watts: float | None = None
-    change: float | None = None
+    ratio_to_slots: float | None = None
     by_energy_windows: bool = False
 
 
@@ -203,8 +204,8 @@ def is_at_another_clock(record: Record) -> bool:
     if record.support.level is not Level.NATIVE or record.timing is None:
         return False
     clock, slots_clock = _median_without_none([window.sm_clock for window in windows]), record.timing.clock
-    has_moved = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
-    return has_moved or any((window.throttle or 0) & POWER_CAP for window in windows)
+    is_clock_different = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
+    return is_clock_different or any((window.throttle or 0) & POWER_CAP for window in windows)
 
 
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
@@ -218,7 +219,7 @@ def sustained_figures(record: Record, finding: Finding | None) -> Sustained | No
         min(seconds),
         max(seconds),
         len(turns),
-        sum(course.settled for course in settlings) if settlings else None,
+        sum(settling.settled for settling in settlings) if settlings else None,
         _median_without_none([turn.clock for turn in turns]),
         _median_without_none([turn.watts for turn in turns]),
         median(seconds) / slot_seconds if slot_seconds else None,
@@ -243,13 +244,13 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
         return None
     if len(log_ratios) < MIN_TURNS:
         return Interval(math.exp(fmean(log_ratios)), math.exp(min(log_ratios)), math.exp(max(log_ratios)), 0.0)
-    point, reach = mean_with_reach(log_ratios)
-    return Interval(math.exp(point), math.exp(point - reach), math.exp(point + reach), FINAL_LEVEL)
+    point, half_width = mean_with_half_width(log_ratios)
+    return Interval(math.exp(point), math.exp(point - half_width), math.exp(point + half_width), FINAL_LEVEL)
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:
-    """Returns the sustained measurements of a case, or its energy windows if it has no such measurement. Impossible
-    numbers, which an edited file may contain, are dropped.
+    """Returns the sustained measurements of a case. If there are none, returns its energy windows in the same form.
+    Drops impossible numbers, which an edited file may contain.
     """
     measurements: Sequence[SustainedTurn] = record.sustained
     if not measurements and record.energy is not None and not record.support.is_emulated:

@@ -6,7 +6,7 @@ that draws the same rounds for both of them.
 
 The fastest rounds are used because noise on a shared machine almost always adds time. An exception is a processor
 that raises its clock for a moment, which makes a few slots faster. The three fastest rounds may then all be from that
-moment, which makes identical code differ by 5%. A quarter of the rounds is not.
+moment, which makes identical code differ by 5%. A quarter of all rounds is too many for that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 RESAMPLE_COUNT = 2000
-# The best case is the mean of at least this many rounds, if there are as many. A bootstrap interval of the minimum
-# alone would be too narrow, because a resample's minimum is never below the sample's.
+# A best case is the mean of at least this many rounds, if there are so many. The interval of the minimum alone would be
+# too narrow, because the minimum of a bootstrap resample is never below that of the sample.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_DIVISOR = 4
-# A resample is searched only among the fastest rounds, increased by this many times the square root of their number.
-# It almost always has enough of these.
+# At first, a resample is searched only among the fastest rounds, increased by this many times the square root of their
+# number. These almost always contain all rounds that it needs.
 _EXTRA_ROUNDS_FACTOR = 6.0
 
 
@@ -43,7 +43,7 @@ class Resampled:
 
     @property
     def error(self) -> float:
-        """The standard error of the logarithm within the run."""
+        """The standard error of the logarithm, from noise within the run."""
         return float(self.resampled.std())
 
 
@@ -56,8 +56,8 @@ def count_fastest_rounds(rounds: int) -> int:
 
 def best_by_segment(samples: Floats) -> Floats:
     """Returns for each segment the mean of its fastest rounds. `samples` has seconds with shape (rounds, segments)."""
-    fastest = count_fastest_rounds(len(samples))
-    best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
+    fastest_count = count_fastest_rounds(len(samples))
+    best: Floats = np.partition(samples, fastest_count - 1, axis=0)[:fastest_count].mean(axis=0)
     return best
 
 
@@ -65,22 +65,22 @@ def best_steps(steps: Floats) -> Floats:
     """Returns for each segment the mean over the fastest quarter of the steps. `steps` has seconds with shape (steps,
     segments).
     """
-    order = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
-    best: Floats = steps[order].mean(axis=0)
+    fastest_indices = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
+    best: Floats = steps[fastest_indices].mean(axis=0)
     return best
 
 
 def resample_mean(rounds: Floats) -> Resampled:
-    """Returns the logarithm of the mean seconds over rounds, also for each bootstrap resample. The resamples draw the
-    same rounds as those of the best case.
+    """Returns the logarithm of the mean seconds over rounds, and the same logarithm for each bootstrap resample. The
+    resamples draw the same rounds as those of the best case.
     """
     resampled = np.log(rounds @ _draw_resamples(len(rounds)) / len(rounds))
     return Resampled(math.log(rounds.mean()), resampled)
 
 
 def resample_best_case(samples: Floats) -> Resampled:
-    """Returns the logarithm of the best case in seconds, also for each bootstrap resample. For equal numbers of
-    rounds, the resamples draw the same rounds.
+    """Returns the logarithm of the best case in seconds, and the same logarithm for each bootstrap resample. Samples
+    with equally many rounds are resampled with the same rounds.
     """
     return Resampled(math.log(best_by_segment(samples).sum()), np.log(resample_segments(samples).sum(axis=0)))
 
@@ -95,10 +95,11 @@ def _draw_resamples(rounds: int) -> Counts:
 
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
-    """Returns the ratio of a case's time to that of its references. Percentiles of the resamples are its interval.
+    """Returns the ratio of a case's time to that of its references. Its interval is made of percentiles of the
+    resamples.
 
-    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because
-    a best case is faster if it is chosen from more rounds.
+    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because a
+    best case is lower if it is chosen from more rounds.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
     resampled_logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
@@ -114,9 +115,9 @@ def replace_interval_by_range(ratio: Interval, rounds: Sequence[Floats]) -> Inte
     The range is widened to include the ratio itself, because the fastest calls of the case and of its references may
     be from different rounds.
     """
-    arm, *references = np.log(rounds)
-    logs = arm - np.mean(references, axis=0)
-    low, high = (math.exp(bound) for bound in (logs.min(), logs.max()))
+    case_logs, *reference_logs = np.log(rounds)
+    logs = case_logs - np.mean(reference_logs, axis=0)
+    low, high = (math.exp(log_limit) for log_limit in (logs.min(), logs.max()))
     return Interval(ratio.point, min(low, ratio.point), max(high, ratio.point), 0.0)
 
 
@@ -133,10 +134,9 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
     and because the terminal and the page need it for the speed-up and for each phase.
     """
     samples = np.frombuffer(raw).reshape(shape)
-    fastest = count_fastest_rounds(len(samples))
-    # How often each resample (column) draws each round (row).
+    fastest_count = count_fastest_rounds(len(samples))
     draws = _draw_resamples(len(samples))
-    segments = np.array([_sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]) / fastest
+    segments = np.array([_sum_fastest_rounds(segment, draws, fastest_count) for segment in samples.T]) / fastest_count
     segments.setflags(write=False)
     return segments
 
@@ -145,10 +145,10 @@ def resample_fastest_steps(steps: Floats) -> Floats:
     """Returns the mean seconds of each segment over the fastest whole steps, for every resample. The shape is
     (segments, resamples).
     """
-    fastest = count_fastest_rounds(len(steps))
-    ranking = np.argsort(steps.sum(axis=1), kind="stable")
-    running_counts = np.minimum(_draw_resamples(len(steps))[ranking].cumsum(axis=0), fastest)
-    return np.array([_sum_by_counts(segment[ranking], running_counts) for segment in steps.T]) / fastest
+    fastest_count = count_fastest_rounds(len(steps))
+    step_ranking = np.argsort(steps.sum(axis=1), kind="stable")
+    running_counts = np.minimum(_draw_resamples(len(steps))[step_ranking].cumsum(axis=0), fastest_count)
+    return np.array([_sum_by_counts(segment[step_ranking], running_counts) for segment in steps.T]) / fastest_count
 
 
 def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
@@ -158,21 +158,23 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
     searched at first. Resamples that did not draw enough of them are searched completely.
     """
     checked_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
-    ranking = np.argsort(seconds, kind="stable")
-    values = seconds[ranking]
-    checked_rounds = ranking[:checked_count]
+    round_ranking = np.argsort(seconds, kind="stable")
+    values = seconds[round_ranking]
+    checked_rounds = round_ranking[:checked_count]
     running_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
     sums = _sum_by_counts(values[:checked_count], running_counts)
     is_incomplete = running_counts[-1] < fastest
     if is_incomplete.any():
-        all_running_counts = np.minimum(draws[np.ix_(ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest)
+        all_running_counts = np.minimum(
+            draws[np.ix_(round_ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest
+        )
         sums[is_incomplete] = _sum_by_counts(values, all_running_counts)
     return sums
 
 
 def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
-    """Returns the sum of the values, each times its count. The counts are given as running totals. Summation by parts
-    avoids computing the single counts.
+    """Returns the sum of the values, each multiplied by its count. The counts are given as running totals. Summation by
+    parts makes single counts unnecessary.
     """
     differences = values.copy()
     differences[:-1] -= values[1:]
@@ -199,10 +201,11 @@ def correlate_ranks(values: Floats) -> float:
 
 
 def split_into_clusters(sorted_values: Floats) -> tuple[float, int]:
-    """Splits sorted values into the two clusters that explain most of the variance. Returns the explained share of
-    the variance, and the size of the lower cluster. Values with two modes give two clusters that explain 90%, each
-    with at least a fifth of the values. Values in one cluster with a tail give clusters that explain less, or one
-    with few values. Returns (0, 0) for fewer than eight values.
+    """Splits sorted values into the two clusters that explain most of the variance. Returns the explained share of the
+    variance, and the size of the lower cluster. Returns (0, 0) for fewer than eight values.
+
+    Values with two modes give two clusters that explain 90%, each with at least a fifth of the values. Values in one
+    cluster with a tail give clusters that explain less, or a cluster with few values.
     """
     n = len(sorted_values)
     overall_mean = sorted_values.mean() if n else 0.0

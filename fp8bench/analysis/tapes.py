@@ -35,8 +35,8 @@ _TRAILING_DIGITS_PATTERN = re.compile(r"(\d+)$")
 
 
 def operand_bits_of(path: str) -> int:
-    """Returns the bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
-    reads float32. Returns 0 if the name is not a dtype.
+    """Returns the number of bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', and 32 for
+    'tf32', which reads float32. Returns 0 if `path` is not a dtype.
     """
     if path == "tf32":
         return 32
@@ -57,7 +57,7 @@ def compute_intensity(tape: Tape) -> float | None:
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
-# Padding makes a side of a matrix longer, by fewer elements than this number.
+# Padding makes a side of a matrix longer by fewer elements than this number.
 _MAX_PADDING = 128
 _OperatorPair = tuple[OperatorCount, OperatorCount]
 _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
@@ -65,32 +65,32 @@ _SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: useful FLOPs, and extra FLOPs that this precision adds."""
+    """The FLOPs of a step's matrix products: the useful FLOPs, and the additional FLOPs that this precision causes."""
 
-    useful: int
-    rotations: int = 0
-    padding: int = 0
-    recomputed: int = 0
+    useful_flops: int
+    rotation_flops: int = 0
+    padding_flops: int = 0
+    recomputed_flops: int = 0
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
-        """The extra FLOPs by metric. Metrics with zero FLOPs are left out."""
+        """The additional FLOPs by metric, without metrics of zero FLOPs."""
         flops_by_spec = {
-            specs.ROTATION_FLOPS: self.rotations,
-            specs.PADDING_FLOPS: self.padding,
-            specs.RECOMPUTED_FLOPS: self.recomputed,
+            specs.ROTATION_FLOPS: self.rotation_flops,
+            specs.PADDING_FLOPS: self.padding_flops,
+            specs.RECOMPUTED_FLOPS: self.recomputed_flops,
         }
         return {spec: flops for spec, flops in flops_by_spec.items() if flops}
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Returns the FLOPs of a recorded step. `reference` is the recording of the same step without padding and
-    recomputation.
+    """Returns the useful and the additional FLOPs of a recorded step's products. `reference` is the recording of the
+    same step without padding and recomputation.
     """
     cast_count = tape.of(Phase.CAST)
     rotation_flops = cast_count.flops if cast_count is not None else 0
     flops = tape.flops - rotation_flops
-    excess_flops = flops - product_work(reference).useful if reference is not None else 0
+    excess_flops = flops - product_work(reference).useful_flops if reference is not None else 0
     if reference is None or excess_flops <= 0:
         return ProductWork(flops, rotation_flops)
     recomputed_flops = min(excess_flops, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference)))
@@ -118,22 +118,23 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     reference.
 
     Counterparts are matched in order. The sides of some pairs may not fit, because the padded products of experts are
-    equally large, but the unpadded ones are not. Then matching starts again with the largest product, and each
-    product gets the largest free counterpart that it can contain.
+    equally large, but the unpadded products are not. Then matching starts again with the largest product, and each
+    product gets the largest unmatched counterpart that it can contain.
     """
     products, references = _list_calls(tape), _list_calls(reference)
     if len(products) != len(references):
         return 0
     product_pairs = list(zip(products, references, strict=True))
     if not all(
-        _matrix_sides_of(padded) == _matrix_sides_of(reference_product) or _is_padded(padded, reference_product)
-        for padded, reference_product in product_pairs
+        _matrix_sides_of(padded_product) == _matrix_sides_of(reference_product)
+        or _is_padded(padded_product, reference_product)
+        for padded_product, reference_product in product_pairs
     ):
         product_pairs = list(_pair_by_size(products, references))
     return sum(
-        (padded.flops or 0) - (reference_product.flops or 0)
-        for padded, reference_product in product_pairs
-        if _is_padded(padded, reference_product)
+        (padded_product.flops or 0) - (reference_product.flops or 0)
+        for padded_product, reference_product in product_pairs
+        if _is_padded(padded_product, reference_product)
     )
 
 
@@ -169,8 +170,8 @@ def _parse_matrix_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
 
 
 def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
-    """Returns whether a product may be the padded form of the reference's. Then each of its sides is as long, or
-    longer by at most the padding.
+    """Returns whether a product may be the padded form of the reference's product. Each side is then at least as long
+    as in the reference, and longer by less than _MAX_PADDING.
     """
     sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
     side_pairs = zip(sides, reference_sides, strict=False)
@@ -180,7 +181,7 @@ def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
 
 
 def exact_counts_of(tape: Tape) -> tuple[int, int, int]:
-    """Returns FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
+    """Returns the FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
@@ -198,7 +199,7 @@ def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
             yield Metric(spec, value, phase=phase, why=tape.fused, samples=samples)
     if tape.flops:
         work = product_work(tape, sources.base.tape if sources.base is not None else None)
-        for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.overhead).items():
+        for spec, flops in ({specs.USEFUL_FLOPS: work.useful_flops} | work.overhead).items():
             yield Metric(spec, float(flops))
     figures = {specs.INTENSITY: compute_intensity(tape)}
     figures |= {spec: compute_flops_share(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
@@ -213,9 +214,9 @@ def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
 
 
 @dataclass(frozen=True)
-class Taped:
-    """The recorded step of one case. Without a recording, `why` has the reason. `declared` is the FLOPs that the
-    suite declares.
+class CaseTape:
+    """The recorded step of one case. If it was not recorded, `why` is the reason. `declared` is the number of FLOPs
+    that the suite declares.
     """
 
     setting: str
@@ -242,7 +243,7 @@ class OperatorSums:
 
 @dataclass(frozen=True)
 class TapeRow:
-    """One operator with its sums in each of several recordings."""
+    """One operator, and its sums in each of several recordings."""
 
     phase: str
     operator: str
@@ -254,7 +255,7 @@ class TapeRow:
         return len(set(self.sums)) > 1
 
 
-# At most this many operators are named in a text. The rest is only counted.
+# A text names at most this many operators, and counts the rest.
 _MAX_NAMED_OPERATORS = 4
 
 
@@ -272,11 +273,11 @@ def describe_changes(old: Tape, new: Tape) -> str:
 
 
 def _describe_change(row: TapeRow) -> str:
-    old, new = row.sums
+    old_sums, new_sums = row.sums
     name = f"{row.operator} in {row.phase}{', backward' if row.backward else ''}"
-    if old.calls != new.calls:
-        return f"{name}: {old.calls} call{'s' * (old.calls != 1)}, then {new.calls}"
-    return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
+    if old_sums.calls != new_sums.calls:
+        return f"{name}: {old_sums.calls} call{'s' * (old_sums.calls != 1)}, then {new_sums.calls}"
+    return f"{name}: {units.size(old_sums.bytes)}, then {units.size(new_sums.bytes)}"
 
 
 def tabulate_operators(tapes: Sequence[Tape]) -> list[TapeRow]:
@@ -348,7 +349,7 @@ class StepShares:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Shares of the step by kind of work, with unattributed time at the end. Convolutions are separate from other
+        """Shares of the step's time by kind of work. Unattributed time comes last. Convolutions are separate from other
         products.
         """
         if self.shares is None:
@@ -358,7 +359,7 @@ class StepShares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module in decreasing order, without work outside modules."""
+        """Shares of the step's time by module in decreasing order, without work outside modules."""
         return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property
@@ -367,8 +368,8 @@ class StepShares:
             return
         if self.emulated:
             yield _EMULATED_REMARK
-        unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
-        for name, calls in unknown.items():
+        unknown_calls = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
+        for name, calls in unknown_calls.items():
             yield f"unknown: {name}, {calls} calls a step, whose kind of work is unknown"
 
     def _seconds_of(self, share: float) -> float | None:

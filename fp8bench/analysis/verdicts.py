@@ -1,28 +1,26 @@
 """Turns samples into verdicts: faster, slower, same or unsure, with the reason.
 
-The ratio of a case to its reference decides. It is FASTER or SLOWER if the ratio's interval is outside a band around
-1, SAME if the interval is inside +-2%, otherwise UNSURE. The band is +-0.5%, or the proven difference between the
-reference and its own control, if that is larger. That difference is the distance of the A/A interval from 1. The far
-end of the A/A interval is only printed as noise floor. As a band it would count sampling noise twice and find only
-14% instead of 90% of slow-downs of 2.5% in a 30 ms step.
+The ratio of a case to its reference decides. The case is FASTER or SLOWER if the interval of this ratio is outside a
+band around 1, SAME if the interval is inside +-2%, otherwise UNSURE. The band is +-0.5%, or the proven difference
+between the reference and its control, if that is larger. The proven difference is the distance of the A/A interval from
+1. The far end of the A/A interval is only printed as noise floor. As a band it would count sampling noise twice and
+find only 14% instead of 90% of slow-downs of 2.5% in a 30 ms step.
 
 The best case uses only the fastest calls, so it misses a step that is three times slower in three of four calls.
 Therefore the mean over all calls, paired by round, can remove a verdict. FASTER and SLOWER must not contradict the
-mean, and SAME needs the mean inside +-3.5%. Time that the thread waited for a core is subtracted, because it makes
-the mean of a loaded machine ten times as noisy.
+mean, and SAME needs the mean inside +-3.5%. Time that the thread waited for a core is subtracted, because it makes the
+mean of a loaded machine ten times as noisy.
 
 A cell is a part of a step between two marks. A step that waits for a clock or for another thread's batch always takes
-the same time, but its cells may compensate for each other. Its fastest cells come from different rounds and sum to
-less than any step. The case that varies more or has more cells would then seem faster. So whole steps are compared if
-a best case is below its fastest step by more than the noise floor. On a loaded machine this also happens to normal
-steps.
+the same time, but its cells may compensate for each other. Its fastest cells come from different rounds and sum to less
+than any step. The case that varies more or has more cells would then seem faster. So whole steps are compared if a best
+case is below its fastest step by more than the noise floor. On a loaded machine this also happens to normal steps.
 
-Few rounds give no 99% interval. Of 900 samples of ten rounds, 8% missed the ratio of the long run that they were
-taken from, because clocks and other programs change more slowly. Ten rounds therefore give only their range, with
-level 0, and a verdict needs the whole range.
+Few rounds give no 99% interval. Of 900 samples of ten rounds, 8% missed the ratio of the long run that they were taken
+from, because clocks and other programs change more slowly. Ten rounds therefore give only the range of their ratios,
+with level 0, and a verdict needs this whole range.
 
-These rules use samples alone, during the measurement and at the end. The module `findings` adds labels and other
-facts.
+These rules use samples alone, during the measurement and at the end. The module `findings` adds labels and other facts.
 """
 
 from __future__ import annotations
@@ -39,27 +37,29 @@ from fp8bench.analysis import stats
 from fp8bench.model import CELL_PHASES, Interval, SlotSample, Timing, Verdict
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-BAND = 0.005
-SAME = 0.02
-# For SAME, the mean over all calls may differ from 1 by this much. That is more than the best case may differ,
-# because the mean has more noise. With 5%, a mean that changed by 5% would sometimes pass.
-SAME_MEAN = 0.035
-# If the mean differs from the best case by this much, the calls of a case differ from each other.
+# The half-widths of two bands around 1. A ratio whose interval is outside the first band is FASTER or SLOWER, and one
+# whose interval is inside the second is SAME.
+VERDICT_BAND = 0.005
+SAME_BAND = 0.02
+# For SAME, the mean over all calls may differ from 1 by this much. The limit is wider than that of the best case,
+# because the mean has more noise. With a limit of 5%, a mean that changed by 5% would sometimes pass.
+SAME_BAND_OF_MEANS = 0.035
+# If the mean differs from the best case by this share, the calls of a case are uneven.
 UNEVEN_RATIO = 0.05
 # A decision before the last round needs more evidence, because each check is an additional chance of an error.
 EARLY_LEVEL = 0.998
-EARLY_SAME = 0.01
-# An early decision also needs an interval that is narrow compared with the effect, the logarithm of the ratio. Its
-# half-width is at most a third of the effect, but always between 1% and 2%, or a thirtieth of a large effect. With 2%
-# for every effect, runs that found 3% ended after 24 of 56 rounds. The spread between such short runs then hid these 3%
-# from later runs of the case.
+EARLY_SAME_BAND = 0.01
+# An early decision also needs an interval that is narrow compared with the effect, which is the logarithm of the ratio.
+# The half-width of the interval must be at most a third of the effect, but this limit is always between 1% and 2%, or a
+# thirtieth of a large effect. With a limit of 2% for every effect, runs that found 3% ended after 24 of 56 rounds. The
+# spread between such short runs then hid these 3% from later runs of the case.
 _EARLY_HALF_WIDTH_SHARE = 1 / 3
 _EARLY_HALF_WIDTHS = (0.01, 0.02)
 _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
-# If one case has this many times as many cells as another, whole steps are compared. Cases of one suite differ by
-# less: a product without casts is one cell, with casts it is two or three.
+# Whole steps are compared if one case has more than this many times as many cells as another. Cases of one suite differ
+# by less: a product without casts is one cell, and with casts it is two or three cells.
 _MAX_CELL_COUNT_RATIO = 2.5
 
 
@@ -74,10 +74,10 @@ def cell_seconds(
     selected_slots = _select_slots(timing, rounds)
     shape = (len(selected_slots), calls, len(timing.segments.phases))
     nanoseconds = chain.from_iterable(chain.from_iterable(slot.calls_ns[:calls] for slot in selected_slots))
-    by_call = np.fromiter(nanoseconds, np.float64, math.prod(shape)).reshape(shape)
+    seconds_by_call = np.fromiter(nanoseconds, np.float64, math.prod(shape)).reshape(shape)
     if whole_steps:
-        by_call = by_call.sum(axis=2, keepdims=True)
-    seconds: stats.Floats = by_call.min(axis=1) * 1e-9
+        seconds_by_call = seconds_by_call.sum(axis=2, keepdims=True)
+    seconds: stats.Floats = seconds_by_call.min(axis=1) * 1e-9
     return seconds
 
 
@@ -129,7 +129,7 @@ def do_cells_compensate(timings: Sequence[Timing], rounds: Sequence[int], floor:
 def best_ratio(
     timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL, whole_steps: bool | None = None
 ) -> Interval:
-    """Returns the best case of the first timing divided by that of the other timings, in these rounds."""
+    """Returns the best case of the first timing divided by the best case of the other timings, in these rounds."""
     samples = to_comparable(timings, rounds, whole_steps)
     best_cases = list(map(stats.resample_best_case, samples))
     return _to_ratio(best_cases, [sample.sum(axis=1) for sample in samples], level)
@@ -144,15 +144,16 @@ def _to_ratio(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], 
 
 
 def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool | None) -> list[stats.Floats]:
-    """Returns the seconds of the cells of each timing. If the cells are not comparable, returns the seconds of whole
-    steps instead. All timings use the same number of calls per slot, because a minimum over more calls is lower. A
-    sum of minimums over more cells is also lower, so whole steps are used if one case has many more cells. For
-    example, a model without marks is one cell, but a copy of it with marked products has dozens. Whole steps are also
-    used if `whole_steps` is True, or if it is None and cells compensate for each other.
+    """Returns the seconds of the cells of each timing, or the seconds of whole steps if the cells are not comparable.
+
+    All timings use the same number of calls per slot, because a minimum over more calls is lower. A sum of minimums
+    over more cells is also lower, so whole steps are used if one case has many more cells. For example, a model without
+    marks is one cell, but a copy of it with marked products has dozens. Whole steps are also used if `whole_steps` is
+    True, or if it is None and cells compensate for each other.
     """
     calls = count_common_calls(*timings)
     if whole_steps is None:
-        whole_steps = do_cells_compensate(timings, rounds, BAND)
+        whole_steps = do_cells_compensate(timings, rounds, VERDICT_BAND)
     samples = [] if whole_steps else [cell_seconds(timing, calls, rounds) for timing in timings]
     if whole_steps or are_cut_unevenly(samples):
         return [cell_seconds(timing, calls, rounds, whole_steps=True) for timing in timings]
@@ -166,14 +167,14 @@ def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
 
 
 def _effective_cell_count(samples: stats.Floats) -> float:
-    """Returns the effective number of cells of a step: the number of equally long cells with the same entropy."""
+    """Returns the effective number of cells of a step: how many equally long cells would have the same entropy."""
     cell_shares = samples.sum(axis=0)
     cell_shares = cell_shares[cell_shares > 0] / max(float(cell_shares.sum()), 1e-300)
     return float(np.exp(-(cell_shares * np.log(cell_shares)).sum()))
 
 
 def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = FINAL_LEVEL) -> Interval:
-    """Returns the first timing's mean over all calls, divided by that of the other timings."""
+    """Returns the mean over all calls of the first timing, divided by the mean of the other timings."""
     samples = [mean_seconds(timing, rounds) for timing in timings]
     return _to_ratio(list(map(stats.resample_mean, samples)), samples, level)
 
@@ -185,7 +186,7 @@ def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
     return np.array([_mean_call_seconds(slot) for slot in _select_slots(timing, rounds)])
 
 
-# A slot's calls, with the marks between them, take at least this share of their thread's CPU time.
+# The calls of a slot, with the marks between them, take at least this share of their thread's CPU time.
 _MIN_BUSY_SHARE = 0.75
 
 
@@ -193,7 +194,7 @@ def _mean_call_seconds(slot: SlotSample) -> float:
     seconds = sum(map(sum, slot.calls_ns)) * 1e-9
     running_seconds = seconds - (slot.waited_seconds or 0.0)
     busy_seconds = min(seconds, slot.thread_seconds or 0.0)
-    # If the thread waited between two calls, that waiting must not be subtracted from the calls.
+    # If the thread waited between two calls, this waiting must not be subtracted from the calls.
     if running_seconds < _MIN_BUSY_SHARE * busy_seconds:
         running_seconds = busy_seconds
     # The time of calls is positive, even if the system reports more waiting than time.
@@ -223,53 +224,56 @@ def needs_whole_steps(reference: Timing, control: Timing | None) -> bool:
 def _estimate_noise_floor(
     reference_timings: Sequence[Timing], rounds: Sequence[int], case: Timing | None = None
 ) -> tuple[Interval | None, bool]:
-    """Returns the A/A interval of a reference and its control, and whether whole steps are compared. Without a
-    control, the interval is None.
+    """Returns the A/A interval of a reference and its control, and whether whole steps are compared. Without a control,
+    the interval is None.
 
-    The A/A interval that is computed from cells is too wide if cells compensate for each other. So if whole steps of
-    the reference and its control agree better, their interval decides how much cells may compensate.
+    If cells compensate for each other, the A/A interval computed from cells is too wide. If the A/A interval computed
+    from whole steps is narrower, it decides by how much cells may compensate.
     """
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:
-        return None, do_cells_compensate(timings, rounds, BAND)
+        return None, do_cells_compensate(timings, rounds, VERDICT_BAND)
     aa_of_cells = best_ratio(reference_timings[::-1], rounds, whole_steps=False)
-    if not do_cells_compensate(timings, rounds, BAND):
+    if not do_cells_compensate(timings, rounds, VERDICT_BAND):
         return aa_of_cells, False
     aa_of_whole_steps = best_ratio(reference_timings[::-1], rounds, whole_steps=True)
-    whole_steps = do_cells_compensate(timings, rounds, max(BAND, min(aa_of_cells.reach, aa_of_whole_steps.reach)))
+    whole_steps = do_cells_compensate(
+        timings, rounds, max(VERDICT_BAND, min(aa_of_cells.reach, aa_of_whole_steps.reach))
+    )
     return aa_of_whole_steps if whole_steps else aa_of_cells, whole_steps
 
 
 def verdict_band(aa: Interval | None) -> float:
     """Returns the half-width of the band around 1. A case inside the band is neither faster nor slower."""
-    return max(BAND, aa.clearance) if aa is not None else BAND
+    return max(VERDICT_BAND, aa.clearance) if aa is not None else VERDICT_BAND
 
 
-def decide_verdict(interval: Interval, band: float, same: float = SAME) -> Verdict:
-    if interval.low > 1 + band:
+def decide_verdict(interval: Interval, band_half_width: float, same_half_width: float = SAME_BAND) -> Verdict:
+    if interval.low > 1 + band_half_width:
         return Verdict.SLOWER
-    if interval.high < 1 - band:
+    if interval.high < 1 - band_half_width:
         return Verdict.FASTER
-    if interval.low > 1 - same and interval.high < 1 + same:
+    if interval.low > 1 - same_half_width and interval.high < 1 + same_half_width:
         return Verdict.SAME
     return Verdict.UNSURE
 
 
 class Conclusion(NamedTuple):
-    """A verdict with the ratios that it follows from: of best cases (`ratio`), of means over all calls (`typical`),
-    and of identical code (`aa`). `whole` is True if whole steps were compared instead of cells.
+    """A verdict with the ratios that it follows from: of best cases (`ratio`), of means over all calls
+    (`ratio_of_means`), and of identical code (`aa`). `whole_steps` is True if whole steps were compared instead of
+    cells.
     """
 
     verdict: Verdict
     ratio: Interval
-    typical: Interval
+    ratio_of_means: Interval
     aa: Interval | None
-    whole: bool = False
+    whole_steps: bool = False
 
 
 def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
-    """Returns whether the ratio of means over all calls differs from the ratio of the fastest calls by more than
-    their noise.
+    """Returns whether the interval of the ratio of means is more than UNEVEN_RATIO away from the interval of the ratio
+    of the fastest calls, or on the other side of 1.
     """
     ratio_distance = max(mean_ratio.low / ratio.high, ratio.low / mean_ratio.high)
     return ratio_distance > 1 + UNEVEN_RATIO or _are_opposite(ratio, mean_ratio)
@@ -278,10 +282,10 @@ def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
 def mean_agrees(verdict: Verdict, ratio: Interval, mean_ratio: Interval) -> bool:
     """Returns whether the mean over all calls agrees with a verdict from the best case."""
     if verdict is Verdict.SAME:
-        return mean_ratio.low > 1 - SAME_MEAN and mean_ratio.high < 1 + SAME_MEAN
+        return mean_ratio.low > 1 - SAME_BAND_OF_MEANS and mean_ratio.high < 1 + SAME_BAND_OF_MEANS
     if verdict is Verdict.FASTER:
-        return mean_ratio.point < 1 + BAND and not _are_opposite(ratio, mean_ratio)
-    return verdict is Verdict.SLOWER and mean_ratio.point > 1 - BAND and not _are_opposite(ratio, mean_ratio)
+        return mean_ratio.point < 1 + VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
+    return verdict is Verdict.SLOWER and mean_ratio.point > 1 - VERDICT_BAND and not _are_opposite(ratio, mean_ratio)
 
 
 def _are_opposite(ratio: Interval, mean_ratio: Interval) -> bool:
@@ -289,19 +293,19 @@ def _are_opposite(ratio: Interval, mean_ratio: Interval) -> bool:
 
 
 def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
-    """Returns whether measuring may stop for this case. It may if the verdict is clear and its interval is narrow.
-    Both are judged at the stricter level of early decisions.
+    """Returns whether measuring may stop for this case, because its verdict is clear and its interval is narrow. Both
+    are judged at the stricter level of early decisions.
     """
-    early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
+    early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME_BAND)
     if early_conclusion is None or early_conclusion.verdict is Verdict.UNSURE:
         return False
     ratio = early_conclusion.ratio
     if not math.isfinite(ratio.half_width):
         return False
-    effect = abs(math.log(ratio.point))
+    effect_size = abs(math.log(ratio.point))
     narrowest, widest = _EARLY_HALF_WIDTHS
-    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect), widest)
-    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect)
+    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect_size), widest)
+    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect_size)
 
 
 def conclude(
@@ -309,18 +313,20 @@ def conclude(
     reference: Timing,
     control: Timing | None,
     level: float = FINAL_LEVEL,
-    same: float = SAME,
-    reach: float = 0.0,
+    same_half_width: float = SAME_BAND,
+    min_half_width: float = 0.0,
     sessions: Sequence[Interval] = (),
     held_up: bool = False,
-    earlier: tuple[float, float] = (math.inf, -math.inf),
+    earlier_log_ratios: tuple[float, float] = (math.inf, -math.inf),
 ) -> Conclusion | None:
     """Returns the verdict on the samples of a native case, with its intervals. Returns None if the case has no rounds
-    in common with its reference. Runs may differ more than rounds, so the ratio's interval extends at least `reach`
-    from its point, as a logarithm. With ratios of earlier `sessions`, the interval contains all their intervals, and
-    the point is the mean of all ratios. If other programs disturbed the fastest rounds (`held_up`), the interval also
-    contains the mean over all calls. Without a `reach`, such an interval is only a range, with level 0. `earlier` is
-    the range of ratios in earlier runs, as logarithms, which the interval contains.
+    in common with its reference.
+
+    Four arguments may widen the interval of the ratio. It extends at least `min_half_width` from its point, as a
+    logarithm, because runs may differ more than rounds. It contains the intervals of earlier `sessions`, and its point
+    is then the mean of all ratios. It contains `earlier_log_ratios`, the range of ratios in earlier runs as logarithms.
+    If other programs disturbed the fastest rounds (`held_up`), it also contains the mean over all calls. Without a
+    `min_half_width`, such an interval is only a range, with level 0.
     """
     reference_timings = reference_timings_of(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
@@ -331,21 +337,27 @@ def conclude(
     ratio = best_ratio([case, *reference_timings], rounds, level, whole_steps)
     ratio_of_means = mean_ratio([case, *reference_timings], rounds, level)
     # 2. Widen the interval by differences that these rounds cannot show.
-    if held_up and ratio.level:  # no call was undisturbed, so the time of such a call is unknown
+    if held_up and ratio.level:  # the time of an undisturbed call is unknown
         low, high = min(ratio.low, ratio_of_means.low), max(ratio.high, ratio_of_means.high)
-        ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
+        ratio = replace(ratio, low=low, high=high, level=level if min_half_width else 0.0)
     valid_sessions = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
-    reach /= math.sqrt(1 + len(valid_sessions))
-    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), reach, earlier)
+    min_half_width /= math.sqrt(1 + len(valid_sessions))
+    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), min_half_width, earlier_log_ratios)
     # 3. Derive the verdict.
-    verdict = decide_verdict(ratio, verdict_band(aa), same) if len(rounds) >= MIN_ROUNDS_FOR_VERDICT else Verdict.UNSURE
+    verdict = (
+        decide_verdict(ratio, verdict_band(aa), same_half_width)
+        if len(rounds) >= MIN_ROUNDS_FOR_VERDICT
+        else Verdict.UNSURE
+    )
     if not mean_agrees(verdict, ratio, ratio_of_means):
         verdict = Verdict.UNSURE
     return Conclusion(verdict, ratio, ratio_of_means, aa, whole_steps)
 
 
 def _merge_intervals(ratios: Sequence[Interval]) -> Interval:
-    """Returns the smallest interval that contains all intervals, with the level of the last one."""
+    """Returns the smallest interval that contains all intervals. Its point is the geometric mean of their points, and
+    its level is that of the last interval.
+    """
     if len(ratios) == 1:
         return ratios[0]
     point = math.exp(float(np.mean([math.log(ratio.point) for ratio in ratios])))
@@ -368,26 +380,26 @@ def log_of_best_ratio(case: Timing, reference: Timing, control: Timing | None) -
     return math.log(case_seconds) - float(np.mean(np.log(seconds)))
 
 
-def _widen_interval(ratio: Interval, reach: float, earlier: tuple[float, float]) -> Interval:
-    """Widens an interval so that it extends at least `reach` from its point, and contains the `earlier` range, both as
-    logarithms. A mere range of few rounds is returned unchanged.
+def _widen_interval(ratio: Interval, min_half_width: float, earlier_log_ratios: tuple[float, float]) -> Interval:
+    """Widens an interval so that it extends at least `min_half_width` from its point and contains the range
+    `earlier_log_ratios`. Both are logarithms. An interval that is only the range of a few rounds is returned unchanged.
     """
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
-    low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
-    lowest, highest = map(math.exp, earlier)
-    return replace(ratio, low=min(ratio.low, low, lowest), high=max(ratio.high, high, highest))
+    low, high = ratio.point * math.exp(-min_half_width), ratio.point * math.exp(min_half_width)
+    lowest_ratio, highest_ratio = map(math.exp, earlier_log_ratios)
+    return replace(ratio, low=min(ratio.low, low, lowest_ratio), high=max(ratio.high, high, highest_ratio))
 
 
 def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:
     """Returns the best-case seconds of each phase, which sum to the best case of the step.
 
-    With `whole_steps`, all cells are taken from the fastest steps, otherwise each cell from its own fastest rounds.
-    None means whole steps if no step was as fast as the sum of its fastest cells.
+    With `whole_steps`, all cells are taken from the fastest steps, otherwise each cell is taken from its own fastest
+    rounds. If `whole_steps` is None, whole steps are used if no step was as fast as the sum of the fastest cells.
     """
     calls = count_common_calls(timing)
     if whole_steps is None:
-        whole_steps = share_below_fastest_step(timing) > BAND
+        whole_steps = share_below_fastest_step(timing) > VERDICT_BAND
     best_cells = (
         stats.best_steps(fastest_step_cells(timing, calls))
         if whole_steps

@@ -1,13 +1,12 @@
 """Scales and elements of blocks for each kind of scaling, as pure functions that torch can trace.
 
-A scale is computed from the largest magnitude of its block. Each step is one float32 operation that rounds to
-nearest. Powers of two are built from bits, because a logarithm would round. Scales decode: value = element * scale.
-`amax` is always float32, and NaN if an element is NaN.
+A scale is computed from the largest magnitude of its block. Each step is one float32 operation that rounds to nearest.
+Powers of two are built from bits, because a logarithm would round. Multiplying by a scale decodes: value = element *
+scale. `amax` is always float32, and NaN if an element is NaN.
 
-Blocks are complete. Incomplete blocks were filled with zeros before. Blocks have one of two layouts. A block that is
-a part of a row is (blocks, size). A block that is a rectangle is (down, rows, across, columns). Their values are
-float32. They are in one tensor or in several lanes, which are tensors of one shape that hold the blocks together (see
-fused.py).
+Blocks are complete: incomplete blocks were filled with zeros before. Blocks have one of two layouts. A block that is a
+part of a row is (blocks, size). A block that is a rectangle is (down, rows, across, columns). The values of blocks are
+float32. They are in one tensor, or divided among several lanes, which are tensors of equal shape (see fused.py).
 """
 
 from __future__ import annotations
@@ -81,21 +80,22 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
     The smallest scale is 2^-127, which blocks of zeros have too. The largest is 2^(128 - e), for blocks with an
     infinity. The scale is NaN where amax is NaN. The inverse is a number even there.
     """
-    carry = mx_carry(fmt, rounding)
+    carry_bits = mx_carry(fmt, rounding)
     bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
-    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
+    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry_bits).bitwise_and(_EXPONENT_MASK)
     exponent = (raised_bits - mx_largest_exponent(fmt)).clamp(min=0)
     inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
-    # This number has all bits set where amax is NaN. For single blocks torch.where would take longer than all other
-    # operations.
-    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
-    return _make_power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
+    # `nan_mask` has all bits set where amax is NaN. It replaces torch.where, which for single blocks would take longer
+    # than all other operations.
+    nan_mask = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
+    return _make_power_of_two(exponent).view(torch.int32).bitwise_or(nan_mask).view(torch.float32), inverse
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
-    """Returns the number that is added to the bits of amax, so that some mantissas carry into the exponent. With
-    RCEIL, mantissas above that of the format's largest value carry. With CEIL all mantissas above zero carry, and
-    with EVEN those from a tie on. With FLOOR none do.
+    """Returns the number that is added to the bits of amax, so that some mantissas carry into the exponent. With RCEIL,
+    mantissas carry that are above the mantissa of the format's largest value. With CEIL, all mantissas above zero
+    carry. With EVEN, those carry that the mantissa bits of the elements would round up to a power of two, ties
+    included. With FLOOR, none do.
     """
     return {
         ScaleRounding.RCEIL: _MANTISSA_MASK - (float_bits(fmt.largest) & _MANTISSA_MASK),
@@ -114,9 +114,9 @@ def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
     """Returns the scale of an NVFP4 tensor, amax / (448 * 6). 448 is the largest block scale, and 6 the largest
     element. The scale is at least 2^-126, and 1 where amax is zero, infinite or NaN.
     """
-    usable = amax.isfinite() & (amax > 0)
+    is_usable = amax.isfinite() & (amax > 0)
     scale = divide_nearest(amax, _fill_like(amax, E4M3.largest * E2M1.largest))
-    return torch.where(usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
+    return torch.where(is_usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
@@ -136,8 +136,8 @@ def block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None
 
 
 def element_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """Returns the step of each block: its codes times the step are its values. `amax` has the largest magnitude of each
-    block. With e8m0 and e4m3 scales it is NaN where a magnitude is NaN.
+    """Returns the step of each block: the number by which its elements are multiplied to decode them. `amax` has the
+    largest magnitude of each block. With e8m0 and e4m3 scales, the step is NaN where amax is NaN.
     """
     if scaling.scale is None:
         return reciprocal(float_factor(amax, fmt, scaling.rounding))
@@ -155,7 +155,7 @@ def _fill_like(amax: Tensor, number: float) -> Tensor:
 
 
 def _round_up(values: Tensor, fmt: Format) -> Tensor:
-    """Rounds magnitudes up to the format's grid, at most to its largest value."""
+    """Rounds magnitudes up to the format's grid, at most to the format's largest value."""
     smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
     exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
     grid_step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
@@ -164,8 +164,8 @@ def _round_up(values: Tensor, fmt: Format) -> Tensor:
 
 
 def _make_power_of_two(exponent: Tensor) -> Tensor:
-    """Returns the float32 with these exponent bits and mantissa 0. Exponent bits of 0 give 2^-127, which is
-    subnormal.
+    """Returns the float32 numbers whose exponent bits are `exponent` and whose mantissa is 0. Exponent bits of 0 give
+    2^-127, which is subnormal.
     """
     return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
@@ -174,7 +174,7 @@ _RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
 
-# With these roundings of scales, no number saturates except an infinity.
+# With these roundings of scales, no element saturates, except an infinity.
 _SATURATION_FREE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
@@ -183,11 +183,11 @@ def block_values(
 ) -> list[Tensor]:
     """Returns the values of blocks after rounding with this format and scaling, in the same layout.
 
-    With `random`, which has a number for each element, rounding is stochastic. `tensor_scale` is that of NVFP4. If it
-    is not given, it is computed from these blocks.
+    With `random`, which has a number for each element, rounding is stochastic. `tensor_scale` is NVFP4's tensor scale.
+    If it is not given, it is computed from these blocks.
     """
-    rounded = block_magnitudes([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
-    return [copy_signs(tensor, lane, fmt) for tensor, lane in zip(rounded, lanes, strict=True)]
+    rounded_lanes = block_magnitudes([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
+    return [copy_signs(tensor, lane, fmt) for tensor, lane in zip(rounded_lanes, lanes, strict=True)]
 
 
 def block_magnitudes(
@@ -201,14 +201,15 @@ def block_magnitudes(
     """Rounds magnitudes (numbers without signs) as `block_values` does. With `scales_first`, all scales are computed
     before the first element, as fused kernels need it.
     """
-    scaled = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, scales_first)
-    # With these scales an infinite element stays infinite, whether it is saturated or not. There is one exception:
-    # with one mantissa bit and random numbers, the inverse of the element's step would be 0.
+    scaled_blocks = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, scales_first)
+    # With RCEIL and CEIL only an infinite element could saturate. It decodes to infinity whether it saturates or not.
+    # There is one exception: with one mantissa bit and stochastic rounding, the inverse of the element's step would be
+    # 0.
     may_lose_infinity = random is not None and fmt.mantissa_bits == 1
     elements = _round_elements(
-        scaled, fmt, scaling, random, saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE
+        scaled_blocks, fmt, scaling, random, saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE
     )
-    return [element * scaled.decoding for element in elements]
+    return [element * scaled_blocks.decoding for element in elements]
 
 
 def block_elements(
@@ -222,11 +223,11 @@ def block_elements(
     """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. The scales keep the
     reduced dimensions.
 
-    `block_dimensions` names the dimensions of a block, for layouts other than the two of this module. With e8m0 and
+    `block_dimensions` are the dimensions of a block, for layouts other than the two of this module. With e8m0 and
     e4m3 scales, a NaN makes the scale of its block NaN, and the elements of the block are then meaningless. With
     float32 scales only the NaN itself is NaN.
     """
-    scaled = _scale_blocks(
+    scaled_blocks = _scale_blocks(
         [lane.abs() for lane in lanes],
         fmt,
         scaling,
@@ -234,17 +235,17 @@ def block_elements(
         scales_first=False,
         block_dimensions=block_dimensions,
     )
-    elements = _round_elements(scaled, fmt, scaling, random, saturate=True)
+    elements = _round_elements(scaled_blocks, fmt, scaling, random, saturate=True)
     return (
         [copy_signs(element, lane, fmt) for element, lane in zip(elements, lanes, strict=True)],
-        scaled.scales,
-        scaled.tensor_scale,
+        scaled_blocks.scales,
+        scaled_blocks.tensor_scale,
     )
 
 
 class _ScaledBlocks(NamedTuple):
-    """Blocks before rounding: scaled magnitudes, the blocks' scales, NVFP4's tensor scale, and the numbers that turn
-    elements into values.
+    """Blocks before rounding: the scaled magnitudes, the scales of the blocks, and NVFP4's tensor scale. Elements are
+    multiplied by `decoding` to decode them.
     """
 
     magnitudes: list[Tensor]
@@ -275,29 +276,31 @@ def _scale_blocks(
         scales, inverse = map(store_scales, mx_scale(amax, fmt, scaling.rounding))
         return _ScaledBlocks([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
     # The largest of the blocks' magnitudes is that of the tensor, so no second pass over the tensor is needed.
-    tensor_scale_used = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
-    scales = nvfp4_block_scale(amax, tensor_scale_used, scaling.rounding)
-    decoding_scales = store_scales(scales * tensor_scale_used)
+    chosen_tensor_scale = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
+    scales = nvfp4_block_scale(amax, chosen_tensor_scale, scaling.rounding)
+    decoding_scales = store_scales(scales * chosen_tensor_scale)
     # where a scale is zero, every element becomes zero and keeps its sign
     divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
-    return _ScaledBlocks([magnitude / divisor for magnitude in magnitudes], scales, tensor_scale_used, decoding_scales)
+    return _ScaledBlocks(
+        [magnitude / divisor for magnitude in magnitudes], scales, chosen_tensor_scale, decoding_scales
+    )
 
 
 def _round_elements(
     scaled: _ScaledBlocks, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool
 ) -> list[Tensor]:
     random_lanes: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
-    pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
+    lane_pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
     if scaling.scale is None:
-        return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in pairs]
+        return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]
     # If a block has a NaN, its scale is NaN already, so its elements may be numbers.
     if saturate:
-        pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in pairs]
-    return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in pairs]
+        lane_pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in lane_pairs]
+    return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in lane_pairs]
 
 
 def _store_scales(scales: Tensor) -> Tensor:
-    """Makes torch's compiler (Inductor) store the scales in memory, instead of computing them again. Then its loop
-    handles vectors of scales.
+    """Makes torch's compiler (Inductor) store the scales in memory, instead of computing them again. Then the loop that
+    it generates handles vectors of scales.
     """
     return scales.as_strided(scales.shape, scales.stride())

@@ -1,7 +1,8 @@
-"""Kernels of native casts. They write float8 codes for hardware, in one orientation or both, and their scales.
+"""Kernels of native casts. They write float8 codes for hardware, and the scales of these codes. An output has one of
+two orientations: `straight` codes are those of the matrix, `turned` codes those of its transpose.
 
-A matrix is viewed in squares of `side`. A GPU compiler reads and writes sixteen bytes at once only if it knows that
-rows start at multiples of sixteen. native_codes.py chooses the kernel of a call.
+Kernels view a matrix as squares of `side` x `side` elements. A GPU compiler reads and writes sixteen bytes at once only
+if it knows that rows start at multiples of sixteen. native_codes.py chooses the kernel of a call.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ OPERAND_ORDER = {"pick_loop_orders": False, "split_reductions": False}
 
 
 def view_squares(matrix: Tensor, side: int) -> Tensor:
-    """Returns a contiguous matrix viewed as (down, side, across, side)."""
+    """Returns a view of a contiguous matrix as squares: (squares down, side, squares across, side)."""
     rows, columns = matrix.shape
     return matrix.view(rows // side, side, columns // side, side)
 
 
 def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
-    """Returns a contiguous matrix, or its transpose, viewed as (stretches, rows, side, length, side).
+    """Returns a view of a contiguous matrix as (stretches, groups of rows, rows, groups of columns, columns). With
+    `turned`, views the transpose of `matrix` in this way.
 
-    A stretch is a block of `block` elements in a row, or a whole row if `block` is 0.
+    A stretch is a part of a row with `block` elements, or a whole row if `block` is 0. A group has `side` rows or
+    columns, but ALIGNED_SIDE columns if there are blocks.
     """
     if turned:
         parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, len(matrix) // side, side)
@@ -53,20 +56,20 @@ def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) 
 
 
 def view_transposed_squares(matrix: Tensor, side: int) -> Tensor:
-    """Returns a view of the transpose of a contiguous matrix. Each element has the same index as in `view_squares` of
-    the original.
+    """Returns a view of the transpose of a contiguous matrix as squares. Each element has the index that it has in
+    `view_squares` of the matrix.
     """
     return view_squares(matrix, side).permute(2, 3, 0, 1)
 
 
 @dataclass(frozen=True)
 class CodesKernel(Kernel):
-    """Casts with a given scale or without a scale. Writes codes of the matrix, of its transpose, or of both. Each
-    element is read once.
+    """Casts with a given scale or without a scale. Writes codes of the matrix, of its transpose, or of both. Reads each
+    element once.
 
-    The arguments are the matrix and each output, all viewed in squares. With `scaled` the scale is the last argument.
-    It is a single number, or (down, 1, across, 1) with one number for each square. Without a format, the matrix
-    consists of bytes that are codes already.
+    The arguments are the matrix and each output, all viewed as squares (view_squares). If `scaled`, the last argument
+    is the scale: a single number, or one number for each square with shape (down, 1, across, 1). If the format is None,
+    the matrix consists of bytes that are codes already.
     """
 
     fmt: Format | None
@@ -106,11 +109,11 @@ class CodesKernel(Kernel):
 
 @dataclass(frozen=True)
 class RowCodesKernel(Kernel):
-    """Casts with a current scale for each row, or for each `block` elements of a row. Writes codes and inverse
-    scales.
+    """Casts with a current scale for each row, or for each `block` elements of a row. Writes codes and inverse scales.
 
-    The arguments are the operand, memory for codes, and memory for the inverses, which is (stretches, rows, side, 1,
-    1). Operand and codes are viewed by `view_stretches`. A `turned` operand is viewed in its own order in memory.
+    The arguments are the operand and memory for codes, both viewed by `view_stretches`, and memory for inverse scales
+    with shape (stretches, groups of rows, rows, 1, 1). If `turned`, the matrix in memory is the transpose of the
+    operand.
     """
 
     fmt: Format
@@ -158,10 +161,10 @@ class SquareScalesKernel(Kernel):
     block: int
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        source, scale, inverse, turned = tensors
+        source, scale, inverse, turned_inverse = tensors
         factor = float_factor(source.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
         scale.copy_(factor)
-        for memory in (inverse, turned):
+        for memory in (inverse, turned_inverse):
             memory.copy_(reciprocal(factor))
         return ()
 
@@ -212,11 +215,12 @@ class ScaleKernel(Kernel):
 
 @dataclass(frozen=True)
 class DelayedScaleKernel(Kernel):
-    """One step of delayed scaling. It copies the scale and its inverse for this cast, and then updates the scale.
+    """One step of delayed scaling. It copies the scale of this cast and the inverse of that scale, and then updates the
+    scale.
 
-    The first arguments are memory for the copy and for its inverse. The history, the number of casts and the scale
-    follow, which the kernel changes in place. The last argument is the largest magnitude of this cast. The host
-    counts nothing, so that a CUDA graph can be replayed.
+    The arguments begin with memory for the copy and for its inverse. Then come the history, the number of casts and the
+    scale, which the kernel changes in place. The last argument is the largest magnitude of this cast. The host counts
+    nothing, so that a CUDA graph can be replayed.
     """
 
     fmt: Format
@@ -224,29 +228,31 @@ class DelayedScaleKernel(Kernel):
     device: str
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        used, inverse, history, casts, scale, amax = tensors
+        used_scale, inverse, history, casts, scale, amax = tensors
         # If amax is not finite, record 0 instead. Otherwise it would spoil all scales until its entry in the history
         # is overwritten.
-        finite, count = amax.isfinite(), casts + 1
-        entry = torch.where(finite, amax, 0.0)
+        is_finite, cast_count = amax.isfinite(), casts + 1
+        recorded_amax = torch.where(is_finite, amax, 0.0)
         is_entry = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
-        new_history = torch.where(is_entry, entry, history)
-        # Both algorithms take a maximum, so that they become the same kernel. For the most recent amax all other
-        # entries are 0.
-        largest = (new_history if self.delayed.algorithm is Amax.MAX else torch.where(is_entry, entry, 0.0)).amax()
+        new_history = torch.where(is_entry, recorded_amax, history)
+        # Compute MAX and MOST_RECENT both as a maximum, so that they compile to the same kernel. For MOST_RECENT,
+        # replace all other entries by 0.
+        used_amax = (
+            new_history if self.delayed.algorithm is Amax.MAX else torch.where(is_entry, recorded_amax, 0.0)
+        ).amax()
         # This scale is for the next cast. The scale of this cast is copied below.
-        next_scale = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
-        is_due = finite & (largest > 0) & (count.remainder(self.delayed.interval) == 0)
+        next_scale = float_factor(used_amax, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
+        is_due = is_finite & (used_amax > 0) & (cast_count.remainder(self.delayed.interval) == 0)
         # Copy the scale of this cast first, because compiled code writes memory in the order of the arguments.
-        values = scale, reciprocal(scale), new_history, count, torch.where(is_due, next_scale, scale)
-        for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
+        values = scale, reciprocal(scale), new_history, cast_count, torch.where(is_due, next_scale, scale)
+        for memory, value in zip((used_scale, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()
 
     def examples(self) -> list[Tensor]:
-        used, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
+        used_scale, inverse, amax, scale = (torch.ones((), device=self.device) for _ in range(4))
         history = torch.zeros(self.delayed.history, device=self.device)
-        return [used, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
+        return [used_scale, inverse, history, torch.zeros((), dtype=torch.int32, device=self.device), scale, amax]
 
     def free(self) -> list[Sequence[int]]:
         return [()] * 6
@@ -257,10 +263,11 @@ class DelayedScaleKernel(Kernel):
 
 @dataclass(frozen=True)
 class CurrentCodesKernel(Definition):
-    """Casts a matrix with its current scale, in one orientation or both.
+    """Casts a matrix with its current scale. Writes codes of the matrix, of its transpose, or of both.
 
-    The arguments are the row-major matrix, memory for scale and inverse, and memory for codes. This definition and
-    the next two are compiled only as Triton kernels. torch's compiler compiles their steps separately.
+    The arguments are the row-major matrix, memory for the scale and its inverse, and memory for codes. This definition,
+    DelayedCodesKernel and SquareCodesKernel are compiled only as Triton kernels. torch's compiler compiles their steps
+    separately.
     """
 
     fmt: Format
@@ -278,11 +285,10 @@ class CurrentCodesKernel(Definition):
 
 @dataclass(frozen=True)
 class DelayedCodesKernel(Definition):
-    """Casts a matrix with a delayed scale. It finds the largest magnitude during the cast, and then updates the
-    scale.
+    """Casts a matrix with a delayed scale. It finds the largest magnitude during the cast, and then updates the scale.
 
-    The first arguments are the matrix, the history, the number of casts and the scale. Memory follows for a copy of
-    the scale, for its inverse, and for codes.
+    The arguments begin with the matrix, the history, the number of casts and the scale. Then comes memory for a copy of
+    the scale, for the inverse of that copy, and for codes.
     """
 
     fmt: Format
@@ -293,18 +299,18 @@ class DelayedCodesKernel(Definition):
     turned: bool
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        x, history, casts, scale, used, inverse, *outputs = tensors
-        step = DelayedScaleKernel(self.fmt, self.delayed, self.device)
-        step(used, inverse, history, casts, scale, largest_magnitude(x))
-        return _write_codes(cast_elements(x, self.fmt, used), self.straight, outputs)
+        x, history, casts, scale, used_scale, inverse, *outputs = tensors
+        update_scale = DelayedScaleKernel(self.fmt, self.delayed, self.device)
+        update_scale(used_scale, inverse, history, casts, scale, largest_magnitude(x))
+        return _write_codes(cast_elements(x, self.fmt, used_scale), self.straight, outputs)
 
 
 @dataclass(frozen=True)
 class SquareCodesKernel(Definition):
-    """Casts a matrix with a scale for each 128x128 square, in one orientation or both.
+    """Casts a matrix with a scale for each 128x128 square. Writes codes of the matrix, of its transpose, or of both.
 
-    The arguments are the matrix, memory for inverse scales, and memory for codes. The inverse scales of the matrix
-    are (down, across), and those of its transpose (across, down). Both may be wider in memory.
+    The arguments are the matrix, memory for the inverse scales of the matrix (down, across) and of its transpose
+    (across, down), and memory for codes. The memory for inverse scales may have additional columns.
     """
 
     fmt: Format

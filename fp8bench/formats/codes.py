@@ -38,16 +38,16 @@ def encode(values: Tensor, fmt: Format) -> Tensor:
     """
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
-    for part, filled in _split_into_pieces(values.detach(), codes):
-        filled.copy_(encode_values(part, fmt))
+    for part, target_part in _split_into_pieces(values.detach(), codes):
+        target_part.copy_(encode_values(part, fmt))
     return codes
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
     """Returns the float32 values of codes."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    for part, filled in _split_into_pieces(codes, values):
-        filled.copy_(_decode(part, fmt))
+    for part, target_part in _split_into_pieces(codes, values):
+        target_part.copy_(_decode(part, fmt))
     return values
 
 
@@ -65,8 +65,8 @@ def pack(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
-    """Returns packed codes with one code in each byte. A row gets `columns` codes, or by default two for each of its
-    bytes. With an odd number of columns the second half of the last byte is unused.
+    """Returns packed codes as one code in each byte. A row gets `columns` codes, by default two for each of its packed
+    bytes. If the number of columns is odd, the second half of the last packed byte is unused.
     """
     if fmt is not E2M1:
         return packed
@@ -85,7 +85,7 @@ def _make_decoding_table(fmt: Format, device: torch.device) -> Tensor:
 def _decode_single_code(code: int, fmt: Format) -> float:
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
-    negative = fmt.signed and bool(code >> (fmt.bits - 1))
+    is_negative = fmt.signed and bool(code >> (fmt.bits - 1))
     # e8m0 is the only format without zeros, and it has no subnormals either.
     if exponent or not fmt.zeros:
         magnitude = 2.0 ** (exponent - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
@@ -95,9 +95,9 @@ def _decode_single_code(code: int, fmt: Format) -> float:
     # means NaN.
     if magnitude > fmt.largest:
         magnitude = float("inf") if fmt.has_infinity and not mantissa else float("nan")
-    if negative and not magnitude and not fmt.signed_zero:
+    if is_negative and not magnitude and not fmt.signed_zero:
         return float("nan")
-    return -magnitude if negative else magnitude
+    return -magnitude if is_negative else magnitude
 
 
 def encode_values(values: Tensor, fmt: Format) -> Tensor:
@@ -135,11 +135,11 @@ def _decode(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def _split_into_pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    flat = source.flatten(), target.flatten()
+    flat_tensors = source.flatten(), target.flatten()
     if source.device.type != "cpu":
         # Pieces stay in the caches of a CPU. A GPU handles all elements in one launch.
-        return iter([flat])
-    return zip(*(torch.split(tensor, _PIECE_ELEMENTS) for tensor in flat), strict=True)
+        return iter([flat_tensors])
+    return zip(*(torch.split(tensor, _PIECE_ELEMENTS) for tensor in flat_tensors), strict=True)
 
 
 CODE_DTYPES: dict[str, torch.dtype] = {
@@ -152,15 +152,15 @@ CODE_DTYPES: dict[str, torch.dtype] = {
 
 
 def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Returns `x` as contiguous codes in torch's dtype. If there is a float32 scale, `x` is multiplied by it first.
+    """Returns the codes of `x` in torch's dtype, contiguous. If a `scale` is given, `x` is multiplied by it first.
     Values above the format's largest become the largest.
     """
     return cast_elements(x.detach(), fmt, scale).contiguous()
 
 
 def cast_elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Returns codes like `torch_codes`, with the memory layout of `x`."""
+    """Returns the codes that `torch_codes` returns, but in the memory layout of `x`."""
     values = x.to(torch.float32)
     # The first operation makes a new tensor, because a float32 tensor without a scale belongs to the caller.
-    scaled = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
-    return scaled.clamp_(-fmt.largest, fmt.largest).to(CODE_DTYPES[fmt.name])
+    scaled_values = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
+    return scaled_values.clamp_(-fmt.largest, fmt.largest).to(CODE_DTYPES[fmt.name])

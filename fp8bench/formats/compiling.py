@@ -1,7 +1,7 @@
 """Describes what a kernel computes, and how torch's compiler compiles it.
 
-A kernel writes into tensors that it is given. Dimensions can be free. One compiled kernel then serves all their
-sizes, without guards that could fail.
+A kernel writes into tensors that its caller allocated. A dimension of an argument is free if one compiled kernel serves
+all sizes of this dimension, without guards that could fail.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ ONE_LAUNCH: Mapping[str, object] = {
 
 
 class Definition(ABC):
-    """A function of tensors that consists of torch's operations. It is an immutable value. Its text, `str`,
-    identifies the kernel.
-    """
+    """An immutable function of tensors that consists of torch's operations. Its text, `str`, identifies the kernel."""
 
     device: str
 
@@ -57,13 +55,13 @@ class Kernel(Definition):
 
     @abstractmethod
     def examples(self) -> list[Tensor]:
-        """Returns tensors with numbers for which the kernel is compiled. They are so large that the compiler uses
+        """Returns example arguments, for which the kernel is compiled. They are so large that the compiler uses
         threads.
         """
 
     @abstractmethod
     def free(self) -> Sequence[Sequence[int]]:
-        """Returns, for each argument, the dimensions whose sizes are free."""
+        """Returns the free dimensions of each argument."""
 
     def options(self) -> Mapping[str, object]:
         return {}
@@ -74,8 +72,8 @@ class PairKernel(Kernel):
     """Two kernels in one GPU launch, for two views of a tensor.
 
     The arguments are those of the first kernel, then those of the second. Neither kernel may read what the other
-    writes. The examples of the two kernels have no free size in common. Otherwise the compiler would assume that the
-    sizes of the two views are related.
+    writes. In the example arguments, no free dimension of one kernel has the size of a free dimension of the other.
+    Otherwise the compiler would assume that the sizes of the two views are related.
     """
 
     first: Kernel
@@ -102,7 +100,7 @@ class PairKernel(Kernel):
 
 
 def draw_example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
-    """Returns the random numbers of an example, the same for every device."""
+    """Returns random numbers for an example argument. They are the same on every device."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(device), dtype)
 
 
@@ -113,7 +111,7 @@ _GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, called with the arguments of its definition. `bits` is the width of its vectors."""
+    """A compiled kernel, called with the arguments of its definition. `bits` is its vector width."""
 
     run: Callable[..., object]
     bits: int = 0
@@ -123,17 +121,17 @@ def compile_kernel(kernel: Definition) -> Compiled:
     """Compiles a kernel. A CPU kernel is compiled with each vector width, and the fastest result is taken.
 
     A CPU kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
-    compiler raises. A single width that does not compile is left out.
+    compiler raises. If only one of several widths fails to compile, it is left out.
     """
     with _COMPILE_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about torch's own code
         # 1. Some kernels, such as Triton kernels, are compiled without torch's compiler.
-        if (built := kernel.build()) is not None:
-            return built
+        if (built_kernel := kernel.build()) is not None:
+            return built_kernel
         # 2. An earlier process may have compiled the kernel. Loading it is much faster.
         assert isinstance(kernel, Kernel)
-        if (stored := stored_kernels.load_kernel(kernel)) is not None:
-            return Compiled(*stored)
+        if (stored_kernel := stored_kernels.load_kernel(kernel)) is not None:
+            return Compiled(*stored_kernel)
         # 3. Compile the kernel, and store the result for later processes.
         result = _compile(kernel)
         stored_kernels.store_kernel(kernel, result.run, result.bits, _GENERATED_MODULES.get(result.run, ()))
@@ -153,15 +151,15 @@ def _compile(kernel: Kernel) -> Compiled:
 
 
 def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vector_width.StoredChoice) -> Compiled:
-    compiled: dict[int, Callable[..., object]] = {}
+    compiled_by_width: dict[int, Callable[..., object]] = {}
     for bits in widths:
         with contextlib.suppress(Exception):  # a compiler may raise any error
-            compiled[bits] = _compile_with_width(kernel, bits)
-    if not compiled:
-        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raises the reason
-    bits, seconds = vector_width.measure_fastest(compiled, kernel.examples())
+            compiled_by_width[bits] = _compile_with_width(kernel, bits)
+    if not compiled_by_width:
+        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raises the error of the compiler
+    bits, seconds = vector_width.measure_fastest(compiled_by_width, kernel.examples())
     bits = stored_choice.store(bits, kernel=str(kernel), seconds=seconds)
-    return Compiled(compiled[bits] if bits in compiled else _compile_with_width(kernel, bits), bits)
+    return Compiled(compiled_by_width[bits] if bits in compiled_by_width else _compile_with_width(kernel, bits), bits)
 
 
 def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
@@ -175,14 +173,17 @@ def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
     with config.patch(_list_inductor_options(kernel, bits, config)):
         mode, graph, inputs = _trace_graph(kernel)
         # Without this context, torch 2.11 finds no outputs in the graph and treats fixed sizes as free.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), stored_kernels.collect_modules() as modules:
+        with (
+            torch._guards.tracing(torch._guards.TracingContext(mode)),
+            stored_kernels.collect_modules() as generated_modules,
+        ):
             run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
-    _GENERATED_MODULES[run] = modules
+    _GENERATED_MODULES[run] = generated_modules
     return run
 
 
 def _describe_graph(kernel: Kernel) -> str:
-    """Returns the text of a kernel's graph and inputs. The text identifies what is compiled."""
+    """Returns the text of a kernel's graph and inputs, which identifies the compiled code."""
     _, graph, inputs = _trace_graph(kernel)
     return "\n".join([graph.code, *(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}" for tensor in inputs)])
 
@@ -207,12 +208,14 @@ def _list_inductor_options(kernel: Kernel, bits: int, config: object) -> dict[st
         # Without this option Inductor compiles a test file and loads it in a process of 110 MB, only to learn what
         # torch knows already.
         options["cpp.vec_isa_ok"] = True
-    supported = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
-    return {name: value for name, value in options.items() if name in supported}
+    supported_names = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
+    return {name: value for name, value in options.items() if name in supported_names}
 
 
 def _trace_graph(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
-    """Returns the kernel's operations as a graph, with fake inputs. Free sizes of these inputs are symbols."""
+    """Returns the kernel's operations as a graph, whose inputs are fake tensors. Free sizes of these tensors are
+    symbols.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext

@@ -38,87 +38,87 @@ _LOW_WORD_MASK = 0xFFFFFFFF
 
 
 def view_as_words(x: Tensor, has_pairs: bool) -> Tensor:
-    """Returns a view of a contiguous tensor as words. If two bfloat16 values share a word, the view has half as many
-    columns.
+    """Returns a view of a contiguous tensor as words. With `has_pairs`, two bfloat16 values share a word, and the view
+    has half as many columns.
     """
     return x.view(torch.int32) if has_pairs else x
 
 
 def view_result_as_words(out: Tensor, has_pairs: bool) -> Tensor:
-    """Returns a view of a contiguous output tensor as words. Lanes are later joined into these words."""
+    """Returns a view of a contiguous output tensor as words, into which lanes are joined."""
     if has_pairs:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
 
 
 def split_lanes(source: Tensor) -> list[Tensor]:
-    """Returns the lanes of words as float32 tensors."""
+    """Splits words into lanes, one float32 tensor for each value of a word."""
     if source.dtype is not torch.int32:
         return [source.to(torch.float32)]
-    halves = source.bitwise_left_shift(_BITS_PER_HALF_WORD), source.bitwise_and(_HIGH_HALF_MASK)
-    return [half.view(torch.float32) for half in halves]
+    half_words = source.bitwise_left_shift(_BITS_PER_HALF_WORD), source.bitwise_and(_HIGH_HALF_MASK)
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def split_magnitudes(source: Tensor) -> list[Tensor]:
-    """Returns the lanes of words as float32 magnitudes, without signs."""
+    """Splits words into lanes of magnitudes, which are float32 values without signs."""
     if source.dtype is not torch.int32:
         return [source.to(torch.float32).abs()]
-    halves = (
+    half_words = (
         source.bitwise_left_shift(_BITS_PER_HALF_WORD).bitwise_and(_MAGNITUDE_MASK),
         source.bitwise_and(_HIGH_MAGNITUDE_MASK),
     )
-    return [half.view(torch.float32) for half in halves]
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def split_float_lanes(source: Tensor) -> list[Tensor]:
-    """Returns the lanes of words that hold float32 numbers. A word of 32 bits holds one number and a word of 64 bits
-    holds two.
+    """Splits words of float32 numbers into lanes. A word of 32 bits holds one number, and a word of 64 bits holds
+    two.
     """
     if source.dtype is torch.float32:
         return [source]
-    halves = source.to(torch.int32), source.bitwise_right_shift(_WORD_BITS).to(torch.int32)
-    return [half.view(torch.float32) for half in halves]
+    half_words = source.to(torch.int32), source.bitwise_right_shift(_WORD_BITS).to(torch.int32)
+    return [half_word.view(torch.float32) for half_word in half_words]
 
 
 def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
-    """Joins two lanes into words of `target` numbers. A single lane is returned unchanged. With `is_exact` every
-    number already fits `target` and is not rounded.
+    """Joins two lanes into words, whose numbers have the dtype `target`. A single lane is returned unchanged. With
+    `is_exact`, `target` can represent every number, so nothing is rounded.
     """
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
         return _join_floats([value.view(torch.int32) for value in values])
-    rounded = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
-    low, high = (tensor.view(torch.int32) for tensor in rounded)
+    rounded_lanes = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
+    low_bits, high_bits = (tensor.view(torch.int32) for tensor in rounded_lanes)
     return (
-        low.bitwise_right_shift(_BITS_PER_HALF_WORD)
+        low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD)
         .bitwise_and(_LOW_HALF_MASK)
-        .bitwise_or(high.bitwise_and(_HIGH_HALF_MASK))
+        .bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK))
     )
 
 
 def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, is_exact: bool = False) -> Tensor:
-    """Joins lanes of magnitudes into words of `target` numbers. The numbers get the signs that they have in `origin`,
-    the words that the magnitudes come from.
+    """Joins lanes of magnitudes into words, whose numbers have the dtype `target`. The signs are taken from `origin`,
+    the words from which the magnitudes were computed.
     """
     bits = [value.view(torch.int32) for value in values]
-    # One lane: its sign bit is that of the float32.
+    # One lane: take the sign bits from the float32 numbers.
     if len(values) == 1:
-        signs = origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN_MASK)
-        return bits[0].bitwise_or(signs).view(torch.float32)
+        sign_bits = origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN_MASK)
+        return bits[0].bitwise_or(sign_bits).view(torch.float32)
     if target is torch.float32:
         words = origin.bitwise_left_shift(_BITS_PER_HALF_WORD), origin
         pairs = zip(bits, words, strict=True)
         return _join_floats([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
-    # Two lanes: the upper half of a float32 is a bfloat16, and two of them make a word.
-    low, high = bits if is_exact else map(_round_to_bf16, bits)
-    low = low.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
-    return low.bitwise_or(high.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
+    # Two lanes: a word holds two bfloat16 numbers, each of which is the upper half of a float32.
+    low_bits, high_bits = bits if is_exact else map(_round_to_bf16, bits)
+    low_bits = low_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
+    return low_bits.bitwise_or(high_bits.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
 def _join_floats(bits: list[Tensor]) -> Tensor:
-    low, high = (bit.to(torch.int64) for bit in bits)
-    return low.bitwise_and(_LOW_WORD_MASK).bitwise_or(high.bitwise_left_shift(_WORD_BITS))
+    low_bits, high_bits = (bit.to(torch.int64) for bit in bits)
+    return low_bits.bitwise_and(_LOW_WORD_MASK).bitwise_or(high_bits.bitwise_left_shift(_WORD_BITS))
 
 
 def _round_to_bf16(bits: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class Layout(StrEnum):
     UPRIGHT = "upright"
 
 
-# The dimensions of words whose sizes are free, by layout.
+# The free dimensions of the tensor of words, by layout.
 _FREE_DIMENSIONS = {
     Layout.FLAT: (0,),
     Layout.ROWS: (0, 1),
@@ -157,11 +157,11 @@ _FREE_DIMENSIONS = {
 }
 
 
-# From this many columns of a block on, values are read in pairs: half as many words fill a vector of 256 bits.
+# Blocks with at least this many columns are read in pairs of values: half as many words fill a vector of 256 bits.
 _SHORTEST_PAIRED_BLOCK = 16
 
 
-# Free sizes of examples. They differ from the sizes of all blocks.
+# The sizes of free dimensions in example arguments. No block has one of these sizes.
 _EXAMPLE_ELEMENTS, _EXAMPLE_ROWS, _EXAMPLE_COLUMNS = 1 << 20, 20, 24
 
 
@@ -169,10 +169,10 @@ _EXAMPLE_ELEMENTS, _EXAMPLE_ROWS, _EXAMPLE_COLUMNS = 1 << 20, 20, 24
 class ValuesKernel(Kernel):
     """A fused quantiser that writes rounded values.
 
-    `scaling` is the scaling of blocks. With `factor` the kernel gets a factor as an argument: that of a tensor, row
-    or column, or NVFP4's tensor scale for UPRIGHT blocks. Other kernels compute their scales from their own largest
-    magnitudes, which is faster. `block` has the rows and columns of a block in memory, or 0 x 0 without
-    blocks.
+    `scaling` is the scaling of blocks. If `factor` is True, the kernel gets a factor as an argument: the factor of a
+    tensor, row or column, or NVFP4's tensor scale for UPRIGHT blocks. Other kernels compute their scales from the
+    largest magnitudes of their blocks, which is faster. `block` has the rows and columns of a block in memory, or is
+    (0, 0) without blocks.
     """
 
     fmt: Format
@@ -195,8 +195,8 @@ class ValuesKernel(Kernel):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a word holds two bfloat16 values. It holds only one if a block is shorter than a vector of words
-        with two.
+        """Whether a word holds two bfloat16 values. It holds a single value if blocks are so short that words with two
+        values would not fill a vector.
         """
         has_short_blocks = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST_PAIRED_BLOCK
         return self.source is torch.bfloat16 and not has_short_blocks
@@ -220,20 +220,20 @@ class ValuesKernel(Kernel):
         return self.fmt.bits <= 8 and (is_unscaled or (self.scaling is not None and self.scaling.scale is E8M0))
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Reads input words and writes output words. If the kernel has a factor or the key of a seed, these arguments
-        follow.
+        """Reads input words, the first argument, and writes output words, the second. If the kernel has a factor, the
+        factor follows. If rounding is stochastic, the key of the seed is the last argument.
 
-        The shape of the factor is (), (rows, 1), or (1, words) for COLUMNS. For UPRIGHT blocks of NVFP4 the factor is
-        the tensor scale.
+        The shape of the factor is (rows, 1) for ROWS, (1, words) for COLUMNS, and () otherwise. For UPRIGHT blocks of
+        NVFP4 the factor is the tensor scale.
         """
         # The number of optional tensors is fixed when the kernel is compiled.
-        source, out, *optional = tensors
-        factor = optional[0] if self.factor else None
-        random = self._draw_random(source, optional[-1]) if self.stochastic else None
+        source, out, *optional_tensors = tensors
+        factor = optional_tensors[0] if self.factor else None
+        random = self._draw_random(source, optional_tensors[-1]) if self.stochastic else None
         # Magnitudes need fewer instructions than signed numbers, but only work for formats whose zero has a sign.
         if self.fmt.signed_zero:
-            rounded = self._round_source(split_magnitudes(source), factor, random)
-            out.copy_(join_magnitudes(rounded, source, self.target, self.is_exact))
+            rounded_lanes = self._round_source(split_magnitudes(source), factor, random)
+            out.copy_(join_magnitudes(rounded_lanes, source, self.target, self.is_exact))
         else:
             out.copy_(join_lanes(self._round_source(split_lanes(source), factor, random), self.target, self.is_exact))
         return ()
@@ -251,7 +251,8 @@ class ValuesKernel(Kernel):
         x = draw_example(shapes[self.layout], self.source, self.device)
         inputs = view_as_words(x, self.has_pairs)
         out = view_result_as_words(torch.empty_like(x, dtype=self.target), self.has_pairs)
-        # A factor is an argument. A kernel that had to reduce the tensor first would be two kernels.
+        # The factor is an argument of the kernel. Computing it here would need a second kernel, which reduces the
+        # tensor first.
         factors = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
         factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=self.device)
         if self.layout is Layout.COLUMNS:
@@ -285,11 +286,14 @@ class ValuesKernel(Kernel):
     ) -> list[Tensor]:
         random_lanes: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
-            return [self._round(value, by) for value, by in zip(values, random_lanes, strict=True)]
+            return [self._round(value, random_lane) for value, random_lane in zip(values, random_lanes, strict=True)]
         # Each column has its own factor. Two columns that share a word have different factors.
         factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
-        rounded = [self._round(value * by, draw) for value, by, draw in zip(values, factors, random_lanes, strict=True)]
-        return [tensor * reciprocal(by) for tensor, by in zip(rounded, factors, strict=True)]
+        rounded_lanes = [
+            self._round(value * lane_factor, random_bits)
+            for value, lane_factor, random_bits in zip(values, factors, random_lanes, strict=True)
+        ]
+        return [tensor * reciprocal(lane_factor) for tensor, lane_factor in zip(rounded_lanes, factors, strict=True)]
 
     def _round(self, values: Tensor, random: Tensor | None) -> Tensor:
         round_function = round_magnitudes if self.fmt.signed_zero else round_values
@@ -298,20 +302,20 @@ class ValuesKernel(Kernel):
     def _round_upright_blocks(
         self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
     ) -> list[Tensor]:
-        """Rounds blocks that run down columns. If a column of words holds two columns of elements, each of these has
-        its own blocks and scales.
+        """Rounds blocks that run down columns. If a word holds values of two columns, each of the two columns has
+        separate blocks and scales.
         """
         assert self.scaling is not None
-        rounded = []
-        blocks = block_magnitudes if self.fmt.signed_zero else block_values
+        rounded_lanes = []
+        round_blocks = block_magnitudes if self.fmt.signed_zero else block_values
         for lane, value in enumerate(values):
             random_lane = [random[lane].unsqueeze(-1)] if random else None
-            rounded += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, random_lane)
-        return [tensor.squeeze(-1) for tensor in rounded]
+            rounded_lanes += round_blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, random_lane)
+        return [tensor.squeeze(-1) for tensor in rounded_lanes]
 
     def _draw_random(self, source: Tensor, key: Tensor) -> list[Tensor]:
-        """Returns random numbers for each lane. Elements are numbered along the rows of the operand. If the operand
-        is transposed, its rows are columns in memory.
+        """Returns random numbers for each lane. The elements of the operand are numbered row by row. If the operand is
+        transposed, its rows are columns in memory.
         """
         values_per_word = 2 if self.has_pairs else 1
         columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * values_per_word

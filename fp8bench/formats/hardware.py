@@ -38,7 +38,7 @@ class DeviceClass:
         return bool(self.arch)
 
     def at_least(self, first: tuple[int, int]) -> bool:
-        """Returns whether this is a class of NVIDIA's with compute capability `first` or a higher one."""
+        """Returns whether this is a class of NVIDIA's devices with at least the compute capability `first`."""
         return self.capability is not None and self.capability >= first
 
 
@@ -69,25 +69,25 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
-    """Returns NVIDIA's class for a compute capability: the newest listed class with the same major version that is
-    not newer. Otherwise returns a new class.
+    """Returns the class of NVIDIA's devices for a compute capability: the newest listed class with the same major
+    version and no higher minor version. Returns a new class if none is listed.
     """
-    listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
-    older_classes = [kind for kind in listed if kind.capability and kind.capability <= capability]
+    listed_classes = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
+    older_classes = [kind for kind in listed_classes if kind.capability and kind.capability <= capability]
     if older_classes:
         return older_classes[-1]
     return DeviceClass("", f"compute capability {_write_capability(capability)}", capability)
 
 
 def amd_class(arch: str) -> DeviceClass | None:
-    """Returns AMD's class with that instruction set, for example 'gfx942:sramecc+:xnack-'. Returns None if the
-    instruction set is not listed.
+    """Returns the class of AMD's devices with an instruction set, for example 'gfx942:sramecc+:xnack-'. Returns None if
+    the instruction set is not listed.
     """
     return next((kind for kind in CLASSES if kind.is_amd and kind.arch == arch.partition(":")[0]), None)
 
 
 def find_device_class(word: str) -> DeviceClass:
-    """Returns the class with that name or alias ('h100', 'hopper'). Raises UnknownName."""
+    """Returns the class of devices with this name or alias ('h100', 'hopper'). Raises UnknownName."""
     classes_by_name = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
     if word.lower() not in classes_by_name:
         raise UnknownName("class of devices", word, list(classes_by_name))
@@ -132,8 +132,8 @@ def is_intel(facts: DeviceFacts) -> bool:
 def select_by_vendor(
     facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support
 ) -> Support:
-    """Returns the one of the given supports that belongs to the device's vendor. An unknown kind of device is
-    refused, with `words` as the name of the format.
+    """Returns the argument that belongs to the device's vendor, for example `amd`. Refuses a device of an unknown kind,
+    with `words` as the name of the format.
     """
     if not facts.accelerated:
         return cpu
@@ -147,8 +147,8 @@ def refuse_unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
-    """Returns the support for a format that no device multiplies natively: emulated, with the reason. A device of an
-    unknown kind is refused.
+    """Returns the support for a format that no device multiplies natively: emulated, with the reason. Refuses a device
+    of an unknown kind.
     """
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
@@ -168,8 +168,8 @@ def _write_capability(pair: tuple[int, int]) -> str:
 # Names of kernels that multiply matrices. Names of casts, and of kernels that sum partial results, do not match.
 _MULTIPLYING_NAMES = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
 _REDUCING_NAMES = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
-# How many bits the multiplied numbers have, by patterns of names. The fewest bits come first, because a name also
-# contains the type of the result.
+# The number of bits of the operands that a kernel multiplies, by patterns in its name. The fewest bits come first,
+# because a name also contains the type of the result.
 _BITS_BY_NAME = (
     (4, re.compile(r"e2m1|float_?4|[mn][xv]_?f(p)?4|(?<![a-z0-9])fp4", re.IGNORECASE)),
     (8, re.compile(r"e4m3|e5m2|float_?8|fp8|f8f8|nvjet_(sm\d+_)?qq|_F8[BHS]?|_b8", re.IGNORECASE)),
@@ -179,8 +179,8 @@ _BITS_BY_NAME = (
 
 
 def multiplied_bits(name: str) -> int | None:
-    """Returns how many bits the numbers have that this kernel multiplies. Returns None if it does not multiply, or if
-    its name does not show the bits.
+    """Returns the number of bits of the operands that a GPU kernel multiplies, which its name shows. Returns None if
+    the kernel does not multiply, or if its name does not show the bits.
     """
     if _REDUCING_NAMES.search(name) or not _MULTIPLYING_NAMES.search(name):
         return None

@@ -1,4 +1,6 @@
-"""Casts matrices to codes with separate torch operations: fills incomplete blocks, and makes matrices contiguous."""
+"""Casts matrices to codes with separate torch operations. First fills incomplete blocks, and makes matrices
+contiguous.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ Memory = tuple[Any, ...]
 
 
 class DelayedCodes(NamedTuple):
-    """The results of a cast with a delayed scale: the scale that it multiplied by, the scale that decodes, the codes,
-    and the codes of the transpose. The last is None if it was not requested.
+    """The results of a cast with a delayed scale: the scale by which the cast multiplied, the inverse of this scale for
+    decoding, the codes, and the codes of the transpose, which are None if they were not requested.
     """
 
     scale: Tensor
@@ -34,7 +36,7 @@ class DelayedCodes(NamedTuple):
 
 
 def allocate(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
-    """Allocates a tensor for each shape in a list. A shape of None gives None."""
+    """Allocates a tensor for each of `shapes`. Returns None in place of a shape that is None."""
     return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
@@ -49,9 +51,9 @@ def allocate_scaled_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
 
 def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     if scaling.columns:
-        stored = quantise(x, fmt, scaling)
-        assert stored.scales is not None
-        return stored.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(stored.scales)
+        scaled_tensor = quantise(x, fmt, scaling)
+        assert scaled_tensor.scales is not None
+        return scaled_tensor.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(scaled_tensor.scales)
     scale, inverse = factor(x, fmt, scaling)
     return torch_codes(x, fmt, scale), inverse
 
@@ -59,17 +61,19 @@ def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[T
 def square_codes_by_operations(
     x: Tensor, fmt: Format, scaling: Scaling, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    stored = quantise(x, fmt, scaling)
-    assert stored.scales is not None
-    data = stored.codes.view(CODE_DTYPES[fmt.name])
-    straight_result = data, by_squares(stored.scales)
-    return (straight_result, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight_result,)
+    scaled_tensor = quantise(x, fmt, scaling)
+    assert scaled_tensor.scales is not None
+    straight_codes = scaled_tensor.codes.view(CODE_DTYPES[fmt.name])
+    straight_result = straight_codes, by_squares(scaled_tensor.scales)
+    return (
+        (straight_result, (straight_codes.t().contiguous(), by_squares(scaled_tensor.scales.t())))
+        if both
+        else (straight_result,)
+    )
 
 
 def fill_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
-    """Returns the matrix, extended by zeros so that all blocks are complete. Also returns whether they were complete
-    before.
-    """
+    """Returns the matrix, extended by zeros to complete blocks, and whether its blocks were complete before."""
     height, width = x.shape
     rows, columns = -height % down if down else 0, -width % across if across else 0
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)

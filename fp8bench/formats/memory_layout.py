@@ -36,8 +36,8 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """A kernel, and the matrix that it reads. With `turned`, x is the transpose of that matrix, which is row-major.
-    With `filled`, the matrix is larger than x, because zeros complete its last blocks.
+    """A kernel, and the size of the row-major matrix that it reads. If `turned`, this matrix is the transpose of `x`.
+    If `filled`, the matrix is larger than `x`, because zeros complete its last blocks.
     """
 
     kernel: ValuesKernel
@@ -47,7 +47,7 @@ class MemoryLayout:
     filled: bool
 
     def matrix(self, x: Tensor) -> Tensor:
-        """Returns `x` as the matrix that the kernel reads. It is copied only if necessary."""
+        """Returns `x` as the matrix that the kernel reads. Copies `x` only if necessary."""
         matrix = (x.t() if self.turned else x.contiguous()).to(self.kernel.source)
         if self.filled:
             rows, columns = matrix_shape(matrix.shape)
@@ -75,7 +75,7 @@ class MemoryLayout:
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _shape(self) -> tuple[int, ...]:
-        # This view has one dimension for each loop of the kernel.
+        # The view of the matrix has one dimension for each loop of the kernel.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:
@@ -91,7 +91,7 @@ class MemoryLayout:
 
 def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayout | None:
     """Returns the kernel and layout of a call, which depend only on shapes, strides and dtypes. Returns None in three
-    cases: for empty tensors, for huge tensors, and for blocks of several whole rows.
+    cases: for empty tensors, for huge tensors, and for blocks that span several complete rows.
     """
     scaling = quantisation.scaling
     if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
@@ -106,7 +106,7 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     # 3. Read two bfloat16 values as a word if no word would be split between two blocks.
     has_pairs = x.dtype is torch.bfloat16 and run_length % 2 == 0
     source = torch.bfloat16 if has_pairs else torch.float32
-    # 4. Everything else about the kernel follows from the call.
+    # 4. Make the kernel for this layout and the parameters of the call.
     kernel = ValuesKernel(
         fmt=quantisation.fmt,
         scaling=scaling if block != (0, 0) else None,
@@ -127,7 +127,7 @@ def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, s
     None if the kernel takes no factor.
     """
     kernel = layout.kernel
-    # Kernels compute the scales of blocks themselves. Only NVFP4 also needs the tensor scale.
+    # A kernel for blocks computes their scales itself. The only factor that it may need is NVFP4's tensor scale.
     if quantisation.scaling is None or not kernel.factor:
         return None
     if kernel.scaling is not None:
@@ -144,8 +144,8 @@ def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, s
 
 
 def _reads_transpose(x: Tensor, quantisation: Quantisation) -> bool:
-    """Returns whether x is read as the transpose of a matrix. Stochastic rounding allows it only for UPRIGHT blocks,
-    because random numbers are counted along the rows of x.
+    """Returns whether a kernel reads `x` as the transpose of a row-major matrix. With stochastic rounding this is
+    possible only for UPRIGHT blocks, because random numbers are counted along the rows of `x`.
     """
     if x.dim() != 2 or x.is_contiguous() or not x.t().is_contiguous():
         return False

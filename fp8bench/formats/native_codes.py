@@ -50,8 +50,8 @@ from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling, coun
 from fp8bench.formats.scale_layouts import allocate_square_scales, transpose_rows
 from fp8bench.formats.triton_casts import find_triton_kernels, uses_triton
 
-# How many GPU kernels one call launches if torch compiles it. They were counted with torch 2.13 and 2.11 for sm_90
-# (docs/gpu.md).
+# The number of GPU kernels that one call of an operator launches if torch compiles it, counted with torch 2.13 and 2.11
+# for sm_90 (docs/gpu.md).
 LAUNCHES = {
     f"fp8bench::{name}": 1
     for name in ("codes", "row_codes", "row_codes_both", "scale", "square_scales", "delayed_scale")
@@ -59,7 +59,7 @@ LAUNCHES = {
 
 
 def codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Returns `x`, multiplied by `scale` if there is one, as contiguous codes. Larger values saturate."""
+    """Returns contiguous codes of `x`, or of `x` times `scale` if it is given. Values that are too large saturate."""
     if torch.compiler.is_compiling():
         return torch_codes(x, fmt, scale)
     check_input(x)
@@ -83,7 +83,7 @@ def transpose_codes(straight: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, turned: bool) -> tuple[Any, Any]:
-    """Returns codes of x and codes of its transpose, or None if not requested. Without a format, copies bytes."""
+    """Returns codes of `x` if `straight`, and of its transpose if `turned`. Without a format, `x` has codes already."""
     dtype, name = (x.dtype, "") if fmt is None else (CODE_DTYPES[fmt.name], fmt.name)
     shapes = x.shape if straight else None, x.shape[::-1] if turned else None
     out = run_cast(
@@ -93,9 +93,9 @@ def _codes(x: Tensor, scale: Tensor | None, fmt: Format | None, straight: bool, 
 
 
 def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns codes of a matrix with a current scale for each row, and the scales that decode, (rows, 1).
+    """Returns codes of a matrix with a current scale for each row, and the inverse scales that decode them, (rows, 1).
 
-    With `block`, every `block` elements of a row have their own scale, stored by columns (scale_layouts.py).
+    With `block`, every `block` elements of a row have a scale. Scales are stored by columns (scale_layouts.py).
     """
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes_by_operations(x, fmt, Scaling(1, block, rounding=rounding))
@@ -108,7 +108,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
 def row_codes_both(
     x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns codes and scales of a matrix, then those of its transpose. Each has scales for its own rows."""
+    """Returns codes and scales of a matrix, then those of its transpose, which has a scale for each of its rows."""
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
@@ -121,7 +121,7 @@ def row_codes_both(
 
 
 class _RowCast(NamedTuple):
-    """A cast by rows. `matrix` has complete blocks, and `columns` is the number of columns before that."""
+    """A cast with scales by rows. `matrix` has complete blocks. `columns` is the number of columns of the input."""
 
     matrix: Tensor
     columns: int
@@ -133,7 +133,7 @@ class _RowCast(NamedTuple):
         return cls(fill_blocks(x, 1, block)[0], x.shape[1], block, fmt)
 
     def allocate(self) -> tuple[Tensor, Tensor]:
-        """Allocates codes and scales."""
+        """Allocates memory for codes and scales."""
         matrix = self.matrix
         inverse_shape = count_blocks(self.columns, self.block) if self.block else 1, len(matrix)
         codes = torch.empty(matrix.shape, dtype=CODE_DTYPES[self.fmt.name], device=matrix.device)
@@ -141,16 +141,16 @@ class _RowCast(NamedTuple):
 
     def result(self, out: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
         data = out if out.shape[1] == self.columns else out[:, : self.columns].contiguous()
-        # Products check strides even of sides of 1. Row scales are a column, block scales stored by columns.
+        # torch's products check strides even of sides of 1. Row scales are a column, block scales stored by columns.
         return data, transpose_rows(inverse) if self.block else inverse.view(-1, 1)
 
 
 def square_codes(
     x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool = False
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    """Returns codes of a matrix with a current scale for each 128x128 square, and the scales that decode.
+    """Returns codes of a matrix with a current scale for each 128x128 square, and the inverse scales that decode them.
 
-    With `both` the transpose is cast as well. Scales have the layout of `store_square_scales`.
+    With `both`, the transpose is cast as well. Scales have the layout of `store_square_scales`.
     """
     if torch.compiler.is_compiling() or not x.numel():
         return square_codes_by_operations(x, fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=rounding), both)
@@ -159,16 +159,16 @@ def square_codes(
         return _square_codes_by_triton(x.detach(), fmt, rounding, both)
     rows, columns = x.shape
     x, is_whole = fill_blocks(x.detach(), SQUARE_SIDE, SQUARE_SIDE)
-    matrix, swapped = as_row_major(x)
+    matrix, is_swapped = as_row_major(x)
     down, across = (length // SQUARE_SIDE for length in matrix.shape)
     scale = torch.empty(down, across, dtype=torch.float32, device=x.device)
     inverse, turned_inverse = allocate_square_scales(down, across, x.device)
     torch.ops.fp8bench.square_scales(
         matrix, scale, inverse[:, :across], turned_inverse[:, :down].t(), fmt.name, rounding.value
     )
-    # The scales are in the order of the squares in memory, which `codes` needs.
+    # `codes` needs the scales in the order of the squares in memory, which `scale` has.
     results = codes_both(x, fmt, scale) if both else (codes(x, fmt, scale),)
-    inverses = (turned_inverse, inverse) if swapped else (inverse, turned_inverse)
+    inverses = (turned_inverse, inverse) if is_swapped else (inverse, turned_inverse)
     shapes = (rows, columns), (columns, rows)
     return tuple(
         (data if is_whole else data[:height, :width].contiguous(), transpose_rows(memory))
@@ -193,7 +193,7 @@ def _square_codes_by_triton(
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """Returns the factor before the cast of a tensor with this `amax`, and its inverse, the scale that decodes."""
+    """Returns the factor before the cast of a tensor with this `amax`, and the factor's inverse, which decodes."""
     if torch.compiler.is_compiling():
         scale = float_factor(amax, fmt, rounding)
         return scale, reciprocal(scale)
@@ -208,9 +208,9 @@ def casts_in_one_call(x: Tensor) -> bool:
 
 
 def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the scale that decodes, the codes, and with `both` the codes of the transpose.
+    """Returns the inverse scale that decodes, the codes, and with `both` the codes of the transpose.
 
-    It is only for tensors that are cast in one call (`casts_in_one_call`).
+    Call it only for tensors that can be cast in one call (`casts_in_one_call`).
     """
     check_input(x)
     out = run_cast(
@@ -222,7 +222,7 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
 def delayed_codes(
     x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
 ) -> DelayedCodes:
-    """Casts, and updates the scale as `delayed_scale` does, in one pass. It requires `casts_in_one_call`."""
+    """Casts with the delayed scale and updates it as `delayed_scale` does, in one pass, if `casts_in_one_call`."""
     check_input(x)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
@@ -234,24 +234,24 @@ def delayed_codes(
 def delayed_scale(
     amax: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scale for this cast, which earlier casts have determined, and its inverse.
+    """Returns the scale for this cast, which earlier casts have determined, and the inverse of the scale.
 
-    Then records `amax`, and updates the scale if it is due. Changes `history`, `casts` and `scale` in place.
+    Then records `amax`, and updates the scale if this is due. Changes `history`, `casts` and `scale` in place.
     """
-    used, inverse = torch.empty_like(scale), torch.empty_like(scale)
+    used_scale, inverse = torch.empty_like(scale), torch.empty_like(scale)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
-    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used, inverse, *plain_arguments)
-    return used, inverse
+    torch.ops.fp8bench.delayed_scale(amax, history, casts, scale, used_scale, inverse, *plain_arguments)
+    return used_scale, inverse
 
 
 def _run_codes(x: Tensor, scale: Tensor | None, out: Tensor | None, turned: Tensor | None, fmt: str) -> Launch | None:
     if not x.numel():
         return None
-    matrix, swapped = as_row_major(x)
-    # In memory x may be transposed. Straight codes are in the order of the memory.
-    if swapped:
+    matrix, is_swapped = as_row_major(x)
+    # In memory `x` may be transposed. The kernel's straight codes then belong to the transpose of `x`.
+    if is_swapped:
         out, turned = turned, out
-    # If each square has a scale, `side` is the side of a square. Otherwise it is chosen for the matrix's shape.
+    # `side` is the side of a square that has a scale. Without such scales it is chosen for the matrix's shape.
     has_square_scales = scale is not None and scale.dim() == 2
     side = len(matrix) // len(scale) if scale is not None and has_square_scales else choose_side(matrix.shape)
     kernel_flags = out is not None, turned is not None, scale is not None, has_square_scales
@@ -323,8 +323,8 @@ def _run_delayed_codes(
 def _run_square_codes(
     x: Tensor, inverse: Tensor, turned_inverse: Tensor, out: Tensor, turned: Tensor | None, fmt: str, rounding: str
 ) -> Launch | None:
-    matrix, swapped, outputs, orientations = _matrix_and_outputs(x, out, turned)
-    if swapped:
+    matrix, is_swapped, outputs, orientations = _matrix_and_outputs(x, out, turned)
+    if is_swapped:
         inverse, turned_inverse = turned_inverse, inverse
     kernel = SquareCodesKernel(*_kernel_fields(x, fmt, rounding), *orientations)
     return run_kernel(kernel, matrix, inverse, turned_inverse, *outputs)
@@ -333,11 +333,11 @@ def _run_square_codes(
 def _matrix_and_outputs(
     x: Tensor, out: Tensor, turned: Tensor | None
 ) -> tuple[Tensor, bool, list[Tensor], tuple[bool, bool]]:
-    """Returns the row-major matrix, whether x is its transpose, memory for codes, and the codes' orientations."""
-    matrix, swapped = as_row_major(x)
-    straight, transpose = (turned, out) if swapped else (out, turned)
+    """Returns the row-major matrix, whether `x` is its transpose, memory for codes, and which codes are requested."""
+    matrix, is_swapped = as_row_major(x)
+    straight, transpose = (turned, out) if is_swapped else (out, turned)
     outputs = [memory for memory in (straight, transpose) if memory is not None]
-    return matrix, swapped, outputs, (straight is not None, transpose is not None)
+    return matrix, is_swapped, outputs, (straight is not None, transpose is not None)
 
 
 def _run_square_scales(matrix: Tensor, scale: Tensor, inverse: Tensor, turned: Tensor, fmt: str, rounding: str) -> None:
@@ -368,7 +368,7 @@ def _run_delayed_scale(
 
 
 class PreparedCall(NamedTuple):
-    """A kernel with its arguments. With `turned`, the matrix to cast is the transpose of a row-major one."""
+    """A kernel with its arguments. If `turned`, the matrix to cast is the transpose of a row-major matrix."""
 
     kernel: Kernel
     tensors: tuple[Tensor, ...]
@@ -378,7 +378,7 @@ class PreparedCall(NamedTuple):
         return run_kernel(self.kernel, *self.tensors)
 
     def run_together_with(self, second: PreparedCall) -> Launch | None:
-        """Runs two kernels as one if their matrices have different orientations, otherwise one after the other."""
+        """Runs both calls as one kernel if only one of the matrices is transposed, otherwise one after the other."""
         # A compiled pair would assume that matrices of the same orientation have equal sizes.
         if self.turned != second.turned:
             return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
@@ -388,14 +388,14 @@ class PreparedCall(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A launch of hand-written kernels for tensors at `addresses`. `repeat` launches them again for other addresses."""
+    """A launch of hand-written kernels for tensors at `addresses`. `repeat` launches them for other addresses."""
 
     repeat: Callable[[Sequence[int]], bool]
     addresses: list[int]
 
 
 def run_kernel(kernel: Definition, *tensors: Tensor) -> Launch | None:
-    """Runs the hand-written or compiled kernel. Without one, runs separate operations with the same results."""
+    """Runs the hand-written or compiled kernel. If neither exists, runs separate operations with the same results."""
     is_indexable = max(tensor.numel() for tensor in tensors) <= MOST_ELEMENTS
     triton_kernels = find_triton_kernels(kernel, tensors) if is_indexable and uses_triton(tensors[0].device) else None
     is_compilable = triton_kernels is not None or (is_indexable and isinstance(kernel, Kernel))
@@ -414,11 +414,11 @@ def run_cast(
     plain_arguments: tuple[Hashable, ...],
     allocate: Callable[[], Memory],
 ) -> Memory:
-    """Calls the operator `name` with inputs, new memory and `plain_arguments`. Returns the memory, whose shapes
-    follow from `variant` and `plain_arguments`.
+    """Calls the operator `name` with inputs, newly allocated outputs and `plain_arguments`. Returns the outputs, whose
+    shapes follow from the inputs, `variant` and `plain_arguments`.
 
-    If an earlier call of a hand-written cast differs only in addresses, its launches are repeated. Planning and
-    torch's dispatcher would take longer than the launches.
+    If an earlier call of a hand-written cast differs only in addresses, its launches are repeated. Planning and torch's
+    dispatcher would take longer than the launches.
     """
     x = inputs[0]
     assert x is not None
@@ -426,7 +426,7 @@ def run_cast(
         outputs = allocate()
         getattr(torch.ops.fp8bench, name)(*inputs, *outputs, *plain_arguments)
         return outputs
-    # 1. Describe the call. One loop does it, because this takes a large part of the time of a small cast.
+    # 1. Describe the call, in a single loop, because the description takes a large part of the time of a small cast.
     addresses: list[int] = []
     call_description: list[Hashable] = [name, variant, x.device, plain_arguments]
     for tensor in inputs:
@@ -435,7 +435,7 @@ def run_cast(
         else:
             addresses.append(tensor.data_ptr())
             call_description += tensor.shape, tensor.stride(), tensor.dtype
-    if len({*addresses}) < len(addresses):  # some inputs are the same matrix
+    if len({*addresses}) < len(addresses):  # two inputs are the same matrix
         call_description += map(addresses.index, addresses)
     key = tuple(call_description)
     # 2. Repeat the launches of an earlier call.

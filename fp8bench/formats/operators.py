@@ -27,15 +27,15 @@ _QUANTISER_SCHEMA = (
     "(Tensor x, Tensor(a!) out, str fmt, str overflow, int rows, int columns, str scale_format, str rounding, "
     "Tensor? scale, Tensor? seed) -> ()"
 )
-# The operators, by what has a scale: nothing, a tensor, a row, a block with a float32 scale, with an e8m0 scale, or
-# with an e4m3 scale.
+# The names of the operators. They differ in what has a scale: nothing, a tensor, a row, a block with a float32 scale, a
+# block with an e8m0 scale, or a block with an e4m3 scale.
 FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
 
 
 class Relaunch(NamedTuple):
-    """A cast by a hand-written kernel, recorded at its first run. It has the layouts of the outputs and the launches.
-    The layout is None for an output that is not needed. `take` selects the addresses that the launches need from
-    those of inputs and outputs.
+    """A cast by hand-written kernels, recorded at its first run so that it can be launched again. `layouts` has the
+    layout of each output, or None for an output that is not needed. `take` selects the addresses that `launch` needs
+    from the addresses of all inputs and outputs.
     """
 
     layouts: tuple[tuple[Sequence[int], Sequence[int], torch.dtype] | None, ...]
@@ -57,7 +57,7 @@ class Relaunch(NamedTuple):
 
 
 def is_observed(x: Tensor) -> bool:
-    """Returns whether something must see each operator that is called for `x`: a dispatch mode, a functorch
+    """Returns whether some mechanism must see each operator that is called for `x`: a dispatch mode, a functorch
     transform, or a tensor subclass.
     """
     return (
@@ -102,8 +102,8 @@ class Kernels:
             self.fused[0] += 1
 
     def compile(self, *kernels: Definition) -> None:
-        """Compiles kernels. The first time on a machine, a kernel takes seconds. From torch's cache on disk it takes
-        tenths of a second.
+        """Compiles kernels. The first time on a machine, a kernel takes seconds. Loaded from torch's cache on disk, it
+        takes tenths of a second.
 
         Raises what torch or a compiler raises. A kernel that fails stays uncompiled and is not requested again.
         """
@@ -116,7 +116,7 @@ class Kernels:
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
-            # No kernel is requested again, whether it was compiled or failed.
+            # Whether the kernel was compiled or failed, it is not requested again.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)
@@ -135,15 +135,15 @@ def values(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns the values of `x` after rounding to a format. With a scaling the result is that of `scaled.values`, and
-    without one that of `quantise.round_to`.
+    """Returns the values of `x` after rounding to a format. With a scaling, the result is that of `scaled.values`, and
+    otherwise that of `quantise.round_to`.
 
     `overflow` only matters without a scaling. If `out` is not given, the result has the memory layout of `x`.
     """
     check_input(x)
     if out is None:
         out = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
-    # Operators take plain values, so write the scaling as numbers and words.
+    # An operator takes only plain values, so pass the scaling as numbers and words.
     family, *scaling_arguments = _operator_arguments(scaling)
     getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *scaling_arguments, scale, seed)
     return out
@@ -206,7 +206,7 @@ def _run_kernel(
 
 
 _LIBRARY = torch.library.Library("fp8bench", "FRAGMENT")  # type: ignore[no-untyped-call]
-# The implementation of each operator.
+# The implementation of each operator, by the operator's full name.
 OPERATORS: dict[str, Callable[..., object]] = {}
 
 
@@ -216,7 +216,7 @@ def define_operator(name: str, schema: str, run: Callable[..., object]) -> None:
     # Not torch.library.custom_op, which adds 40 us to each call.
     _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    # A call with tensors that have no memory does nothing.
+    # Meta tensors have no memory, so a call with them does nothing.
     _LIBRARY.impl(name, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
 
 

@@ -1,5 +1,5 @@
-"""The rules of low-precision products: which products a class of devices supports, and why it refuses others. Does
-not use torch.
+"""The rules of low-precision matrix products: which products a class of devices supports, and why it refuses others.
+Does not use torch.
 
 A product multiplies a (M, K) by the transpose of b (N, K). A linear layer has three products, and each sums over
 another dimension.
@@ -25,7 +25,7 @@ Sides = tuple[int, int, int]
 
 
 class Scheme(StrEnum):
-    """The kinds of scaled products."""
+    """The kinds of scaled matrix products, by the extent of their scales."""
 
     TENSOR = "FP8 with a scale a tensor"
     ROW = "FP8 with a scale a row"
@@ -45,8 +45,8 @@ _FP8_BY_EXTENT = {(0, 0): Scheme.TENSOR, (1, 0): Scheme.ROW, (1, 128): Scheme.BL
 
 @dataclass(frozen=True)
 class Product:
-    """One product: its sizes, how its operands are cast, and the other properties that torch checks. With `row_major`
-    the second operand is stored row by row as (K, N).
+    """One matrix product: its sizes, how its operands are cast, and the other properties that torch checks. If
+    `row_major`, the second operand is stored row by row as (K, N).
     """
 
     m: int
@@ -63,7 +63,7 @@ class Product:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The kind of this product. It is None if the two operands do not belong to the same kind."""
+        """The kind of this product. It is None if the two operands belong to different kinds."""
         schemes = {_find_operand_scheme(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
@@ -93,11 +93,15 @@ BLACKWELL = (10, 0)
 
 
 def explain_missing(product: Product, device: DeviceClass) -> str:
-    """Returns why a class of devices has no such product, whatever its sizes. Returns '' if it has one."""
+    """Returns why a class of devices cannot compute a product of this kind, whatever its sizes. Returns '' if it
+    can.
+    """
     scheme = product.scheme
     if scheme is None:
-        pair = " and ".join(dict.fromkeys(_describe_treatment(treatment) for treatment in (product.a, product.b)))
-        return f"no units multiply {pair}"
+        operands_text = " and ".join(
+            dict.fromkeys(_describe_treatment(treatment) for treatment in (product.a, product.b))
+        )
+        return f"no units multiply {operands_text}"
     return (
         _explain_missing_units(scheme, device)
         or _explain_other_formats(product, device)
@@ -185,7 +189,7 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
     cuBLAS returns float32. torch uses cuBLAS on compute capability 9.0 since CUDA 12.9, and torch's tests require
     float32 there. Other kernels return bf16 or fp16.
     """
-    cuda_version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    cuda_version = tuple(int(number) for number in (facts.cuda or "0.0").split(".")[:2])
     return is_nvidia(facts) and facts.capability == H100.capability and cuda_version >= (12, 9)
 
 
@@ -236,9 +240,9 @@ _TE_SCHEMES = (Scheme.TENSOR, Scheme.BLOCK, Scheme.MXFP8, Scheme.NVFP4)
 
 
 def explain_te_refusal(product: Product, device: DeviceClass) -> str:
-    """Returns why Transformer Engine's recipes refuse such a product on one of NVIDIA's devices, whatever its sizes.
-    Returns '' if they accept it or have no recipe for it. The rules are those of check_mxfp8_support and similar
-    functions.
+    """Returns why Transformer Engine's recipes refuse a product of this kind on one of NVIDIA's devices, whatever its
+    sizes. Returns '' if they accept it or have no recipe for it. The rules are those of check_mxfp8_support and similar
+    functions of Transformer Engine.
     """
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:

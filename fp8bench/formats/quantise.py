@@ -25,8 +25,8 @@ _LARGEST_INDEX = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """The seeds of the next casts. Each seed is `last` plus one of `steps`. The last of these seeds is written to
-    `after`.
+    """The seeds of the next casts. Each seed is the sum of `last`, the seed that was used last, and one of `steps`. The
+    last of the new seeds is written to `after`.
     """
 
     last: Tensor
@@ -48,8 +48,8 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """Returns the int32 key of a seed, as a tensor without dimensions. With `stretch`, returns one key for each run
-    of 2^32 elements.
+    """Returns the int32 key of a seed, as a tensor without dimensions. `stretch` has the numbers of runs of 2^32
+    elements. If it is given, returns one key for each run.
     """
     seed = seed.reshape(())
     high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
@@ -112,24 +112,24 @@ def round_magnitudes(
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # Limit the magnitudes. The limit is so high that rounding still shows what overflows, and so low that no sum
     # becomes infinite.
-    limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
-    return _replace_overflow(round_to_grid(magnitudes.clamp(max=limit), fmt, random), fmt, overflow)
+    clamp_limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+    return _replace_overflow(round_to_grid(magnitudes.clamp(max=clamp_limit), fmt, random), fmt, overflow)
 
 
 def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
-    """Rounds as `round_magnitudes` does, but without an upper limit. It is for numbers below the format's next power
-    of two, and for infinity.
+    """Rounds as `round_magnitudes` does, but without an upper limit. The numbers must be infinite, or below the first
+    power of two above the format's range.
 
     It rounds to nearest even by adding a power of two and subtracting it again. Each number has its own power of two:
     the one whose last float32 bit is worth one step of the grid.
     """
     # Find the power of two at or below each magnitude. It is at least the format's smallest normal number.
-    smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
-    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
+    smallest_exponent_bits = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
+    exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest_exponent_bits)
     if random is not None:
         return _round_stochastically(magnitudes, exponent, fmt, random)
-    constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
-    return (magnitudes + constant).sub_(constant)
+    rounding_constant = exponent.add_((_MANTISSA_BITS - fmt.mantissa_bits) << _MANTISSA_BITS).view(torch.float32)
+    return (magnitudes + rounding_constant).sub_(rounding_constant)
 
 
 def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
@@ -138,10 +138,11 @@ def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, ran
     step = (exponent - exponent_shift).view(torch.float32)
     inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
     steps = magnitudes * inverse
-    floor = steps.floor()
-    # Round the rest first. Without that, even the tiniest values would be rounded up with a probability of 2^-24.
-    rounds_up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
-    return (floor + rounds_up.to(torch.float32)).mul_(step)
+    floor_steps = steps.floor()
+    # Round the remainder to 24 bits first. Otherwise even the tiniest values would be rounded up with a probability of
+    # 2^-24.
+    rounds_up = ((steps - floor_steps) * float(1 << RANDOM_BITS)).round() > random
+    return (floor_steps + rounds_up.to(torch.float32)).mul_(step)
 
 
 def copy_signs(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
@@ -180,15 +181,15 @@ def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Te
 
 
 def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Replaces infinities by the format's largest value, if values saturate. It is for tf32 and bf16. Their only
+    """Replaces infinities by the format's largest value, if values saturate. This is for tf32 and bf16: their only
     other overflow is infinity, which rounding already gives.
     """
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
 def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Rounds the bits of a float32. It is for formats that have the exponents of float32, where an overflow carries
-    into infinity.
+    """Rounds float32 values by their bits. This is for formats with the exponents of float32, in which an overflow
+    carries into infinity.
     """
     dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
@@ -198,8 +199,8 @@ def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
         addend = random.bitwise_and((1 << dropped_bits) - 1)
     rounded = (bits + addend).bitwise_and(-(1 << dropped_bits))
     # do not change NaN: a carry out of its mantissa would give -0
-    finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
-    return torch.where(finite, rounded, bits).view(torch.float32)
+    is_finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
+    return torch.where(is_finite, rounded, bits).view(torch.float32)
 
 
 def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
@@ -209,15 +210,15 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     Between 2^-127 and 2^-126 a float32 is subnormal. Then it has one mantissa bit less, and no implicit leading bit.
     """
     bits = values.view(torch.int32)
-    lowest = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
-    scale = torch.where(bits < _SMALLEST_NORMAL_BITS, lowest, bits)
+    subnormal_bits = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
+    scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
-    rounded = (scale + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
-    powers = rounded.clamp(max=E8M0.largest)
+    rounded = (scale_bits + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
+    limited_powers = rounded.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
-        powers = torch.where(rounded > E8M0.largest, torch.nan, powers)
+        limited_powers = torch.where(rounded > E8M0.largest, torch.nan, limited_powers)
     # e8m0 has no code for zero and negative numbers, so they become NaN.
-    return torch.where(values > 0, powers, torch.nan)
+    return torch.where(values > 0, limited_powers, torch.nan)
 
 
 INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -234,13 +235,13 @@ def round_to(
     """Rounds `x` to the grid of `fmt`. Rounding is to nearest even, or stochastic with a seed. The result is float32,
     or has the dtype of `out`.
 
-    Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or do
-    what `overflow` names. e8m0 has neither sign nor zero. There, negative numbers and zeros become NaN, and ties go
-    up.
+    Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or
+    become infinity or NaN if `overflow` says so. e8m0 has neither sign nor zero: negative numbers and zeros become NaN,
+    and ties go up.
 
-    `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on
-    the device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their
-    overflow differs between versions of torch and between formats.
+    `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on the
+    device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their overflow
+    differs between versions of torch and between formats.
     """
     check_input(x)
     values = x.detach().to(torch.float32)

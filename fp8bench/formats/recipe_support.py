@@ -22,7 +22,7 @@ from fp8bench.formats.product_rules import Product, Scheme, explain_missing, lis
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# A size that is a multiple of every required number, because shapes do not matter here.
+# A multiple of all sizes that products require. The support of a recipe does not depend on shapes.
 _TYPICAL_SIDE = 4096
 _SCALE_EXTENTS = {
     Scheme.TENSOR: "a scale a tensor",
@@ -145,7 +145,7 @@ def _find_nvidia_objection(scheme: Scheme, products: list[Product], facts: Devic
         return "torch multiplies MXFP4 by FBGEMM's kernels, which are not used here"
     # The class of devices decides what can be multiplied. The version of CUDA decides whether torch offers it.
     required_cuda = _FIRST_CUDA.get(scheme, (0, 0))
-    torch_cuda = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    torch_cuda = tuple(int(number) for number in (facts.cuda or "0.0").split(".")[:2])
     return (
         f"{scheme} needs CUDA {'.'.join(map(str, required_cuda))}; this torch has {facts.cuda}"
         if torch_cuda < required_cuda

@@ -60,7 +60,7 @@ ROUNDINGS = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """One scale for each block of `rows` x `columns` elements. 0 stands for all rows, or for all columns.
+    """One scale for each block of `rows` x `columns` elements. 0 means that a block has all rows, or all columns.
 
     `scale` is the format of scales. None means float32, and e8m0 means powers of two. With e4m3 scales, the whole
     tensor has a second scale in float32.
@@ -80,14 +80,16 @@ class Scaling:
 
     @property
     def name(self) -> str:
-        """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of the scales."""
+        """The name of the scaling: 'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of
+        the scales.
+        """
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         scale_format = f" {self.scale.name}" if self.scale else ""
         return f"{extent}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
-        """Whether a block of the operand is also one of the transposed operand. Then both can use the same codes."""
+        """Whether operand and transposed operand have the same blocks, so that both can use the same codes."""
         return self.rows == self.columns
 
     def check(self, fmt: Format) -> None:
@@ -113,13 +115,14 @@ NVFP4_SQUARE = Scaling(16, 16, E4M3, ScaleRounding.NEAREST)
 
 LONGEST_HISTORY = 1 << 16
 LARGEST_MARGIN = 32
-# How many bits the sums in Hopper's FP8 units have, and how many a short sum may have. A float32 has 24.
+# The number of significant bits of the sums in Hopper's FP8 units, and the range of this number for short sums. A
+# float32 has 24.
 HOPPER_SUM_BITS = 14
 SHORT_SUM_BITS = range(2, 24)
 
 
 class Amax(StrEnum):
-    """Which magnitude delayed scaling takes from its history."""
+    """Which of the largest magnitudes in its history delayed scaling uses."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"
@@ -154,7 +157,7 @@ class Delayed:
 @dataclass(frozen=True)
 class Treatment:
     """How tensors of one role are cast: the element format, the scaling, and whether rounding is stochastic. The
-    scaling is None without scales.
+    scaling is None if tensors have no scale.
     """
 
     fmt: Format
@@ -172,7 +175,7 @@ class Recipe:
 
     With `delayed`, the scale of a tensor comes from earlier steps. `hadamard` rotates both operands of the weight
     gradient by random Hadamard matrices of size 16. `high_weight_gradient` computes the weight gradient in bf16.
-    Short sums have `accumulator_bits`.
+    `accumulator_bits` is the number of significant bits of short sums.
     """
 
     input: Treatment
@@ -209,20 +212,22 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether some role has several scales in a row."""
+        """Whether the scaling of any role divides a row into several blocks, each with a scale."""
         return any(treatment.scaling is not None and treatment.scaling.columns > 0 for treatment in self.treatments)
 
     @property
     def products(self) -> tuple[tuple[Treatment, Treatment], ...]:
-        """The two operands of each product: forward, input gradient and weight gradient. A weight gradient in bf16 is
-        left out.
+        """Pairs of operands, one pair for each product: forward, input gradient and weight gradient. A weight gradient
+        that is computed in bf16 is left out.
         """
-        low = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
-        return low[:2] if self.high_weight_gradient else low
+        low_products = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
+        return low_products[:2] if self.high_weight_gradient else low_products
 
     @property
     def keeps_source(self) -> bool:
-        """Whether a transposed operand cannot use the same codes, so that it must be cast again from its source."""
+        """Whether a transposed operand must be cast again from its source, because it cannot use the codes of the
+        operand.
+        """
         can_all_turn = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
         is_stochastic = any(treatment.stochastic for treatment in self.treatments)
         return self.hadamard or self.high_weight_gradient or is_stochastic or not can_all_turn

@@ -36,8 +36,8 @@ def store_square_scales(scales: Tensor) -> Tensor:
 
 
 def allocate_square_scales(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocates scales for the 128x128 blocks of a matrix and of its transpose, with zeros where the layout is filled
-    up. `transpose_rows` turns the results into what products read.
+    """Allocates scales for the 128x128 blocks of a matrix and of its transpose. Columns that only complete the layout
+    are zeros. `transpose_rows` converts either result to the layout that products read.
     """
     filled_across, filled_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
     new_tensor = torch.empty if (filled_across, filled_down) == (across, down) else torch.zeros
@@ -48,23 +48,27 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
 
 
 def transpose_rows(matrix: Tensor) -> Tensor:
-    """Returns the transpose of a row-major matrix. Its strides are right even for sides of 1, which torch checks."""
+    """Returns the transpose of a row-major matrix. Its strides are correct even for dimensions of size 1, which torch
+    checks.
+    """
     rows, columns = matrix.shape
     return matrix.contiguous().as_strided((columns, rows), (1, columns))
 
 
 def read_square_scales(stored: Tensor, across: int) -> Tensor:
-    """Returns the matrix of scales from the layout of `store_square_scales`."""
+    """Returns the matrix of scales that `store_square_scales` has stored. It has `across` columns."""
     return stored.t()[:, :across]
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Returns byte scales of 1x32 or 1x16 blocks as tiles in one dimension. Incomplete tiles are filled with zeros."""
+    """Returns byte scales of 1x32 or 1x16 blocks as tiles, in a tensor with one dimension. Zeros fill incomplete
+    tiles.
+    """
     return swizzle_into(torch.empty(count_tile_bytes(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
 
 
 def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
-    """Writes swizzled scales into memory of the right size, and returns it."""
+    """Writes scales as tiles into `memory`, which must have the size of the tiles. Returns `memory`."""
     down, across = scales.shape
     filled_scales = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
     tiles_down, tiles_across = filled_scales.shape[0] // TILE_ROWS, filled_scales.shape[1] // TILE_COLUMNS
@@ -76,12 +80,12 @@ def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
 
 
 def count_tile_bytes(down: int, across: int) -> int:
-    """Returns the number of scales in complete tiles."""
+    """Returns the number of bytes of complete tiles for a matrix of scales. Each scale takes one byte."""
     return round_up(down, TILE_ROWS) * round_up(across, TILE_COLUMNS)
 
 
 def unswizzle(swizzled: Tensor, down: int, across: int) -> Tensor:
-    """Returns the (down, across) matrix of scales that tiles contain."""
+    """Returns the (down, across) matrix of the scales in tiles. It reverses `swizzle`."""
     tiles_across = count_blocks(across, TILE_COLUMNS)
     tiles = swizzled.view(-1, tiles_across, _QUARTER_ROWS, TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles_across * TILE_COLUMNS)[:down, :across]

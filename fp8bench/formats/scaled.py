@@ -1,8 +1,8 @@
 """Tensors with scales: their values after rounding, and how they are stored.
 
 A product sums over the last dimension of a tensor, the contraction. All other dimensions together count as rows.
-Incomplete blocks are filled with zeros, which are dropped afterwards. A scale may have no finite value, for zeros,
-infinities and NaN. Such a scale never turns a number into NaN.
+Incomplete blocks are filled with zeros, which are dropped afterwards. A block of zeros, or a block with an infinity,
+gets a scale that turns no number into NaN.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ def values(
 ) -> Tensor:
     """Returns the values of `x` after rounding with this format and scaling, as float32 or in `out`.
 
-    Rounding is to nearest even, or stochastic with a seed (see round_to). For random numbers, elements are counted
-    row by row, including those that fill blocks. `scale` is a factor that replaces the current one of a tensor or
-    row. An infinity becomes the largest value, but in an MX block it stays infinite. A NaN stays NaN. With e8m0 or
-    e4m3 scales it makes its whole block NaN.
+    Rounding is to nearest even, or stochastic with a seed (see round_to). For random numbers, elements are counted row
+    by row, including those that fill blocks. `scale` is a factor for the tensor or for each row, which replaces the
+    factor computed from `x`. An infinity becomes the largest value, but in an MX block it stays infinite. A NaN stays
+    NaN, and with e8m0 or e4m3 scales its whole block becomes NaN.
     """
     check_input(x)
     if scaling is None:
         return round_to(x, fmt, out, seed=seed)
-    # With one scale for a tensor or row blocks are not needed, so nothing needs to be filled up.
+    # If the tensor or each row has one scale, no blocks are needed, so nothing is filled with zeros.
     if _has_no_blocks(scaling):
         elements, inverse = _scale_elements(x, fmt, scaling, seed, scale)
         result = elements.mul_(inverse)
@@ -79,10 +79,10 @@ def values(
 
 def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     """Returns the factor by which elements are multiplied before their cast, for the tensor or for each row. Also
-    returns its inverse, the scale that decodes.
+    returns the inverse of the factor, which decodes.
 
-    Both results are float32 on the tensor's device. They have no dimensions, or one column for rows. The host does
-    not wait for them.
+    Both results are float32 on the tensor's device. They have no dimensions, or one column if each row has a factor.
+    The host does not wait for them.
     """
     check_input(x)
     amax = _find_row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
@@ -97,9 +97,9 @@ def quantise(
     *,
     seed: Tensor | None = None,
 ) -> Scaled:
-    """Returns `x` as codes and scales. Element times scale is the result of `values`, bit for bit. A block whose
-    scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has a code for
-    it.
+    """Returns `x` as codes and scales. Decoded, as element times scale, they equal the result of `values` bit for bit.
+    A block whose scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has
+    a code for it.
     """
     check_input(x)
     if scaling is None:
@@ -118,8 +118,8 @@ def quantise(
 
 
 class Blocks(NamedTuple):
-    """A tensor's magnitudes in blocks that share a scale. `peaks` are the largest magnitudes of the blocks, and
-    `steps` are the numbers that turn its elements into values.
+    """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks. The
+    elements of a block are multiplied by its number in `steps` to decode them.
     """
 
     magnitudes: Tensor
@@ -128,10 +128,10 @@ class Blocks(NamedTuple):
 
 
 def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
-    """Returns the blocks of a tensor's magnitudes in a layout of blocks.py, with the same steps as in `values`.
+    """Returns the magnitudes of a tensor in blocks, in a layout of blocks.py, with the steps that `values` uses.
     Nothing is rounded.
 
-    `scale` replaces the current scale of a tensor or row. Incomplete blocks are filled with zeros.
+    `scale` is a factor that replaces the factor computed from a tensor or row. Incomplete blocks are filled with zeros.
     """
     if _has_no_blocks(scaling):
         peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
@@ -161,15 +161,15 @@ def largest_magnitude(x: Tensor) -> Tensor:
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.is_meta:  # reads as much as the norm below, but for a meta tensor torch's norm would import the compiler
+    if x.is_meta:  # reads as much as the norm below, which would import the compiler for a meta tensor
         return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
-        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # this is one kernel
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # a single GPU kernel
         return largest
     # On a CPU read the tensor once, in memory order, without a temporary tensor of its size. abs().amax() takes 12
     # times as long here.
-    low, high = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
-    return torch.maximum(low.neg(), high).abs().to(torch.float32)
+    smallest_value, largest_value = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
+    return torch.maximum(smallest_value.neg(), largest_value).abs().to(torch.float32)
 
 
 def _find_row_magnitudes(x: Tensor) -> Tensor:
@@ -183,7 +183,9 @@ def current_tensor_scale(x: Tensor) -> Tensor:
 
 
 def _make_empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
-    """Returns NVFP4's tensor scale for an empty tensor. It has no blocks from which the scale could be computed."""
+    """Returns NVFP4's tensor scale for an empty tensor, which has no blocks from which the scale could be computed.
+    Returns None in all other cases.
+    """
     return current_tensor_scale(x) if scaling.scale is E4M3 and not x.numel() else None
 
 

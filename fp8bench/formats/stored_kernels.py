@@ -33,18 +33,18 @@ from fp8bench.files import compact, parse_json, seal, unseal, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
-# An environment variable of torch's. In it a library finds the function that returns a tensor's address.
+# torch's environment variable through which a library finds the function that returns a tensor's address.
 _ADDRESS_VARIABLE = "TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"
-# The prefix of torch's options in the environment, and those options that do not change a kernel.
+# The prefix of torch's options in the environment, and the options that do not change a kernel.
 _OPTION_PREFIX, _IGNORED_OPTIONS = "TORCHINDUCTOR_", ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 def load_kernel(kernel: object) -> tuple[Call, int] | None:
-    """Returns a stored kernel and the bits of its vectors. Returns None if the kernel is missing or was changed."""
+    """Returns a stored kernel and its vector width in bits. Returns None if the kernel is missing or was changed."""
     path = _find_kernel_path(kernel)
     try:
-        stored = unseal(parse_json(_read_owned_file(path))) if path is not None else None
-        return None if stored is None else (_load_call(stored), int(stored["bits"]))
+        stored_kernel = unseal(parse_json(_read_owned_file(path))) if path is not None else None
+        return None if stored_kernel is None else (_load_call(stored_kernel), int(stored_kernel["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong, the kernel is compiled again
         return None
 
@@ -58,11 +58,11 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
     if path is None or len(modules) != 1:
         return
     try:
-        stored = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
-        if _writes_same_bits(run, _load_call(stored), kernel.examples()):
+        stored_kernel = {**_describe_module(modules[0]), "bits": bits, "kernel": str(kernel)}
+        if _writes_same_bits(run, _load_call(stored_kernel), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
-            write_whole(path, compact(seal(stored)), sync=False)
+            write_whole(path, compact(seal(stored_kernel)), sync=False)
             path.chmod(0o600)  # set the mode whatever the umask is, because _read_owned_file checks it
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return
@@ -70,12 +70,14 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
 
 @contextlib.contextmanager
 def collect_modules() -> Iterator[list[ModuleType]]:
-    """Yields a list that receives the modules which torch generates during the body."""
+    """Yields a list. The modules that torch generates in the body of the `with` statement are added to it at the
+    end.
+    """
     from torch._inductor.codecache import PyCodeCache
 
-    first, modules = len(PyCodeCache.modules), list[ModuleType]()
+    first_module, modules = len(PyCodeCache.modules), list[ModuleType]()
     yield modules
-    modules.extend(PyCodeCache.modules[first:])
+    modules.extend(PyCodeCache.modules[first_module:])
 
 
 def _describe_module(module: ModuleType) -> dict[str, Any]:
@@ -102,18 +104,18 @@ def _describe_module(module: ModuleType) -> dict[str, Any]:
 def _load_call(stored: dict[str, Any]) -> Call:
     """Returns a stored kernel as a function. Raises LookupError if a library has changed."""
     guards: Any = torch._C._dynamo.guards
-    names: dict[str, Any] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch}
     # If a library has changed, it belongs to a different kernel.
     for name, (file, digest) in stored["libraries"].items():
         if _hash_file(Path(file)) != digest:
             raise LookupError(file)
-        names[name] = _load_library(file).kernel
+        namespace[name] = _load_library(file).kernel
     for name in stored["helpers"]:
-        names[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
+        namespace[name] = getattr(guards, name, None) or getattr(guards, f"_{name}")
     # This executes only text that a process of the same user has written. _read_owned_file has checked the owner of
     # the file.
-    exec(compile(stored["call"], "<kept kernel>", "exec"), names)
-    call = names["call"]
+    exec(compile(stored["call"], "<kept kernel>", "exec"), namespace)
+    call = namespace["call"]
     return lambda *arguments: call(None, [*arguments])
 
 
@@ -122,25 +124,25 @@ def _load_library(file: str) -> Any:
     loader = importlib.machinery.ExtensionFileLoader("kernel", file)
     spec = importlib.util.spec_from_loader("kernel", loader)
     assert spec is not None
-    name, earlier = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
-    # The library reads from the environment where the function is that returns a tensor's address.
+    name, previous_value = f"_{_ADDRESS_VARIABLE}", os.environ.get(f"_{_ADDRESS_VARIABLE}")
+    # When the library is loaded, it reads this variable to find the function that returns a tensor's address.
     os.environ[name] = str(getattr(torch._C._dynamo.guards, name.lower()))
     try:
         library = importlib.util.module_from_spec(spec)
         loader.exec_module(library)
         return library
     finally:
-        os.environ.pop(name) if earlier is None else os.environ.update({name: earlier})
+        os.environ.pop(name) if previous_value is None else os.environ.update({name: previous_value})
 
 
 def _writes_same_bits(run: Call, reloaded: Call, examples: Sequence[Tensor]) -> bool:
     """Returns whether a kernel that was loaded again writes the same bits as the kernel that was just compiled."""
-    expected, written = list(map(torch.clone, examples)), list(map(torch.clone, examples))
-    run(*expected)
-    reloaded(*written)
+    expected_tensors, written_tensors = list(map(torch.clone, examples)), list(map(torch.clone, examples))
+    run(*expected_tensors)
+    reloaded(*written_tensors)
     return all(
-        torch.equal(tensor.view(torch.uint8), same.view(torch.uint8))
-        for tensor, same in zip(map(_flat, expected), map(_flat, written), strict=True)
+        torch.equal(tensor.view(torch.uint8), written_tensor.view(torch.uint8))
+        for tensor, written_tensor in zip(map(_flat, expected_tensors), map(_flat, written_tensors), strict=True)
     )
 
 
@@ -216,10 +218,10 @@ def _can_others_write(status: os.stat_result) -> bool:
 def _is_private_group(group: int) -> bool:
     """Returns whether a group has the user's name and no other member. Systems with umask 002 set up such groups."""
     try:
-        members, user = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
+        group_entry, user_name = grp.getgrgid(group), pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return False
-    return members.gr_name == user and {*members.gr_mem} <= {user}
+    return group_entry.gr_name == user_name and {*group_entry.gr_mem} <= {user_name}
 
 
 def _hash_file(file: Path) -> str:

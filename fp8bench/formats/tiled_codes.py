@@ -34,7 +34,7 @@ _QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 _EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
 _TILE_SCALES = TILE_ROWS * TILE_COLUMNS
-# Two dimensions of the views that `Places` makes: the rows and the columns of a block.
+# The rows and the columns of a block are these two dimensions of the views that `Places` makes.
 _BLOCK_DIMENSIONS = (5, 6)
 
 
@@ -42,9 +42,9 @@ _BLOCK_DIMENSIONS = (5, 6)
 class Places:
     """Makes views of a matrix, its codes and its scales. All views have the same order of dimensions.
 
-    The order is (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, columns of a
-    block). If scales are not in tiles (`tiled`), a block counts as a tile. If the matrix in memory is transposed
-    (`turned`), tiles across come first, so that neighbours in memory are read together.
+    The order is (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, columns of a block).
+    A quarter is 32 of the 128 rows of a tile. If scales are not `tiled`, a block counts as a tile. If the matrix is
+    `turned`, its transpose is row-major, and tiles across come first, so that neighbours in memory are read together.
     """
 
     scaling: Scaling
@@ -64,7 +64,7 @@ class Places:
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Returns the view of an operand. Either the operand or its transpose is row-major."""
+        """Returns the view of an operand. Either the operand or its transpose is row-major in memory."""
         return self._view_blocks(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, codes_per_byte: int) -> Tensor:
@@ -72,14 +72,14 @@ class Places:
 
     @property
     def writes_by_index(self) -> bool:
-        """Whether scales are written by index. That is necessary for squares, because the scale of a square is
+        """Whether a kernel writes scales by their index in memory. Squares need it, because the scale of a square is
         written for each of its rows.
         """
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """Returns the view of scales in tiles or in rows. If scales are written by index, returns the memory
-        unchanged.
+        """Returns the view of the scales in `memory`, in tiles or row by row. If scales are written by index, returns
+        `memory` unchanged.
         """
         if self.writes_by_index:
             return memory
@@ -89,10 +89,10 @@ class Places:
         return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def scale_indices(self, parts: Tensor) -> Tensor:
-        """Returns, for each row, the index in memory at which its scale is written, as int32. `parts` is a view of
-        the matrix.
+        """Returns the int32 index in memory of the scale of each row of a block. `parts` is a view of the matrix or of
+        its codes.
         """
-        # Each of these counts along one dimension, and broadcasts over the others.
+        # Each of these tensors counts along one dimension, and broadcasts over the other dimensions.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -109,7 +109,7 @@ class Places:
         return tile * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
 
     def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
-        """Returns the view of a matrix in which a block has `length` columns."""
+        """Returns the view of a matrix whose blocks have `length` columns."""
         rows = self.scaling.rows
         quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
         across = matrix.shape[1] // (columns * length)
@@ -117,7 +117,7 @@ class Places:
 
     def put_in_order(self, parts: Tensor) -> Tensor:
         """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of
-        dimensions that views have.
+        dimensions that all views of this class have.
         """
         return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
 
@@ -126,8 +126,9 @@ class Places:
 class TiledCodesKernel(Kernel):
     """Writes the codes of blocks, and the bytes of their scales. Each row of a block gets a scale.
 
-    The arguments are the operand and memory for codes and scales, all viewed by `Places`. NVFP4's tensor scale
-    follows, and the key of the seed if rounding is `stochastic`. A byte has two E2M1 codes.
+    The arguments are the operand, memory for codes and memory for scales, all as views that `places` makes. For NVFP4
+    the tensor scale follows. If rounding is `stochastic`, the last argument is the key of the seed. Two E2M1 codes
+    share a byte.
     """
 
     fmt: Format
@@ -141,30 +142,32 @@ class TiledCodesKernel(Kernel):
         return 2 if self.fmt is E2M1 else 1
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        source, out, scales, *optional = tensors
+        source, out, scales, *optional_tensors = tensors
         scaling = self.places.scaling
         assert scaling.scale is not None
-        random_lanes = self._draw_bits(source, optional.pop()) if self.stochastic else None
-        # here torch's cast can be used, which rounds to nearest even
+        random_lanes = self._draw_bits(source, optional_tensors.pop()) if self.stochastic else None
+        # torch's cast rounds to nearest even, so it can be used here
         if self.codes_per_byte == 1 and not self.stochastic:
             amax = source.abs().amax(_BLOCK_DIMENSIONS, keepdim=True).to(torch.float32)
             block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
             codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
             lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
-            tensor_scale = optional[0] if optional else None
-            rounded, block_scales, _ = block_elements(
+            tensor_scale = optional_tensors[0] if optional_tensors else None
+            rounded_lanes, block_scales, _ = block_elements(
                 lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
             )
-            codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
+            codes = [
+                encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded_lanes
+            ]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # If blocks are single rows, scales have the order of the codes. If blocks are squares, a scale is repeated
+        # If a block is a part of one row, scales have the order of the codes. If it is a square, its scale is repeated
         # for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        # Every element writes its scale, though one element of a row would do. A smaller shape would need a second
-        # kernel.
+        # Each element writes its scale, although one element of a row would be enough. Writing fewer would need a
+        # second kernel.
         else:
             scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
@@ -185,9 +188,9 @@ class TiledCodesKernel(Kernel):
         return [element_random_bits(lane, key) for lane in self._lanes(self.places.put_in_order(indices))]
 
     def examples(self) -> list[Tensor]:
-        high, wide = self.places.smallest_shape
+        min_rows, min_columns = self.places.smallest_shape
         down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
-        rows, columns = down * high, across * wide
+        rows, columns = down * min_rows, across * min_columns
         shape = (columns, rows) if self.places.turned else (rows, columns)
         x = draw_example(shape, self.source, self.device)
         out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=self.device)
@@ -209,7 +212,7 @@ class TiledCodesKernel(Kernel):
 @dataclass(frozen=True)
 class PairsKernel(Kernel):
     """Writes E2M1 codes without a scale, two in a byte. The arguments are a matrix viewed as (rows, pairs, 2) and
-    memory for (rows, pairs) bytes. With `turned`, the transpose of the matrix is in memory.
+    memory for (rows, pairs) bytes. If `turned`, the transpose of the matrix is row-major.
     """
 
     source: torch.dtype
@@ -241,12 +244,11 @@ def _view_pairs(matrix: Tensor, turned: bool) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorScalesKernel(Kernel):
-    """Computes NVFP4's tensor scales and keys of seeds. Each scale comes from the largest magnitudes of its tensor's
-    parts.
+    """Computes NVFP4's tensor scales, and the keys of seeds.
 
-    The arguments begin with the magnitudes of each of `tensors`. Memory for `copies` scales follows. If there is only
-    one tensor, all copies get its scale. If there are `steps` (quantise.Draw), the last arguments are the last seed,
-    memory for the new seed, and memory for the keys.
+    The first arguments are, for each of `tensors`, the largest magnitudes of the tensor's parts. Then comes memory for
+    `copies` scales. If there is only one tensor, all copies get its scale. If there are `steps` (quantise.Draw), the
+    last arguments are the last seed, memory for the new seed, and memory for the keys.
     """
 
     device: str
@@ -260,7 +262,7 @@ class TensorScalesKernel(Kernel):
             out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
         if self.steps:
             last, new_last, *keys = tensors[self.tensors + self.copies :]
-            # This is written as a sum, so that it can be in one launch with the other sums.
+            # The new seed is computed as a sum, because a sum can share a launch with the other reductions.
             first = torch.arange(2, device=last.device) == 0
             new_last.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
             for key, step in zip(keys, self.steps, strict=True):
@@ -288,28 +290,28 @@ _ALL_CODE_DTYPES = {**CODE_DTYPES, E2M1.name: torch.float4_e2m1fn_x2}
 def tiled_codes(
     x: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a matrix, and its scales in tiles (scale_layouts.py). A byte has two e2m1 codes.
+    """Returns the codes of a matrix, and its scales in tiles (scale_layouts.py). Two e2m1 codes share a byte.
 
-    Every row has its own scales. NVFP4's scales of squares are repeated, because no product accepts squares. MX
-    scales are float8_e8m0fnu. NVFP4's scales are bytes, and the tensor scale in float32 is in the last four bytes.
-    The tensor scale comes from `amaxes`, the largest magnitudes of the matrix's parts, if these are given. A `draw`
-    of one seed makes rounding stochastic.
+    Every row has separate scales. NVFP4's scales of squares are repeated for each row, because no product accepts
+    squares. MX scales are float8_e8m0fnu. NVFP4's scales are bytes, and the last four bytes are the tensor scale in
+    float32. The tensor scale is computed from `amaxes`, the largest magnitudes of the matrix's parts, or else from the
+    matrix. With a `draw`, which has one seed, rounding is stochastic.
     """
     check_input(x)
     if not _can_use_kernel(x):
         return _cast_by_operations(x, fmt, scaling, *_draw_seeds(draw, 1))
-    target = _TiledCast.of(x, fmt, scaling, draw is not None)
-    _scale_tensors([target], x, draw, () if amaxes is None else (amaxes,))
-    run_cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
-    return target.result()
+    tiled_cast = _TiledCast.of(x, fmt, scaling, draw is not None)
+    _scale_tensors([tiled_cast], x, draw, () if amaxes is None else (amaxes,))
+    run_cast("tiled_codes", None, tiled_cast.arguments, (tiled_cast.tiled, *_operator_arguments(fmt, scaling)), tuple)
+    return tiled_cast.result()
 
 
 def tiled_codes_both(
     x: Tensor, turned: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Sequence[Tensor] = ()
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns codes and scales of a matrix, and those of its transpose. `turned` is the transpose, which may have
-    been rotated. With two `amaxes`, matrix and transpose use their own largest magnitudes. Otherwise both use that of
-    the matrix. A `draw` has two seeds.
+    """Returns codes and scales of a matrix, and those of its transpose. `turned` is the transpose, possibly rotated.
+    With two `amaxes`, the first is for the matrix and the second for the transpose. Otherwise both use the largest
+    magnitude of the matrix. With a `draw`, which has two seeds, rounding is stochastic.
     """
     check_input(x)
     if not (_can_use_kernel(x) and _can_use_kernel(turned)):
@@ -323,8 +325,8 @@ def tiled_codes_both(
 
 
 def unscaled_codes(x: Tensor) -> Tensor:
-    """Returns the e2m1 codes of a matrix without a scale, two in a byte. If a row has an odd number of elements, a
-    zero is appended.
+    """Returns the e2m1 codes of a matrix that is rounded without a scale. Two codes share a byte. A row with an odd
+    number of elements is extended by a zero.
     """
     check_input(x)
     matrix, _ = fill_blocks(x.detach(), 1, 2)
@@ -349,7 +351,7 @@ def _scale_tensors(targets: list[_TiledCast], x: Tensor, draw: Draw | None, amax
 
 
 def _draw_seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
-    """Returns `count` seeds for casts that run without the fused kernel, and advances the draw."""
+    """Returns `count` seeds for casts that run without the fused kernel. Writes the last of them to `draw.after`."""
     if draw is None:
         return [None] * count
     seeds = [draw.last + step for step in draw.steps]
@@ -383,19 +385,19 @@ class _TiledCast(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _TiledCast:
-        nvfp4, rows = scaling.scale is E4M3, len(x)
-        # Kernels see only complete blocks. `result` cuts off what was added.
+        is_nvfp4, rows = scaling.scale is E4M3, len(x)
+        # Kernels see only complete blocks. `result` cuts off the elements that complete them.
         matrix, _ = fill_blocks(x.detach(), scaling.rows, scaling.columns)
         down, across = len(matrix), matrix.shape[1] // scaling.columns
         # Scales and NVFP4's tensor scale are in the same memory, because products expect that.
-        size, codes_per_byte = count_tile_bytes(rows, across), 2 if fmt is E2M1 else 1
-        memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
-        tensor_scale = memory[size:].view(torch.float32).view(()) if nvfp4 else None
+        tile_bytes, codes_per_byte = count_tile_bytes(rows, across), 2 if fmt is E2M1 else 1
+        memory = torch.empty(tile_bytes + is_nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
+        tensor_scale = memory[tile_bytes:].view(torch.float32).view(()) if is_nvfp4 else None
         key = torch.empty((), dtype=torch.int32, device=x.device) if stochastic else None
         # Only complete tiles are written directly. Other scales are first written row by row and then copied into
         # tiles.
         fills_tiles = not rows % TILE_ROWS and not across % TILE_COLUMNS
-        scales = memory[:size] if fills_tiles else torch.empty(down * across, dtype=torch.uint8, device=x.device)
+        scales = memory[:tile_bytes] if fills_tiles else torch.empty(down * across, dtype=torch.uint8, device=x.device)
         codes = torch.empty(down, matrix.shape[1] // codes_per_byte, dtype=torch.uint8, device=x.device)
         shape = rows, count_blocks(x.shape[1], codes_per_byte)
         return cls(matrix, codes, scales, tensor_scale, key, fills_tiles, memory, shape, _ALL_CODE_DTYPES[fmt.name])
@@ -416,14 +418,14 @@ class _TiledCast(NamedTuple):
 
 
 def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    stored = quantise(x, fmt, scaling, seed=seed)
-    scales = stored.scales
+    scaled_tensor = quantise(x, fmt, scaling, seed=seed)
+    scales = scaled_tensor.scales
     assert scales is not None
-    by_row = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
-    memory, codes = swizzle(by_row), stored.codes.view(_ALL_CODE_DTYPES[fmt.name])
-    if stored.tensor_scale is None:
+    row_scales = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
+    memory, codes = swizzle(row_scales), scaled_tensor.codes.view(_ALL_CODE_DTYPES[fmt.name])
+    if scaled_tensor.tensor_scale is None:
         return codes, memory.view(torch.float8_e8m0fnu)
-    return codes, torch.cat((memory, stored.tensor_scale.reshape(1).view(torch.uint8)))
+    return codes, torch.cat((memory, scaled_tensor.tensor_scale.reshape(1).view(torch.uint8)))
 
 
 def _run_tiled_codes(*arguments: Any) -> Launch | None:
@@ -431,7 +433,8 @@ def _run_tiled_codes(*arguments: Any) -> Launch | None:
 
 
 def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
-    # The arguments are five tensors of each matrix (see _prepare_call), whether each matrix is tiled, and the recipe.
+    # The arguments are the first five arguments of _prepare_call for each of two matrices, whether each matrix is
+    # tiled, and the recipe.
     tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
     return _prepare_call(*first).run_together_with(_prepare_call(*second))

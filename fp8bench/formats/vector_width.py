@@ -30,8 +30,8 @@ _LEAST_GAIN = 0.1
 
 
 def vector_widths(device: str) -> tuple[int, ...]:
-    """Returns the vector widths to choose from, the narrow one first. The result is empty if torch has only one
-    width, or no vectors.
+    """Returns the vector widths in bits to choose from, the narrow one first. Returns () if torch has only one width,
+    or no vectors.
     """
     has_both_widths = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     return (NARROW_BITS, WIDE_BITS) if has_both_widths else ()
@@ -66,8 +66,8 @@ def measure_fastest(
 
 
 def choose_width(seconds: Mapping[int, float]) -> int:
-    narrow, fastest = min(seconds), min(seconds, key=lambda bits: seconds[bits])
-    return fastest if seconds[fastest] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
+    narrow_bits, fastest_bits = min(seconds), min(seconds, key=lambda bits: seconds[bits])
+    return fastest_bits if seconds[fastest_bits] < (1 - _LEAST_GAIN) * seconds[narrow_bits] else narrow_bits
 
 
 class StoredChoice:
@@ -91,27 +91,29 @@ class StoredChoice:
         return bits if bits in (NARROW_BITS, WIDE_BITS) else None
 
     def store(self, bits: int, **facts: object) -> int:
-        """Stores a choice and returns it. If an earlier process has stored another choice, that one is returned, so
-        that all processes use the same kernel.
+        """Stores a choice and returns it. If an earlier process has stored another choice, returns that choice, so that
+        all processes use the same kernel.
 
         If nothing can be written, the next process measures again.
         """
         with contextlib.suppress(OSError, StoreError), lock_folder(self._path.parent):
             # Another process may have measured at the same time and stored its choice first.
-            first = self.read()
-            if first is not None:
-                return first
+            stored_bits = self.read()
+            if stored_bits is not None:
+                return stored_bits
             write_whole(self._path, compact(seal({"bits": bits, **facts})), sync=False)
         return bits
 
 
 def describe_processor() -> str:
-    """Returns a description of the processor, for which a compiler tunes. On Linux it is that of the kernel, and
-    elsewhere that of Python.
+    """Returns a description of the processor, for which a compiler tunes its code. On Linux the description comes from
+    /proc/cpuinfo, and elsewhere from Python.
     """
     with contextlib.suppress(OSError):
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        first_processor = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         return "\n".join(
-            re.findall(r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*", first, re.MULTILINE)
+            re.findall(
+                r"^(?:vendor_id|cpu family|model|model name|stepping|flags)\s*:.*", first_processor, re.MULTILINE
+            )
         )
     return platform.processor()

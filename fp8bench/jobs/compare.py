@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.compare import ComparedSides, compare
 from fp8bench.analysis.compare.sides import Side, hardware_of, make_side, name_machines
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
@@ -17,7 +17,7 @@ from fp8bench.store.runs.listing import remove_copies
 from fp8bench.store.runs.run_file import load_run
 
 
-def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> Compared:
+def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> ComparedSides:
     # Find the files of both sides before reading any, so that a missing file is reported for the right side.
     chosen_sides = [find_runs(name, store) for name in (old_name, new_name)]
     old, new = (read_runs(chosen, observer) for chosen in chosen_sides)
@@ -26,7 +26,7 @@ def compare_named_sides(old_name: str, new_name: str, store: Path, observer: Job
 
 def compare_runs(
     old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
-) -> Compared:
+) -> ComparedSides:
     """Compares the runs of two named sides. Raises UsageError if a run is on both sides, or if the sides have no
     machine in common.
     """

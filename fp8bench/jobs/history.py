@@ -15,7 +15,7 @@ from fp8bench.analysis.steps.change_points import find_steps
 from fp8bench.analysis.steps.changes import (
     Change,
     ChangeState,
-    Found,
+    FoundChanges,
     Stretch,
     apply_acks,
     find_changes,
@@ -100,7 +100,7 @@ def _count_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file())
 
 
-def find_all_changes(history: History, store: Path, observer: JobObserver) -> Found:
+def find_all_changes(history: History, store: Path, observer: JobObserver) -> FoundChanges:
     """Returns the changes of all trends, including those that are acknowledged."""
     changes = find_changes_in_stretches(list_stretches(history), find_steps)
     return apply_acks(changes, load_matching_acks(store, changes, observer))
@@ -115,7 +115,7 @@ def list_stretches(history: History) -> Iterator[list[Stretch]]:
         yield [Stretch(line.to_trend, places, values, is_count) for places, values in line.comparable]
 
 
-def load_matching_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
+def load_matching_acks(store: Path, changes: FoundChanges, observer: JobObserver) -> list[Ack]:
     """Returns the store's acknowledgements of changes. If an acknowledgement names an interpreter by a different path
     than `changes` do, the path is replaced by that of `changes`.
     """
@@ -172,7 +172,7 @@ def acknowledge(
     return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen_changes]
 
 
-def _choose_open_changes(series: str, search: Found) -> list[Change]:
+def _choose_open_changes(series: str, search: FoundChanges) -> list[Change]:
     """Returns the changes for the worse that nobody has acknowledged. If there are none, returns the other changes that
     nobody has acknowledged.
     """
@@ -181,8 +181,8 @@ def _choose_open_changes(series: str, search: Found) -> list[Change]:
         reason = ""
         if any(change.state is ChangeState.ACKNOWLEDGED for change in search.changes):
             reason = " Its changes are already acknowledged."
-        elif search.left and not search.looked_at:
-            reason = f" Not searched: {'; '.join(search.left)}."
+        elif search.skip_counts and not search.searched_count:
+            reason = f" Not searched: {'; '.join(search.skip_counts)}."
         raise UsageError(f"{series!r:.80} has no open changes.{reason}")
     return [change for change in open_changes if change.is_worse] or open_changes
 

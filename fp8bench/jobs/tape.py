@@ -6,7 +6,7 @@ import os
 from itertools import chain
 from pathlib import Path
 
-from fp8bench.analysis.tapes import Taped
+from fp8bench.analysis.tapes import CaseTape
 from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.limits import Limits
@@ -16,10 +16,10 @@ from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import resolve
 
 
-def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[Taped]:
+def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[CaseTape]:
     """Records a tape of every case of a request. Nothing is timed or stored."""
     corpus = resolve(request, os.environ).corpus(store)
-    taped_cases: list[Taped] = []
+    taped_cases: list[CaseTape] = []
     with worker_for(request, corpus) as worker, observer.counting() as report_progress:
         facts = worker.probe()
         facts_by_device = {fact.key: fact for fact in facts}
@@ -37,15 +37,15 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[T
                 except WorkerError as error:
                     reason = str(error)
                     worker.restart()
-            taped_cases.append(Taped(case.setting, case.mode, tape, reason, planned_case.work.flops))
+            taped_cases.append(CaseTape(case.setting, case.mode, tape, reason, planned_case.work.flops))
     return taped_cases
 
 
-def read_tapes(run: Run) -> list[Taped]:
+def read_tapes(run: Run) -> list[CaseTape]:
     taped_cases = []
     for record in run.records:
         reason = "" if record.tape is not None else record.reason or record.detail or "no tape was recorded"
-        taped_cases.append(Taped(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
+        taped_cases.append(CaseTape(record.case.setting, record.case.mode, record.tape, reason, record.work.flops))
     if not any(taped_case.tape for taped_case in taped_cases):
         raise UsageError(
             f"the run {run.id} has no tape, as with --quick or FP8BENCH_TAPE=off. Measure it again with --tape."

@@ -2,7 +2,7 @@
 docs read these rows, and name no figure themselves.
 
 A new figure needs a row in this module and code that measures it: a `Measurement` of the record, or a function in
-MEASURES of analysis/metrics.py. The tables of figures in the reference of the docs come from this module.
+METRIC_FUNCTIONS of analysis/metrics.py. The tables of figures in the reference of the docs come from this module.
 """
 
 from __future__ import annotations

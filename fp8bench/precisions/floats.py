@@ -1,5 +1,5 @@
-"""Precisions that are torch's own dtypes: fp32 (the reference), tf32, fp16 with loss scaling, and bf16. Also the
-precision of an unchanged model.
+"""Precisions that are torch's own dtypes: fp32 (the reference), tf32, fp16 with loss scaling, and bf16. The precision
+`untouched` is that of an unchanged model.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Bf16(PlainPrecision):
     dtype = "bfloat16"
 
     def support(self, facts: DeviceFacts) -> Support:
-        cpu = hardware.native("torch's CPU kernels")
+        cpu_support = hardware.native("torch's CPU kernels")
         gpu_support = hardware.native("bfloat16 products")
-        nvidia = hardware.support_from_capability(facts, hardware.AMPERE, "bf16")
-        return hardware.select_by_vendor(facts, "bf16", cpu, gpu_support, nvidia, intel=gpu_support)
+        nvidia_support = hardware.support_from_capability(facts, hardware.AMPERE, "bf16")
+        return hardware.select_by_vendor(facts, "bf16", cpu_support, gpu_support, nvidia_support, intel=gpu_support)
 
 
 @precisions.register("fp16")
@@ -47,14 +47,14 @@ class Fp16(PlainPrecision):
     loss_scale = 1024.0
 
     def support(self, facts: DeviceFacts) -> Support:
-        cpu = hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
-        gpu = hardware.native("float16 products")
-        return hardware.select_by_vendor(facts, "fp16", cpu, gpu, gpu, intel=gpu)
+        cpu_support = hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
+        gpu_support = hardware.native("float16 products")
+        return hardware.select_by_vendor(facts, "fp16", cpu_support, gpu_support, gpu_support, intel=gpu_support)
 
 
 @precisions.register("fp32")
 class Fp32(PlainPrecision):
-    """IEEE single precision, in products too: TF32 is switched off."""
+    """IEEE single precision, for products too, because TF32 is switched off."""
 
     name = "fp32"
     summary = "IEEE float32 for every tensor and product, TF32 off."
@@ -67,26 +67,26 @@ class Fp32(PlainPrecision):
 
 @precisions.register("tf32")
 class Tf32(PlainPrecision):
-    """TF32 is a switch, not a format: tensors stay float32, and tensor cores round their inputs."""
+    """TF32, which is a switch and not a format: tensors stay float32, and tensor cores round their inputs."""
 
     name = "tf32"
     summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
     rank = 10
     dtype = "float32"
     carried_by = "fp32"
-    # torch's switch is for the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not change
-    # products of values that TF32 can hold.
+    # torch's switch applies to the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not change
+    # products of values that TF32 can represent.
     float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
-        cpu = hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
+        cpu_support = hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
         amd_support = hardware.refused("torch gives no TF32 on AMD devices")
         intel_support = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
-        nvidia = hardware.support_from_capability(facts, hardware.AMPERE, "TF32")
-        return hardware.select_by_vendor(facts, "TF32", cpu, amd_support, nvidia, intel_support)
+        nvidia_support = hardware.support_from_capability(facts, hardware.AMPERE, "TF32")
+        return hardware.select_by_vendor(facts, "TF32", cpu_support, amd_support, nvidia_support, intel_support)
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        return super().arithmetic(facts)  # The hardware rounds what it reads. Tensors stay float32.
+        return super().arithmetic(facts)  # the hardware rounds the operands, and tensors stay float32
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).is_native:

@@ -58,8 +58,8 @@ class Fp8(RecipePrecision):
 
 @precisions.register("fp8-block")
 class Fp8Block(RecipePrecision):
-    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. They are as long as
-    the partial sums that Hopper kernels add up in float32 anyway.
+    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. Hopper kernels add up
+    partial sums in float32 anyway, and these sums are as long as the blocks.
     """
 
     name = "fp8-block"
@@ -69,11 +69,11 @@ class Fp8Block(RecipePrecision):
     )
     rank = 43
     words = "block-scaled FP8"
-    compiled_multiple = 128  # torch's compiler needs whole blocks, while its kernels also accept parts of blocks
+    compiled_multiple = 128  # torch's compiler needs complete blocks, although torch's kernels do not
     options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
 
     def make_recipe(self) -> Recipe:
-        # As in DeepSeek-V3, a scale of inputs and gradients belongs to a part of a row, and a scale of weights to a
+        # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
         # square.
         row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
         return self.recipe_of((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
@@ -81,8 +81,8 @@ class Fp8Block(RecipePrecision):
 
 @precisions.register("fp8-delayed")
 class Fp8Delayed(RecipePrecision):
-    """FP8 with a scale that comes from earlier tensors. So a tensor is not read twice. Values above the earlier
-    maximum saturate.
+    """FP8 with a scale that is computed from earlier tensors, so that a tensor is not read twice. Values above the
+    earlier maximum saturate.
     """
 
     name = "fp8-delayed"
@@ -93,7 +93,12 @@ class Fp8Delayed(RecipePrecision):
     rank = 41
     words = "FP8"
     options = (
-        Option("history", "earlier amaxes that a scale is computed from", "1024", whole_number(1, LONGEST_HISTORY)),
+        Option(
+            "history",
+            "number of earlier amaxes from which a scale is computed",
+            "1024",
+            whole_number(1, LONGEST_HISTORY),
+        ),
         Option(
             "algorithm", "which of these amaxes is used: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)
         ),
@@ -108,13 +113,13 @@ class Fp8Delayed(RecipePrecision):
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        # A delayed scale exists before its tensor is read. So only the formats and the history can be chosen.
+        # A delayed scale exists before its tensor is read, so only the formats and the history can be chosen.
         return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
 @precisions.register("fp8-e4m3")
 class Fp8E4M3(RecipePrecision):
-    """FP8 with E4M3 for gradients too. That is enough if one scale covers a tensor's range."""
+    """FP8 with E4M3 for gradients too. This suffices if one scale covers the range of a tensor's values."""
 
     name = "fp8-e4m3"
     summary = "E4M3 for every tensor, gradients included, one current float32 scale a tensor, elements to nearest even."
@@ -126,8 +131,8 @@ class Fp8E4M3(RecipePrecision):
 
 @precisions.register("fp8-e5m2")
 class Fp8E5M2(RecipePrecision):
-    """FP8 with E5M2 for all tensors. It shows what two mantissa bits alone cost. NVIDIA's GPUs have no product of two
-    E5M2 tensors.
+    """FP8 with E5M2 for all tensors. It shows what having only two mantissa bits costs. NVIDIA's GPUs have no product
+    of two E5M2 tensors.
     """
 
     name = "fp8-e5m2"
@@ -147,8 +152,8 @@ class Fp8Unit(RecipePrecision):
 
     name = "fp8-unit"
     summary = (
-        "E4M3 inputs and weights, E5M2 gradients, no scale at all: the model is unit-scaled, its tensors near a "
-        "deviation of 1 by constants of its shapes, elements to nearest even."
+        "E4M3 inputs and weights, E5M2 gradients, no scales: the model is unit-scaled, so constants computed from its "
+        "shapes keep the standard deviation of tensors near 1, elements to nearest even."
     )
     rank = 46
     words = "FP8"
@@ -192,19 +197,21 @@ class MxFp4(RecipePrecision):
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
-        # Only gradients are rounded stochastically. Their rounding errors would add up during a training. Rounding
-        # errors of weights do not.
-        nearest = Treatment(E2M1, scaling)
-        return self.recipe_of((nearest, nearest, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
+        # Only gradients are rounded stochastically, because their rounding errors would otherwise add up during a
+        # training. Rounding errors of weights do not add up.
+        nearest_treatment = Treatment(E2M1, scaling)
+        return self.recipe_of(
+            (nearest_treatment, nearest_treatment, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on"))
+        )
 
 
-# The formats of input, weight and gradient for each value of the option.
+# The formats of inputs, weights and gradients for each value of the option `formats`.
 _MXFP6_FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}
 
 
 @precisions.register("mxfp6")
 class MxFp6(RecipePrecision):
-    """OCP MXFP6. It takes three quarters of MXFP8's bytes. On hardware with FP6 units it is as fast as MXFP8."""
+    """OCP MXFP6. It takes three quarters of the bytes of MXFP8. On hardware with FP6 units it is as fast as MXFP8."""
 
     name = "mxfp6"
     summary = f"E3M2 {_MX_SUMMARY}"
@@ -245,13 +252,13 @@ class MxFp8(RecipePrecision):
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
-# In the tensor cores of Blackwell this many elements share one E4M3 scale.
+# The number of elements that share one E4M3 scale in Blackwell's tensor cores.
 _NVFP4_BLOCK = 16
 
 
 @precisions.register("nvfp4", "fp4")
 class NvFp4(RecipePrecision):
-    """NVFP4 with all parts of NVIDIA's training recipe. Options can switch off each part."""
+    """NVFP4 with all parts of NVIDIA's training recipe. Each part can be switched off by an option."""
 
     name = "nvfp4"
     aliases = ("fp4",)
@@ -282,14 +289,14 @@ class NvFp4(RecipePrecision):
 
     def make_recipe(self) -> Recipe:
         weight_rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
-        stochastic = self.chosen["stochastic"] == "on"
+        is_stochastic = self.chosen["stochastic"] == "on"
         # If a scale is rounded down, the largest values of its block saturate. That would bias stochastic rounding.
-        gradient_rounding = ScaleRounding.UP if stochastic else self.scale
+        gradient_rounding = ScaleRounding.UP if is_stochastic else self.scale
         return self.recipe_of(
             (
                 Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, self.scale)),
                 Treatment(E2M1, Scaling(weight_rows, _NVFP4_BLOCK, E4M3, self.scale)),
-                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, gradient_rounding), stochastic),
+                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, gradient_rounding), is_stochastic),
             )
         )
 
@@ -304,12 +311,12 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "mx": (1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
-# Values of options. They stand for no scaling, for the default rounding of the scaling, and for the format that the
-# option `format` names.
+# Option values that stand for no scaling, for the default rounding of the scaling, and for the format that the option
+# `format` names.
 _NO_SCALING = "none"
 _DEFAULT_ROUNDING = "auto"
 _COMMON_FORMAT = "same"
-# All formats but E8M0. It has only powers of two, and only scales use it.
+# All formats except E8M0, which has only powers of two and serves only for scales.
 _ELEMENT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
 
@@ -334,7 +341,7 @@ class Custom(RecipePrecision):
 
     name = "custom"
     summary = (
-        "Any element format under any scaling, e4m3fn under one float32 scale a tensor unless told otherwise: "
+        "Any element format under any scaling, by default e4m3fn under one float32 scale a tensor: "
         "custom:format=e3m2:scaling=row."
     )
     rank = 90
@@ -379,7 +386,7 @@ class Custom(RecipePrecision):
     def _make_chosen_scaling(self) -> Scaling | None:
         scaling = str(self.chosen["scaling"])
         rounding = str(self.chosen["scale"])
-        # Without scaling no scale is rounded. So refuse a chosen rounding instead of ignoring it.
+        # Without scaling there is no scale to round, so refuse a chosen rounding instead of ignoring it.
         if scaling == _NO_SCALING:
             if rounding != _DEFAULT_ROUNDING:
                 raise RecipeRefused(f"scaling={_NO_SCALING} leaves scale={rounding} nothing to round: leave one out.")

@@ -16,24 +16,24 @@ from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
 ACCELERATE_FP8 = "accelerate-fp8"
-# For each recipe: the package that it needs besides Accelerate, and how to install that package.
+# The package that each recipe needs in addition to Accelerate, and how to install it.
 _RECIPE_PACKAGES = {
     "ao": ("torchao", "pip install torchao"),
     "te": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
-    "msamp": ("msamp", "no registry has it, so that it is built from github.com/Azure/MS-AMP"),
+    "msamp": ("msamp", "no registry has it, so build it from github.com/Azure/MS-AMP"),
 }
 
 
 @precisions.register(ACCELERATE_FP8)
 class AccelerateFp8(PlainPrecision):
-    """Converts a model with Accelerate's `prepare`. That also wraps the optimizer and runs the model under bf16
+    """Converts a model with Accelerate's `prepare`, which also wraps the optimizer and runs the model under bf16
     autocast.
     """
 
     name = ACCELERATE_FP8
     summary = (
-        "Accelerator(mixed_precision='fp8').prepare of a model of your own, in the recipe that is chosen, under bf16's "
-        "autocast; `fp8bench profile` alone."
+        "Your own model, converted by Accelerator(mixed_precision='fp8').prepare with the chosen recipe, under bf16's "
+        "autocast; only for `fp8bench profile`."
     )
     rank = 49
     listed = False
@@ -46,7 +46,7 @@ class AccelerateFp8(PlainPrecision):
 
     def support(self, facts: DeviceFacts) -> Support:
         """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
-        return refused(f"{self.mode} is a whole model of your own by Accelerate: fp8bench profile MODULE:FUNCTION")
+        return refused(f"{self.mode} needs your own model, which Accelerate converts: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         from fp8bench.nn.conversion import AcceleratedModel
@@ -55,11 +55,11 @@ class AccelerateFp8(PlainPrecision):
 
     def prepares(self, facts: DeviceFacts) -> Support:
         recipe = str(self.chosen["recipe"])
-        nvidia = is_nvidia(facts) and facts.capability is not None
+        has_nvidia_gpu = is_nvidia(facts) and facts.capability is not None
         package, install_command = _RECIPE_PACKAGES[recipe]
         # 1. Look for missing packages first, because everything else needs the packages.
         for required_package, command in (("accelerate", "pip install accelerate"), (package, install_command)):
-            if recipe != "ao" and not nvidia:
+            if recipe != "ao" and not has_nvidia_gpu:
                 break  # The device cannot run this recipe, so installing a package would not help.
             if facts.version_of(required_package) is None:
                 return refused(f"{required_package} is not installed here: {command}")
@@ -67,18 +67,18 @@ class AccelerateFp8(PlainPrecision):
         if self.chosen["level"] != "O2" and recipe != "msamp":
             return refused(f"level={self.chosen['level']} is MS-AMP's: choose recipe=msamp, or leave it out")
         # 3. Refuse devices that cannot run the recipe.
-        if recipe != "ao" and not nvidia:
+        if recipe != "ao" and not has_nvidia_gpu:
             library = {"te": "Transformer Engine", "msamp": "MS-AMP"}[recipe]
             return refused(
                 f"Accelerate's recipe {recipe} is {library}'s, which needs an NVIDIA GPU with FP8 units (compute "
                 "capability 8.9 or later): choose recipe=ao, or another device"
             )
-        if nvidia and facts.capability is not None and facts.capability < (8, 9):
+        if has_nvidia_gpu and facts.capability is not None and facts.capability < (8, 9):
             return refused("Accelerate refuses FP8 on GPUs below compute capability 8.9: choose another device")
         if facts.accelerated and facts.index:
             return refused(f"Accelerate takes a process's first GPU, not {facts.key}: choose {facts.kind}:0")
-        # 4. All other cases run, with native products or with torch's CPU kernels.
-        if nvidia:
+        # 4. In all other cases the recipe runs, with native products or with torch's CPU kernels.
+        if has_nvidia_gpu:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
             return refused(f"Accelerate's FP8 has not been tried on {facts.kind}: choose cpu or cuda")
@@ -93,7 +93,7 @@ def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
 
 @precisions.register(SERVED)
 class Served(Precision):
-    """A served model whose KV cache and weights have chosen formats. Everything else has the carrier's dtype."""
+    """A served model whose KV cache and weights have chosen formats. All other tensors have the carrier's dtype."""
 
     name = SERVED
     summary = "bf16 or fp32, with separate formats for the KV cache and for weights."

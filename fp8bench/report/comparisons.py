@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fp8bench import units
-from fp8bench.analysis.compare.compare import Compared
+from fp8bench.analysis.compare.compare import ComparedSides
 from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.analysis.compare.sides import DifferingFact, Side
-from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
 from fp8bench.model.specs import BAND, COUNTS, TIME, spec_of
@@ -43,8 +43,8 @@ _TIME_LEGEND = (
 _VERDICT_LEGEND = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
     f"({units.percent(MIN_CHANGE_OF_FEW_RUNS, 0)} where there are fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in "
-    f"all), same if it lies within +-{units.percent(SAME, 0)}, else cannot tell; differs if the sides were measured "
-    "under different conditions"
+    f"all), same if it lies within +-{units.percent(SAME_BAND, 0)}, else cannot tell; differs if the sides were "
+    "measured under different conditions"
 )
 CSV_COLUMNS = (
     "case",
@@ -116,7 +116,7 @@ def explain_labels(comparisons: Iterable[Comparison]) -> list[str]:
     return [explain_label(label) for label in Label if label.value in labels]
 
 
-def comparison_page(compared: Compared, with_unchanged: bool = False, with_reasons: bool = False) -> Page:
+def comparison_page(compared: ComparedSides, with_unchanged: bool = False, with_reasons: bool = False) -> Page:
     """Returns the page of a comparison. `with_unchanged` also lists memory, errors and counts that are the same.
     `with_reasons` shows the reason for 'cannot tell' in each row instead of in a list.
     """
@@ -158,7 +158,7 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     return Page("B against A", "", tuple(parts), legend, side_facts)
 
 
-def _explain_missing_verdicts(compared: Compared) -> Texts:
+def _explain_missing_verdicts(compared: ComparedSides) -> Texts:
     """If the two sides were measured under different conditions, yields a sentence that explains why times have no
     verdict. The sentence has the range of their ratios.
     """
@@ -203,10 +203,10 @@ def describe_difference(fact: DifferingFact, values: str) -> str:
     return f"{fact.name}{values.format(f'{fact.before:.60}', f'{fact.after:.60}')}"
 
 
-def _describe_differences(compared: Compared) -> tuple[str, tuple[Element, ...]]:
-    if not compared.differing:
+def _describe_differences(compared: ComparedSides) -> tuple[str, tuple[Element, ...]]:
+    if not compared.differing_facts:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing)
+    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing_facts)
     return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 
@@ -241,11 +241,11 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
     yield table("comparisons", "", cols, comparisons)
 
 
-def comparison_document(compared: Compared) -> dict[str, Any]:
+def comparison_document(compared: ComparedSides) -> dict[str, Any]:
     return {
         "a": _side_document(compared.before),
         "b": _side_document(compared.after),
-        "differing": encode(compared.differing),
+        "differing": encode(compared.differing_facts),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
         "only_b": list(compared.only_after),

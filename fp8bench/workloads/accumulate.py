@@ -1,4 +1,4 @@
-"""The suite accumulate: it sums the gradients of several micro-batches in a buffer of some precision."""
+"""The suite accumulate: sums the gradients of several micro-batches in a buffer of the case's precision."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass
 class PlainBuffer:
-    """A buffer of plain tensors, to which gradients are added in place. The first micro-batch is copied, so that
-    nothing must be set to zero.
+    """A buffer of plain tensors, to which gradients are added in place. The first micro-batch is copied into the
+    buffer, so that the buffer need not be set to zero.
     """
 
     _sums: list[Tensor]
@@ -66,7 +66,7 @@ class ScaledBuffer:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
             self._cast_sums(sums)
-            del sums  # free the memory here, because the time for that must count for a phase
+            del sums  # free the memory here, so that this time counts for the phase
 
     def values(self) -> list[Tensor]:
         import torch
@@ -92,9 +92,9 @@ class BufferState:
 
 @workloads.register("accumulate")
 class Accumulate(Workload):
-    """Sums the same gradients in a buffer of the case's precision. In fp32, bf16 and fp16, gradients are added to the
-    buffer in place. fp8 and smaller formats have scales. There, every micro-batch must restore the whole buffer, add
-    to it and cast it again.
+    """Sums the same gradients in every step, in a buffer of the case's precision. In fp32, bf16 and fp16, gradients are
+    added to the buffer in place. fp8 and smaller formats have scales. There, every micro-batch must restore the whole
+    buffer, add to it and cast it again.
     """
 
     name = "accumulate"
@@ -113,7 +113,7 @@ class Accumulate(Workload):
             Axis.count("micro_batches", "micro-batches in a step, at least two", "2", "4", "8", "16", low=2, high=1024),
             Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
             Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
-            Axis.choice("gradients", "what gradients arrive in: fp32 or bf16", *GRADIENT_BYTES),
+            Axis.choice("gradients", "dtype of the gradients before they are summed: fp32 or bf16", *GRADIENT_BYTES),
         )
 
     def work(self, params: Scalars) -> Work:
@@ -157,11 +157,11 @@ class Accumulate(Workload):
         if setup.arithmetic.settles:
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())
-        first_gradients, *remaining = state.micro_batches
+        first_gradients, *remaining_batches = state.micro_batches
         exact_sums = [tensor.to(torch.float64) for tensor in first_gradients]
-        for gradients in remaining:
+        for gradients in remaining_batches:
             torch._foreach_add_(exact_sums, gradients)
-        # Both sums contain the loss scale, which cancels out in their ratio.
+        # Computed and exact sums contain the loss scale, which cancels out in their ratio.
         sums = state.buffer.values()
         return {
             "accumulate_error": norms.joint_relative_frobenius(sums, exact_sums),

@@ -34,13 +34,13 @@ _KERNEL_AXIS = Axis.choice(
 
 @workloads.register("attention")
 class Attention(LayerWorkload):
-    """Times attention. With part=core it times what torch's attention kernels compute. With part=layer it includes
-    the products before and after the core, which low precision speeds up.
+    """Times attention. With part=core it times what torch's attention kernels compute. With part=layer it includes the
+    products before and after the core, which low precision speeds up.
 
-    With scores=high the core runs in the carrier's precision. With scores=low its products and the scores are rounded
-    to the case's precision. This is always emulated with separate products. So it shows the accuracy of low-precision
-    scores, but not their speed. Scores are rounded without a scale, because a fused kernel computes them tile by
-    tile, before their largest value is known.
+    With scores=high the core runs in the carrier's precision. With scores=low the core's products and the attention
+    scores are rounded to the case's precision. This is always emulated with separate products. So it shows the accuracy
+    of low-precision scores, but not their speed. Scores are rounded without a scale, because a fused kernel computes
+    them tile by tile, before their largest value is known.
     """
 
     name = "attention"
@@ -116,8 +116,8 @@ class Attention(LayerWorkload):
         return Work(flops * (3 if is_training else 1), rows, least_memory=least_bytes)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the scores if a
-        kernel writes them to memory.
+        """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the attention
+        scores if a kernel writes them to memory.
         """
         rows, width, inner = _read_sizes(params)
         is_training = shared.is_training(params)
@@ -126,12 +126,12 @@ class Attention(LayerWorkload):
         weight_bytes = 4.0 * (width * inner + width * width) * (2 if is_training else 1) * is_layer
         score_bytes = 0.0
         if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math":
-            copies = (
+            score_copies = (
                 shared.SCORE_COPIES_KEPT_FOR_BACKWARD + shared.SCORE_COPIES_IN_BACKWARD
                 if is_training
                 else shared.SCORE_COPIES_IN_FORWARD
             )
-            score_bytes = copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
+            score_bytes = score_copies * 4.0 * rows * int(params["sequence"]) * int(params["heads"])
         return shared.carrier_bytes(precision) * rows * features + weight_bytes + score_bytes
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -140,18 +140,20 @@ class Attention(LayerWorkload):
         has_low_scores = _has_low_scores(params)
         if support.level is Level.REFUSED:
             return support
-        # First refuse settings that exclude each other, and only then ask the device.
+        # Refuse settings that exclude each other, before asking what the device supports.
         if kernel != "auto" and has_low_scores:
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
-        if missing := shared.explain_missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
-            return refused(missing)
+        if missing_kernel_reason := shared.explain_missing_kernel(
+            kernel, params["heads"] != params["key_heads"], precision, facts
+        ):
+            return refused(missing_kernel_reason)
         # The core would have no product in this precision, so its time would mean nothing.
         if params["part"] == "core" and not has_low_scores and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        # Native products need sizes that are multiples of a number. Emulated products do not.
+        # The sizes of native products must be multiples of certain numbers. Those of emulated products need not.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _read_sizes(params)
             size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
@@ -187,9 +189,9 @@ class Attention(LayerWorkload):
         exact = _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
         errors = state.measure_errors(exact, setup.settles)
-        with StoredScores() as written:
+        with StoredScores() as score_counter:
             state.outcome()
-        return {**errors, "scores_bytes": float(written.largest_bytes)}
+        return {**errors, "scores_bytes": float(score_counter.largest_bytes)}
 
 
 def _is_causal(params: Scalars) -> bool:
@@ -207,7 +209,7 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
 
 
 def _build_exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: AttentionCore) -> Exercise:
-    """Builds the attention core on random heads, or the layer on random tokens."""
+    """Builds the attention core with random heads as inputs, or the layer with random tokens as inputs."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import make_exercise
 

@@ -1,4 +1,4 @@
-"""The suite cast: it casts a tensor to a format or restores it, with or without a scale."""
+"""The suite cast: casts a tensor to a format or restores it, with or without a scale."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _parse_side = whole_number(high=1 << 18)
 
 @dataclass
 class CastState:
-    """The source tensor, and the cast or restoration that every step runs."""
+    """The source tensor, and the operation of every step: casting or restoring it."""
 
     source: Tensor
     operation: Callable[[], object]
@@ -38,8 +38,8 @@ class Cast(Workload):
 
     The source is fp32 by default, like master weights and gradients. So every other precision has something to round.
     If the source already has the dtype of the precision, the cast would change nothing. Then a plain copy is timed,
-    which is the lower bound for casts of that size. Values of an emulated format are stored as fp32, so restoring
-    them to fp32 is such a copy too.
+    which is the lower bound for casts of that size. Values of an emulated format are stored as fp32, so restoring them
+    to fp32 is timed as a plain copy too.
     """
 
     name = "cast"
@@ -126,7 +126,7 @@ class Cast(Workload):
 
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
-            state.operation()  # the result is freed at once, inside the phase
+            state.operation()  # the result is freed at once, so this time counts too
 
     def error_refused(self, params: Scalars) -> str:
         return shared.explain_missing_errors(params)
@@ -137,13 +137,13 @@ class Cast(Workload):
 
         source = _make_timed_source(setup)
         cast = _make_cast(setup)
-        # A delayed scale comes from an earlier cast, so cast once before.
+        # A delayed scale comes from earlier casts, so cast once before the cast that is compared.
         if setup.arithmetic.settles:
             cast(source)
-        restored = setup.arithmetic.restore(cast(source), source.dtype)
+        restored_values = setup.arithmetic.restore(cast(source), source.dtype)
         return {
-            "cast_error": norms.relative_frobenius(restored, source),
-            "cast_vanished": norms.compute_vanished_share([restored], [source]),
+            "cast_error": norms.relative_frobenius(restored_values, source),
+            "cast_vanished": norms.compute_vanished_share([restored_values], [source]),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -162,17 +162,15 @@ def parse_shape(text: str) -> str:
 
 
 def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
-    """Returns `operation`. If `operation` would return the source itself, returns a function that copies the source
-    instead.
-    """
+    """Returns `operation`, or a function that copies the source if `operation` would return the source itself."""
     # A cast to the same dtype would take no time, while other casts read and write memory.
     return source.clone if operation().data_ptr() == source.data_ptr() else operation
 
 
 def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
     role = Role(str(setup.params["role"]))
-    without_scale = setup.params.get("scaling") == "off"
-    cast = setup.arithmetic.cast_without_scale if without_scale else setup.arithmetic.cast
+    is_unscaled = setup.params.get("scaling") == "off"
+    cast = setup.arithmetic.cast_without_scale if is_unscaled else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
 
 
@@ -185,7 +183,7 @@ def _make_timed_source(setup: Setup) -> Tensor:
 
 
 def _draw_source(setup: Setup) -> Tensor:
-    """Draws the values of the case's distribution. Gradients get magnitudes as in a network."""
+    """Draws the source tensor with the case's distribution of values. Gradients get magnitudes as in a network."""
     import torch
 
     from fp8bench.numerics import distributions

@@ -38,19 +38,19 @@ _SETTLING_STEPS = 8
 
 @dataclass
 class CollectiveState:
-    """The input of this rank, and its last result."""
+    """The input values of this rank, and the result of its last step."""
 
     kind: Plain | InFP8
-    given: Tensor
+    input_values: Tensor
     rank: int
     size: int
-    got: Tensor | None = None
+    result: Tensor | None = None
 
 
 @workloads.register("collective")
 class Collective(Workload):
-    """Exchanges gradients between ranks. In fp8 they are sent as E4M3. Option `fp8` chooses how they are summed, and
-    `scaling` how they are scaled. The time of fp8 includes casting, sending and summing. In all precisions a
+    """Exchanges gradients between ranks. In fp8 they are sent as E4M3. The option `fp8` chooses how they are summed,
+    and `scaling` how they are scaled. The time of fp8 includes casting, sending and summing. In all precisions,
     throughput counts the input as float32, so that throughputs can be compared.
     """
 
@@ -113,7 +113,7 @@ class Collective(Workload):
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> CollectiveState:
-        """Prepares the exchange. Checks with a vector of ones that the ranks sum correctly."""
+        """Prepares the exchange. Exchanges a vector of ones to check that the ranks sum correctly."""
         import torch
         import torch.distributed as dist
 
@@ -138,10 +138,10 @@ class Collective(Workload):
         from fp8bench.numerics.collectives import Plain
 
         if isinstance(state.kind, Plain):
-            state.got = state.kind(state.given, state.size, phase.communication)
+            state.result = state.kind(state.input_values, state.size, phase.communication)
             return
         with phase.cast:
-            state.got = state.kind(state.given, state.rank, state.size, phase.communication).values
+            state.result = state.kind(state.input_values, state.rank, state.size, phase.communication).values
 
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
@@ -151,21 +151,23 @@ class Collective(Workload):
 
         # 1. Measure what a cast loses before anything is sent.
         state = self.prepare(setup)
-        count = state.given.numel()
+        count = state.input_values.numel()
         if isinstance(state.kind, InFP8):
             saturated_share, lost_share = _measure_lost_shares(state.kind, state)
         else:
             saturated_share = 0.0
-            lost_share = ((state.given == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()) / count
-        # 2. Compare the result with the exact result. Every rank can compute that, because every rank can draw the
-        # values of all ranks.
+            lost_share = (
+                (state.input_values == 0).sum() - (_draw_values(setup, state.rank)[:count] == 0).sum()
+            ) / count
+        # 2. Compare the result with the exact result. Every rank can compute the exact result, because every rank can
+        # draw the values of all ranks.
         self.step(state, SilentPhases())
-        assert state.got is not None
+        assert state.result is not None
         elements = int(setup.params["elements"])
         rank_inputs = [draw_rank_values(setup.seed, rank, elements) for rank in range(state.size)]
         exact = compute_expected(str(setup.params["collective"]), rank_inputs, state.rank)
-        noise = (state.got.cpu().double() - exact).square().sum()
-        # 3. Add up the sums of all ranks, because each rank has other values. One collective does it, because every
+        noise = (state.result.cpu().double() - exact).square().sum()
+        # 3. Sum the figures of all ranks, because each rank has other values. Use a single collective, because every
         # rank must call the same number of collectives.
         summands = (noise, exact.square().sum(), saturated_share, lost_share)
         sums = torch.tensor([float(summand) for summand in summands], dtype=torch.float64, device=setup.facts.key)
@@ -188,11 +190,11 @@ class Collective(Workload):
         logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, InFP8):
             counter = SentBytes(state.size)
-            state.kind(state.given, state.rank, state.size, SilentPhases().communication, counter)
+            state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, counter)
             return Transfer(logical_bytes, float(elements), counter.bytes, bus_ratio, counted=True)
-        sent_bytes = state.kind.count_sent_bytes(state.given, state.size)
+        sent_bytes = state.kind.count_sent_bytes(state.input_values, state.size)
         return Transfer(
-            logical_bytes, float(elements * state.given.element_size()), sent_bytes, bus_ratio, counted=False
+            logical_bytes, float(elements * state.input_values.element_size()), sent_bytes, bus_ratio, counted=False
         )
 
     def sent_by(self, case: Case) -> Params:
@@ -202,8 +204,8 @@ class Collective(Workload):
         return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _FP8_PARAMETERS)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
-        """Returns two parts that are timed separately: some products, and the collective in asynchronous form. In FP8
-        the collective is represented by its first exchange of codes.
+        """Returns two parts of a step that are timed separately: matrix products, and the collective in asynchronous
+        form. In FP8, only the first exchange of codes is timed for the collective.
         """
         import torch
 
@@ -215,7 +217,7 @@ class Collective(Workload):
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
         ranks = (state.size,) if isinstance(kind, Plain) else (state.rank, state.size)
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, *ranks))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.input_values, *ranks))
 
 
 def _draw_values(setup: Setup, rank: int) -> Tensor:
@@ -225,16 +227,16 @@ def _draw_values(setup: Setup, rank: int) -> Tensor:
 
 
 def _measure_lost_shares(kind: InFP8, state: CollectiveState) -> tuple[Any, Any]:
-    """Returns two fractions: codes that are the format's largest value, and values that are sent as zero. With the
-    scaling fp8lm_auto they are measured when its factor mu is stable.
+    """Returns two shares: of codes that are the format's largest value, and of values that are sent as zero. With the
+    scaling fp8lm_auto, they are measured after its factor mu has become stable.
     """
     from fp8bench.numerics import collectives
     from fp8bench.numerics.rank_programs import run_on_this_rank
 
     phase = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        saturated_share = collectives.saturated_share(kind(state.given, state.rank, state.size, phase).codes)
+        saturated_share = collectives.saturated_share(kind(state.input_values, state.rank, state.size, phase).codes)
     if kind.collective not in SUMMING_COLLECTIVES:
         return saturated_share, 0.0
-    flushed_share = collectives.flushed_share(state.given, kind.scaling, state.size, kind.auto)
+    flushed_share = collectives.flushed_share(state.input_values, kind.scaling, state.size, kind.auto)
     return saturated_share, run_on_this_rank(flushed_share, None, phase)

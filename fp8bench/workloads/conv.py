@@ -1,4 +1,4 @@
-"""The suite conv: a residual block of convolutions, with norms in high precision."""
+"""The suite conv: a residual block of convolutions, whose norms run in high precision."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Conv(ConvolvedWorkload):
     summary = "a residual block of two 3x3 convolutions with batch norm in fp32, forward or forward and backward"
     layer_kinds = ("conv",)
     batch_axis = "batch"
-    not_on_device = "torch has no convolution in small formats, so that no device keeps these operands"
+    not_on_device = "torch has no convolution in small formats, so no device stores such operands"
     history = Grid(
         cpu={"channels": ("32",)},
         gpu={"channels": ("256",)},
@@ -70,7 +70,7 @@ class Conv(ConvolvedWorkload):
         return super().expand(params)
 
     def work(self, params: Scalars) -> Work:
-        """Counts the FLOPs of the two convolutions. Windows that reach over the edge count in full."""
+        """Counts the FLOPs of the two convolutions. Windows that reach over the edge of an image count in full."""
         batch, channels, image = read_integers(params, "batch", "channels", "image")
         positions = batch * image * image
         weights = 2 * WINDOW_WEIGHTS * channels * channels
@@ -93,8 +93,8 @@ class Conv(ConvolvedWorkload):
         return Layer("first", "conv"), Layer("second", "conv")
 
     def layer(self, params: Scalars, choose: Choose) -> nn.Module:
-        """Returns the block. The errors of its gradients are far larger than those of its output. Where rounding
-        moves a value across ReLU's zero, a whole gradient appears or vanishes.
+        """Returns a residual block. The errors of its gradients are far larger than those of its output, because a
+        whole gradient appears or vanishes where rounding moves a value across ReLU's zero.
         """
         from fp8bench.nn.convolution import ResidualBlock
 

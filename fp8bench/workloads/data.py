@@ -37,8 +37,8 @@ _BUFFERS_AXIS = Axis.choice(
 
 @dataclass
 class LoadState:
-    """Where batches come from, the arithmetic that casts them, and the device memory to which they are copied.
-    `after` is the last batch that was cast on the device.
+    """The source of batches, the arithmetic that casts them, and the device memory to which they are copied.
+    `last_cast_batch` is the last batch that was cast on the device.
     """
 
     batches: Iterator[Tensor]
@@ -46,10 +46,10 @@ class LoadState:
     destination: DeviceBuffers
     decodes: bool = False
     casts_on_device: bool = False
-    after: Operand | None = None
+    last_cast_batch: Operand | None = None
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.DATA: (self.batches, self.destination, self.after)}
+        return {MemoryRole.DATA: (self.batches, self.destination, self.last_cast_batch)}
 
 
 @workloads.register("data")
@@ -101,14 +101,14 @@ class Data(Workload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         default_batch = DEFAULT_BATCHES[str(params["kind"])]
         case_params = {name: default_batch if value == "auto" else value for name, value in params.items()}
-        # Leave cast_on=host out. So cases that are older than this parameter keep their ids.
+        # Leave cast_on=host out, so that cases from before this parameter existed keep their ids.
         if case_params.get("cast_on") == "host":
             del case_params["cast_on"]
         return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of a batch as it arrives: one byte for each value if records are decoded, and four if
-        values are fp32.
+        """Counts the bytes of a batch before the step: one byte for each value if records are decoded, and four bytes
+        if values are fp32.
         """
         batch, record = read_integers(params, "batch", "record")
         is_reading = params["kind"] == "reading"
@@ -149,10 +149,10 @@ class Data(Workload):
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # free the memory here, because the time for that must count for a phase
+            del values, batch  # free the memory here, so that this time counts for the phase
         if state.casts_on_device:
             with phase.cast:
-                state.after = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
+                state.last_cast_batch = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares a batch in the case's precision with the same records normalised in fp64."""
@@ -173,14 +173,16 @@ class Data(Workload):
 
 
 def _casts_on_device(setup: Setup) -> bool:
-    """Returns whether batches are cast on the device. They need no cast there if they are sent in the precision's own
-    dtype.
+    """Returns whether batches are cast on the device. A batch that is sent in the precision's own dtype needs no cast
+    there.
     """
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
 def _load_records(setup: Setup) -> tuple[Bytes, np.random.Generator]:
-    """Returns the bytes of all records, and the random generator that chooses batches. Both follow from the seed."""
+    """Returns the bytes of all records, and the random generator that chooses batches. Both are derived from the
+    seed.
+    """
     import numpy as np
 
     from fp8bench.nn.batches import draw_text_records
@@ -210,8 +212,8 @@ def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator
         keeps_buffers = _BUFFERS_AXIS.of(setup.params) == "kept"
         reused_batch = records.read_batch(np.zeros(batch, np.int64)) if keeps_buffers else None
         return (records.read_batch(_draw_indices(random, batch), reused_batch) for _ in itertools.count())
-    # Several batches in turn keep caches from holding the next batch. A batch that is larger than RECORD_COUNT fits
-    # into no cache, so one such batch is enough.
+    # Steps use several batches in turn, so that the next batch is in no cache. A batch that is larger than RECORD_COUNT
+    # fits into no cache, so one such batch is enough.
     prepared_count = PREPARED_BATCHES if batch <= RECORD_COUNT else 1
     return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_count)])
 

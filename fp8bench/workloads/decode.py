@@ -1,4 +1,4 @@
-"""Suite decode: one decoding step of a language model with a KV cache, at a fixed context length."""
+"""The suite decode: one decoding step of a language model with a KV cache, at a fixed context length."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Decode(ServedWorkload):
 
     All steps are equal: the new token is at the last position of the context and attends to all of it. The input is
     token ids, and a step has no sampler, tokeniser or server. So the time of a step is the time per output token (TPOT)
-    at that context, and batch / time is output tokens/s. The embedding, norms and head stay in the carrier unless a
-    precision map changes them.
+    at this context length, and batch / time is output tokens/s. The embedding, norms and head stay in the carrier
+    unless a precision map changes them.
     """
 
     name = "decode"
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     usual = (("nano", "512"), ("llama-1b", "8192"))
-    context_words = "positions that the step's token sees, its own included"
+    context_words = "positions to which the new token attends, including its own"
     new = 1
     named = staticmethod(named)
     history = Grid(

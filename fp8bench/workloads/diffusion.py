@@ -1,4 +1,6 @@
-"""Suite diffusion: a denoiser (DiT or UNet) with random weights, in all steps of a sampler or in a training step."""
+"""The suite diffusion: a denoiser (DiT or UNet) with random weights, in all steps of a sampler or in a training
+step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _DEFAULT_WIDTHS = {"dit": 1152, "unet": 320}
 
 
 class _Product(NamedTuple):
-    """A layer, the number of its rows in one evaluation of the denoiser, and the two sides of its weight."""
+    """A layer, the number of rows that it multiplies in one evaluation of the denoiser, and the two sides of its
+    weight.
+    """
 
     layer: Layer
     rows: int
@@ -38,10 +42,10 @@ class _Product(NamedTuple):
 
 def parse_high_steps(text: str) -> str:
     """Parses how many of the first and of the last sampling steps stay in high precision, for example '4+1'."""
-    first, plus, last = text.partition("+")
-    if not (plus and first.isdecimal() and last.isdecimal()):
+    first_text, separator, last_text = text.partition("+")
+    if not (separator and first_text.isdecimal() and last_text.isdecimal()):
         raise ValueError("expected the numbers of first and of last steps, as in 4+1")
-    return f"{int(first)}+{int(last)}"
+    return f"{int(first_text)}+{int(last_text)}"
 
 
 def read_sizes(params: Scalars) -> DenoiserSizes:
@@ -54,8 +58,8 @@ def read_plan(params: Scalars) -> SamplerPlan:
 
 
 def _list_products(sizes: DenoiserSizes) -> list[_Product]:
-    """Returns all layers with products. The first layer, the last layer and those of the time embedding stay in high
-    precision, unless a precision map names them.
+    """Returns all layers that multiply matrices. The first layer, the last layer and the layers of the time embedding
+    stay in high precision, unless a precision map names them.
     """
     products = []
     for name, kind, *shape in (
@@ -87,13 +91,15 @@ def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
 
 def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
-    """Yields the shapes of a UNet's products. A 3x3 convolution is a product over windows of 9 pixels."""
+    """Yields the shapes of a UNet's products. A 3x3 convolution is a product whose operand has windows of 9 pixels as
+    rows.
+    """
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
     # In the middle of the UNet both sides of an image are halved.
     middle_pixels = pixels // 4
 
-    def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
+    def iterate_block_shapes(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
         yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
         yield f"{name}.conv2", "body", rows, 9 * outputs, outputs
         yield f"{name}.time", "time", batch, width, outputs
@@ -102,11 +108,11 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
 
     yield "first", "ends", pixels, 9 * CHANNELS, width
     for number in range(layers):
-        yield from block(f"down.{number}", pixels, width, width)
-        # The first block on the way up also reads the output of the middle, which has twice the width.
-        yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
-    yield from block("middle.0", middle_pixels, width, 2 * width)
-    yield from block("middle.1", middle_pixels, 2 * width, 2 * width)
+        yield from iterate_block_shapes(f"down.{number}", pixels, width, width)
+        # The first block after the middle also reads the output of the middle, which has twice the width.
+        yield from iterate_block_shapes(f"up.{number}", pixels, width if number else 3 * width, width)
+    yield from iterate_block_shapes("middle.0", middle_pixels, width, 2 * width)
+    yield from iterate_block_shapes("middle.1", middle_pixels, 2 * width, 2 * width)
     yield "attn.qkv", "attn", middle_pixels, 2 * width, 6 * width
     yield "attn.out", "attn", middle_pixels, 2 * width, 2 * width
     yield "last", "ends", pixels, 9 * width, CHANNELS
@@ -215,7 +221,7 @@ class Diffusion(ConvolvedWorkload):
         products = _list_products(sizes)
         flops = 4.0 * attention_blocks * sizes.batch * tokens * tokens * width
         flops += sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in products)
-        weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # Weights are fp32
+        weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # weights in fp32
         if not is_training(params):
             plan = read_plan(params)
             return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=weight_bytes)
@@ -238,8 +244,8 @@ class Diffusion(ConvolvedWorkload):
         return max(kind_supports, key=lambda support: list(Level).index(support.level))
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Returns how a device supports one kind of layer. A UNet's layers of the kinds body and ends contain
-        convolutions. So they are supported, or refused, as in suite conv.
+        """Returns how a device supports one kind of layer. In a UNet, layers of the kinds `body` and `ends` contain
+        convolutions, so they are supported or refused as in the suite conv.
         """
         sizes = read_sizes(params)
         support = precision.support(facts)
@@ -248,7 +254,7 @@ class Diffusion(ConvolvedWorkload):
             conv_sizes = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             conv_pass = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
-        rows = 0  # a number of rows that does not fit, if there is one
+        rows = 0  # the number of rows of a product that does not fit, or 0 if all fit
         sides: set[int] = set()
         for product in _list_products(sizes):
             if product.layer.kind == kind:
@@ -266,8 +272,8 @@ class Diffusion(ConvolvedWorkload):
         return make_denoiser_state(setup, read_sizes(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a training step as any layer is compared. Compares sampling after each of its steps, and adds the
-        number of denoiser evaluations.
+        """Compares a training step with the exact step, as suites of layers do. Compares sampling with exact sampling
+        after each sampling step, and adds the number of denoiser evaluations.
         """
         from fp8bench.nn import diffusion
 

@@ -29,7 +29,9 @@ _MAXIMUM_LEAVING_PERCENT = 90
 
 
 def count_rows_by_block(params: Scalars) -> list[int]:
-    """Returns how many rows each block gets in the exact pass. The list ends at the first block that gets none."""
+    """Returns how many rows each block gets in the exact pass. The list ends with the first block that gets none, or
+    with the last block.
+    """
     rows = [int(params["tokens"])]
     staying_share = 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
@@ -41,10 +43,10 @@ def count_rows_by_block(params: Scalars) -> list[int]:
 class EarlyExits(LayerWorkload):
     """Times a classifier whose rows leave after the first block that is confident about them.
 
-    In low precision a row near the threshold may leave after another block. A step with less work is then faster for
-    that reason alone. With exits=held, the default, this cannot happen: after each block the same number of rows
-    leaves in every precision, as in the exact pass. All precisions compute the same products, and their speed-up gets
-    a verdict.
+    In low precision, a row near the threshold may leave after another block. If a step then has less work, it is faster
+    for that reason alone. With exits=held, the default, this cannot happen: after each block the same number of rows
+    leaves in every precision, as in the exact pass. All precisions compute the same products, and their speed-up gets a
+    verdict.
 
     With exits=own the rows of each precision leave by their own confidence, as in production. The host waits for the
     number of remaining rows. A case whose products differ from those of the reference is labelled work-mismatch. The
@@ -143,8 +145,8 @@ class EarlyExits(LayerWorkload):
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the logits that rows have when they leave. Adds the fraction of rows that leave after another
-        block than in the exact pass, and the mean number of blocks.
+        """Compares the logits of rows at their exits with the exact logits. Adds the share of rows that leave after
+        another block than in the exact pass, and the mean number of blocks of a row.
         """
         from fp8bench.nn.early_exit import EarlyExit
 
@@ -152,9 +154,10 @@ class EarlyExits(LayerWorkload):
         exact = self.exact(setup)
         errors = state.measure_errors(exact, setup.settles)
         assert isinstance(state.layer, EarlyExit) and isinstance(exact.layer, EarlyExit)
-        depths = state.layer.count_blocks(*state.inputs)
+        exit_depths = state.layer.count_blocks(*state.inputs)
         return {
             **errors,
-            "exits_differ_percent": 100 * float((depths != exact.layer.count_blocks(*exact.inputs)).double().mean()),
-            "mean_depth": float(depths.double().mean()),
+            "exits_differ_percent": 100
+            * float((exit_depths != exact.layer.count_blocks(*exact.inputs)).double().mean()),
+            "mean_depth": float(exit_depths.double().mean()),
         }

@@ -1,5 +1,5 @@
-"""The suite gemm: one matrix product with its casts. Sizes are squares, rectangles, a matrix times a vector (GEMV),
-or the layers of named models.
+"""The suite gemm: one matrix product with the casts of its operands. Sizes are squares, rectangles, a matrix times a
+vector (GEMV), or the layers of named models.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 @dataclass
 class GemmState:
-    """The operands in the carrier's dtype, the function that casts them, and the cast operands if they are made only
-    once (`ready`). If weights are stored in a low-precision format, `b` holds the codes of the weight.
+    """The operands in the carrier's dtype, the function that casts them, and `ready_operands`, the cast operands if
+    they are made only once. If weights are stored in a low-precision format, `b` holds the codes of the weight.
     """
 
     arithmetic: Arithmetic
     a: Tensor
     b: Tensor
     cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
-    ready: tuple[Operand, Operand] | None
+    ready_operands: tuple[Operand, Operand] | None
     roles: tuple[Role, Role]
-    kept: StoredWeight | None = None
+    stored_weight: StoredWeight | None = None
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MEMORY_ROLES[role]: tensor for role, tensor in zip(self.roles, (self.a, self.b), strict=True)}
@@ -77,9 +77,8 @@ class GemmState:
 
 @workloads.register("gemm")
 class Gemm(Workload):
-    """Multiplies a (m, k) by the transpose of b (n, k). Operands have the dtype in which a network carries values.
-    That is fp32 for fp32 and tf32, and bf16 for bf16 and smaller formats. So fp8 casts from bf16, and bf16 casts
-    nothing.
+    """Multiplies a (m, k) by the transpose of b (n, k). Operands have the carrier's dtype: fp32 for fp32 and tf32, and
+    bf16 for bf16 and smaller formats. So fp8 casts from bf16, and bf16 casts nothing.
     """
 
     name = "gemm"
@@ -147,8 +146,7 @@ class Gemm(Workload):
         name, _, swept_sides = shape.partition(":")
         is_model = _is_model(shape)
         has_many_products = name == "sweep" or is_model
-        # By default a model or a sweep is measured with all three products of training, and a single shape with the
-        # forward product.
+        # By default, a model or a sweep has all three products of training, and a single shape has the forward product.
         products = _expand_auto(params["product"], tuple(PRODUCTS) if has_many_products else ("forward",))
         operands = _expand_auto(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
         if is_model:
@@ -201,18 +199,18 @@ class Gemm(Workload):
     def prepare(self, setup: Setup) -> GemmState:
         arithmetic, cast = _select_casts(setup)
         a, b, roles = _draw_operands(setup, arithmetic.carrier)
-        if (kept_weight := _store_weight(setup, b)) is not None:
-            return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
+        if (stored_weight := _store_weight(setup, b)) is not None:
+            return GemmState(arithmetic, a, stored_weight.tensors()[0], cast, None, roles, stored_weight)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.params["operands"] == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
         arithmetic = state.arithmetic
-        if state.kept is not None:
-            state.kept.multiply(state.a, phase)
+        if state.stored_weight is not None:
+            state.stored_weight.multiply(state.a, phase)
             return
-        # Ready operands were cast before timing. A precision without casts multiplies the carrier's values.
-        if state.ready is not None:
-            a, b = state.ready
+        # Ready operands were cast before timing. Without casts, the operands have the carrier's dtype.
+        if state.ready_operands is not None:
+            a, b = state.ready_operands
         elif arithmetic.casts:
             with phase.cast:
                 a, b = state.cast(state.a, state.b)
@@ -221,14 +219,14 @@ class Gemm(Workload):
             b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # free the memory here, because the time for that must count for a phase
+            del a, b  # free the memory here, so that this time counts for the phase
 
     def error_refused(self, params: Scalars) -> str:
         return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares the product with two fp64 products: that of the unrounded operands and that of the cast operands.
-        It uses as many rows as a fixed number of FLOPs allows.
+        Compares as many rows as a fixed number of FLOPs allows.
         """
         import torch
 
@@ -239,13 +237,13 @@ class Gemm(Workload):
         # 1. Draw operands in fp32 and round them to the carrier. This rounding is a part of the error.
         carrier_operands = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
         cast_operands = cast(*carrier_operands)
-        # Delayed scales fit only after a first cast.
+        # Delayed scales fit the operands only after a first cast.
         if arithmetic.settles:
             cast_operands = cast(*carrier_operands)
-        # 2. Compute the product, and the values for which the operands' codes stand.
-        if (kept_weight := _store_weight(setup, carrier_operands[1])) is not None:
-            product = kept_weight.multiply(carrier_operands[0], SilentPhases())
-            restored_operands = (carrier_operands[0].float(), kept_weight.restore())
+        # 2. Compute the product, and the values that the codes of the operands represent.
+        if (stored_weight := _store_weight(setup, carrier_operands[1])) is not None:
+            product = stored_weight.multiply(carrier_operands[0], SilentPhases())
+            restored_operands = (carrier_operands[0].float(), stored_weight.restore())
         else:
             product = arithmetic.product(cast_operands[0], cast_operands[1], arithmetic.carrier)
             restored_operands = (
@@ -286,8 +284,8 @@ def parse_shape(text: str) -> str:
     try:
         return parse_sides(text)
     except ValueError as error:
-        nearest = meant_name("model", text, MODELS)
-        hint = f"; the nearest is {nearest!r}" if nearest else ""
+        nearest_name = meant_name("model", text, MODELS)
+        hint = f"; the nearest is {nearest_name!r}" if nearest_name else ""
         sizes = "hidden:4096/ffn:14336/heads:32/kv:8"
         raise ValueError(f"{error}, sweep, {sizes}, or one of {', '.join(MODELS)}{hint}") from None
 
@@ -314,7 +312,7 @@ def _split_sides(text: str) -> tuple[int, int, int]:
 
 
 def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
-    """Yields sizes that differ from the base in one side, for each of `swept_sides` in turn. That side goes from 16
+    """Yields sizes in which one side differs from the base, for each of `swept_sides` in turn. This side goes from 16
     to four times its base size.
     """
     for swept_index in map(_SIDE_NAMES.index, swept_sides):
@@ -334,31 +332,35 @@ def _make_params(m: int, n: int, k: int, product: str, operands: str) -> Params:
 
 
 def parse_layouts(text: str) -> str:
-    """Parses one layout for both operands, such as 'strided', or two for a and b, such as 'transposed/contiguous'.
-    Two equal layouts become one.
+    """Parses one layout for both operands, such as 'strided', or a layout for each, such as 'transposed/contiguous' for
+    a and b. Returns a single layout if both are equal.
     """
     texts = text.split(_LAYOUT_SEPARATOR)
     if len(texts) > 2:
         raise ValueError(
             f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: {', '.join(LAYOUTS)}"
         )
-    first, *second = map(one_of(*LAYOUTS), texts)
-    return first if second in ([], [first]) else _LAYOUT_SEPARATOR.join((first, *second))
+    first_layout, *other_layouts = map(one_of(*LAYOUTS), texts)
+    return (
+        first_layout
+        if other_layouts in ([], [first_layout])
+        else _LAYOUT_SEPARATOR.join((first_layout, *other_layouts))
+    )
 
 
 def _read_operand_layouts(params: Scalars) -> tuple[str, str]:
-    first, _, second = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
-    return first, second or first
+    first_layout, _, second_layout = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
+    return first_layout, second_layout or first_layout
 
 
 def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
-    """Returns why a layout would change nothing in this case. Returns '' if it changes something or is the default."""
+    """Returns why a layout would change nothing in this case. Returns '' if it has an effect or is the default."""
     layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
-    unusual_operands = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
-    if precision.name == served.SERVED and "b" in unusual_operands:
-        return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
-    # The case would only repeat the figures of a different case under a second name.
-    if unusual_operands and precision.carried_by and params["operands"] == "ready":
+    operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
+    if precision.name == served.SERVED and "b" in operands_with_layout:
+        return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
+    # The case would only repeat the figures of another case under a second name.
+    if operands_with_layout and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "
             "operands=cast, in which that is done in every step"
@@ -366,13 +368,16 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     for name, layout in layouts.items():
         rows = int(params["m" if name == "a" else "n"])
         if rows == 1 and layout not in (CONTIGUOUS, STRIDED):
-            return f"operand {name} is one row, which lies the same in layout={layout}: choose contiguous or strided"
+            return (
+                f"operand {name} is a single row, stored alike in layout={layout} and contiguous: choose contiguous or "
+                "strided"
+            )
     return ""
 
 
 def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
-    """Returns an arithmetic whose casts and products are separate, and a function that casts both operands of this
-    case's product.
+    """Returns the case's arithmetic with separate casts and products, and a function that casts both operands of the
+    product.
     """
     product = str(setup.params["product"])
     arithmetic = setup.arithmetic.separate()

@@ -1,5 +1,5 @@
-"""The suite learning: a small training, always the same, in each precision. Its loss shows whether the numerics
-changed with a version.
+"""The suite learning: a small training, always the same, in each precision. Its loss shows whether a new version
+changed the numerics.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
 
-# The width of an attention head. Products of every precision accept its multiples as sizes.
+# The width of an attention head. Products of every precision accept multiples of it as sizes.
 _HEAD_WIDTH = 32
 _BATCH_SEQUENCES = 4
 _SEQUENCE_TOKENS = 64
 _LEARNING_RATE = 3e-3
-# The losses of other precisions are divided by the loss of this one. Its own loss is divided by that of fp32.
+# Other precisions divide their loss by the loss of this precision, which divides its own loss by that of fp32.
 _USUAL_REFERENCE = "bf16"
 _REFERENCE_OF_BF16 = "fp32"
 
@@ -41,7 +41,7 @@ class Learning(shared.TrainingWorkload):
     """
 
     name = "learning"
-    summary = "a small fixed training: its mean loss over bf16's, by which a change of numerics shows"
+    summary = "a small fixed training: its mean loss divided by bf16's, which shows changes of the numerics"
     dtypes = ("bf16", "fp8", "fp8-delayed", "mxfp8", "nvfp4")
     fused = False
     history = Grid(

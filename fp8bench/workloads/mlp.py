@@ -1,4 +1,4 @@
-"""The suite mlp: the dense feed-forward block of a transformer layer. It has two products and the operations between
+"""The suite mlp: the dense feed-forward block of a transformer layer, which has two products and the operations between
 them.
 """
 
@@ -52,7 +52,7 @@ class Mlp(LayerWorkload):
             Axis.count("tokens", "rows of the input", tokens, high=LARGEST_SIZE),
             Axis.count("width", "features of input and output", width, high=LARGEST_SIZE),
             Axis.count("hidden", "features between the two products", hidden, high=LARGEST_SIZE),
-            Axis.each("gated", "whether a second product up gates the first", "no", "yes"),
+            Axis.each("gated", "whether a second up product gates the first", "no", "yes"),
             Axis.choice(
                 "cut",
                 "linear: no norm; norm-linear, norm-mlp: an RMS norm first, which a backend may fuse with "
@@ -69,7 +69,7 @@ class Mlp(LayerWorkload):
     def work(self, params: Scalars) -> Work:
         tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
-        # Weights in fp32. Input, output and intermediate values with at least two bytes each.
+        # Weights in fp32, and input, output and intermediate values with at least two bytes each.
         least_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
         return Work(2.0 * tokens * weights * (3 if shared.is_training(params) else 1), tokens, least_memory=least_bytes)
 
@@ -99,11 +99,11 @@ class Mlp(LayerWorkload):
         from fp8bench.nn import parts
 
         width, hidden = read_integers(params, "width", "hidden")
-        gated = params["gated"] == "yes"
+        is_gated = params["gated"] == "yes"
         cut = params.get("cut", _LINEAR)
         if cut == _LINEAR:
-            return parts.FeedForward(width, hidden, gated, 1.0, choose)
-        return parts.NormedFeedForward(width, hidden, gated, choose, both_products=cut == NORM_MLP)
+            return parts.FeedForward(width, hidden, is_gated, 1.0, choose)
+        return parts.NormedFeedForward(width, hidden, is_gated, choose, both_products=cut == NORM_MLP)
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         return [(int(params["tokens"]), int(params["width"]))]

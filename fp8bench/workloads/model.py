@@ -1,4 +1,4 @@
-"""The suite model: a training step or a forward step of a user's model, unchanged and with its products in other
+"""The suite model: a training step or a forward step of a user's model, both unchanged and with its products in other
 precisions.
 """
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
-# Two runs of a reproducible model may differ by the first number, or by the second number times the error that is
-# measured.
+# Two runs of a reproducible model may differ by the first number, or by the second number times the measured error.
 _REPRODUCIBLE_DIFFERENCE = 1e-4
 _REPRODUCIBLE_ERROR_SHARE = 0.1
 # The results of users' functions in this process, by the function's name and the seed. Every case gets a copy.
 LOADED_MODELS: dict[tuple[str, int], Given] = {}
-# Functions that return models which exist in this process, by the class name of the model.
+# For models that exist as objects in this process: the function that returns the model, by the name of the model's
+# class.
 LIVE_MODELS: dict[str, Callable[[], Any]] = {}
 
 
 def load_sent_model(file: str) -> Any:
-    """Loads a model, batch and loss that another process of the same user has written. Such a file can run code, so
-    files of other users are refused.
+    """Loads a model, batch and loss from a file that another process of the same user has written. Such a file can run
+    code, so files of other users are refused.
     """
     import torch
 
     try:
-        with Path(file).open("rb") as stream:
-            if (owner := os.fstat(stream.fileno()).st_uid) != os.getuid():
-                raise PermissionError(f"{file} belongs to user {owner}")
-            return torch.load(stream, weights_only=False)
+        with Path(file).open("rb") as binary_file:
+            if (owner_id := os.fstat(binary_file.fileno()).st_uid) != os.getuid():
+                raise PermissionError(f"{file} belongs to user {owner_id}")
+            return torch.load(binary_file, weights_only=False)
     except Exception as error:
         raise NotSent(own_words(error)) from error
 
@@ -61,15 +61,15 @@ def _parse_target(text: str) -> str:
 
 @workloads.register("model")
 class Model(Workload):
-    """Times a user's model. The function `make` returns the model and a batch, and every case gets a copy. Precision
-    `untouched` is the unchanged model.
+    """Times a user's model. The function `make` returns the model and a batch, and every case gets a copy of both. The
+    precision `untouched` is the unchanged model.
 
     fp8bench cannot see where forward and backward begin. Only casts and products of converted layers have phases, and
-    all other time is unattributed. `--shares` divides that time in a separate pass.
+    all other time is unattributed. `--shares` divides the unattributed time in a separate pass.
     """
 
     name = "model"
-    summary = "a model of your own, as it came and converted (fp8bench profile)"
+    summary = "your own model, unchanged and converted (fp8bench profile)"
     listed = False
     examined = True
     may_diverge = True
@@ -133,7 +133,7 @@ class Model(Workload):
             state.step(SilentPhases())
         except Fp8benchError:
             raise
-        # If memory runs out, that is not a fault of the model. Other precisions may fit.
+        # Running out of memory is not a fault of the model. Other precisions may fit.
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(
@@ -157,16 +157,16 @@ class Model(Workload):
         """
         from fp8bench.nn.own_model import OwnModel, compute_errors
 
-        # 1. Run the unchanged model twice. How the second run differs is not an error of the precision.
-        untouched, repeated = (
+        # 1. Run the unchanged model twice. The difference between the two runs is not an error of the precision.
+        first_outcome, second_outcome = (
             OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
         )
-        repeat_difference = compute_errors(repeated, untouched)
+        repeat_difference = compute_errors(second_outcome, first_outcome)
         # 2. Run the converted copy with the same random numbers.
         state = _make_converted_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
-        errors = compute_errors(state.outcome(), untouched)
+        errors = compute_errors(state.outcome(), first_outcome)
         # 3. Reject errors that are not clearly larger than the difference between the two runs.
         if _is_irreproducible(errors, repeat_difference):
             raise NotRepeatable(
@@ -176,8 +176,8 @@ class Model(Workload):
         return errors
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Trains on the model's only batch and returns the losses. Another draw starts from the model that `make`
-        returns under another seed.
+        """Trains on the model's only batch and returns the losses. A `setup.draw` other than 0 starts from the model
+        that `make` returns with a different seed.
         """
         from fp8bench.nn.own_model import OwnModel, seed_generators
 
@@ -203,7 +203,7 @@ class Model(Workload):
 
         if not _is_converted(setup):
             return None
-        # Coverage counts the products of the unchanged model, and whether the conversion would replace each.
+        # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
         converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).held
         # Accelerate decides what it converts, so look at the model that it returns.
@@ -227,8 +227,8 @@ def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
 
 
 def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
-    """Returns whether the errors cannot be trusted, because two runs of the unchanged model differ too much. That is
-    by more than a tenth of an error, and by more than another order of sums explains.
+    """Returns whether the errors cannot be trusted, because two runs of the unchanged model differ too much: by more
+    than a tenth of an error, and by more than a different order of sums explains.
     """
     return any(
         difference > max(_REPRODUCIBLE_DIFFERENCE, _REPRODUCIBLE_ERROR_SHARE * errors.get(name, 0.0))
@@ -241,8 +241,8 @@ def _is_converted(setup: Setup) -> bool:
 
 
 def _find_native_multiples(setup: Setup) -> tuple[int, int]:
-    """Returns the multiples that native products of the case require on its device. Returns (1, 1) if products are
-    emulated or torch's own.
+    """Returns the numbers of which K and N must be multiples in the case's native products. Returns (1, 1) if the case
+    has no native products in a low precision.
     """
     modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
     native_multiples = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
@@ -307,7 +307,8 @@ def _refuse_parameters(name: str, parts: Given) -> None:
 
 def _call_target(name: str) -> Any:
     function = LIVE_MODELS.get(name) or named(name)
-    # Check the signature before the call. A TypeError inside the function would look like one of this call.
+    # Check the signature before the call, because a TypeError inside the function would look like a mistake in this
+    # call.
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -324,5 +325,5 @@ def _call_target(name: str) -> Any:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Returns whether an error means that a device ran out of memory. The worker reports such an error for any case."""
+    """Returns whether an error means that a device ran out of memory. Callers do not blame the user's model for it."""
     return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

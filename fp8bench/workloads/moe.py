@@ -1,5 +1,5 @@
-"""The suite moe: a mixture of experts, in which each token uses a few experts. A step has the router, the way of rows
-to their experts (dispatch), the experts' products, and the way back (combine).
+"""The suite moe: a mixture of experts, in which each token uses a few experts. A step runs the router, sends rows to
+their experts (dispatch), runs the experts' products, and sends rows back (combine).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LARGEST_EXPONENT = 4.0
 
 
 def parse_load(text: str) -> str:
-    """Parses how tokens are distributed: 'uniform', 'router', or 'zipf:' with an exponent. The exponent is returned
-    in its shortest form.
+    """Parses how tokens are distributed among experts: 'uniform', 'router', or 'zipf:' with an exponent. The exponent
+    is returned in its shortest form.
     """
     kind, _, exponent = text.partition(":")
     if kind == "zipf":
@@ -50,8 +50,9 @@ def read_sizes(params: Scalars) -> MoeSizes:
 
 @workloads.register("moe")
 class Moe(LayerWorkload):
-    """Times layers of experts. The declared FLOPs are those of tokens. Rows that only pad an expert's part to a
-    multiple do not count, and the tape lists them separately. The weights of an expert without tokens are not read.
+    """Times layers of experts. The declared FLOPs are those of the tokens' rows. Rows that only pad an expert's part to
+    a multiple do not count, and the tape lists them separately. A step does not read the weights of an expert without
+    tokens.
     """
 
     name = "moe"
@@ -76,7 +77,7 @@ class Moe(LayerWorkload):
             Axis.count("width", "features of input and output", width, high=1 << 16),
             Axis.count("hidden", "features between an expert's products", hidden, high=1 << 16),
             Axis.count("experts", "experts of a layer", experts, high=1024),
-            Axis.count("top_k", "how many experts a token takes", top_k, high=64),
+            Axis.count("top_k", "number of experts for each token", top_k, high=64),
             Axis.count(
                 "layers",
                 "layers in sequence; in deeper layers precisions differ more in their choice of experts",
@@ -106,7 +107,7 @@ class Moe(LayerWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if int(params["top_k"]) > int(params["experts"]):
             raise UsageError(
-                f"top_k={params['top_k']} is more than experts={params['experts']}: a token takes no expert twice. "
+                f"top_k={params['top_k']} is more than experts={params['experts']}: a token uses an expert only once. "
                 "Choose fewer."
             )
         return super().expand(params)
@@ -116,8 +117,8 @@ class Moe(LayerWorkload):
         tokens, layers = read_integers(params, "tokens", "layers")
         expert_weights = 3 * sizes.width * sizes.hidden
         products = tokens * (sizes.top_k * expert_weights + sizes.experts * sizes.width)
-        # Weights in fp32. For each of its experts, a token has a row with two bytes for each value, and the values
-        # between the two products.
+        # Weights in fp32. A token has a row for each of its experts. The values of a row, and those between the two
+        # products, take two bytes each.
         row_values = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
         least_bytes = layers * (
             4.0 * sizes.experts * expert_weights + (2.0 * row_values if is_training(params) else 0.0)
@@ -143,14 +144,14 @@ class Moe(LayerWorkload):
             return support
         # 2. Find how the device supports the router, which has its own precision and sizes. Its weight gradient sums
         # over tokens, so the number of tokens must fit too.
-        router = precisions.get(str(params["router"]))
+        router_precision = precisions.get(str(params["router"]))
         router_text = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        router_support = require_fit(router.support(facts), router, 0, sides, False, router_text)
+        router_support = require_fit(router_precision.support(facts), router_precision, 0, sides, False, router_text)
         if router_support.level is Level.REFUSED:
-            return hardware.refused(f"router={router.name}: {router_support.reason}")
+            return hardware.refused(f"router={router_precision.name}: {router_support.reason}")
         fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
-        for axis in ("router", *fp8_axes):  # these casts and products are part of the step's time
+        for axis in ("router", *fp8_axes):  # the casts and products of these axes are timed
             axis_support = precisions.get(str(params[axis])).support(facts)
             if axis_support.is_emulated and support.is_native:
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
@@ -164,7 +165,7 @@ class Moe(LayerWorkload):
         from fp8bench.nn.exercise import make_exercise
         from fp8bench.nn.linear import cast_once
 
-        # 1. Assign tokens to experts. Each layer has its own draw.
+        # 1. Assign tokens to experts, with a different draw for each layer.
         params = setup.params
         sizes = read_sizes(setup.params)
         tokens = int(params["tokens"])
@@ -172,7 +173,7 @@ class Moe(LayerWorkload):
         plans = [
             experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
         ]
-        if carrier is torch.float64:  # The exact pass neither rounds nor pads
+        if carrier is torch.float64:  # the exact pass neither rounds nor pads rows
             row_formats = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
@@ -192,8 +193,8 @@ class Moe(LayerWorkload):
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares output and gradients. For each layer it adds how often the router chooses other experts, and how
-        evenly the experts are loaded.
+        """Compares output and gradients with those of the exact pass. For each layer it adds how often the router
+        chooses other experts, and how evenly the experts are loaded.
         """
         from fp8bench.nn.experts import Mixture, measure_disagreements, summarise_load
 
@@ -201,15 +202,15 @@ class Moe(LayerWorkload):
         exact = self.exact(setup)
         errors = state.measure_errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
-        # Record the experts that each token gets in this precision, and those that it gets in the exact pass.
+        # Record which experts each token gets in this precision and in the exact pass.
         routing = state.layer.record_routing(state.outcome)
         exact_routing = exact.layer.record_routing(exact.outcome)
         differing_shares = measure_disagreements(
-            [chosen for chosen, _ in routing], [chosen for chosen, _ in exact_routing]
+            [chosen_experts for chosen_experts, _ in routing], [chosen_experts for chosen_experts, _ in exact_routing]
         )
         # Find the first layer whose router chooses other experts. Later layers have other inputs than in the exact
         # pass.
-        first_differing = next(
+        first_differing_layer = next(
             (number for number, share in enumerate(differing_shares) if share), len(differing_shares)
         )
         figures_by_layer = {
@@ -219,6 +220,6 @@ class Moe(LayerWorkload):
             **errors,
             "top_k_differs_percent": 100 * sum(differing_shares) / len(differing_shares),
             **(figures_by_layer if len(differing_shares) > 1 else {}),
-            "layers_that_agree": float(first_differing),
+            "layers_that_agree": float(first_differing_layer),
             **summarise_load([counts for _, counts in routing], state.layer.expert_bytes()),
         }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.linear import Choose
 
-# For each operation: how many input tensors of shape (tokens, width) it has.
+# The number of input tensors of shape (tokens, width) of each operation.
 INPUT_COUNTS = {
     "layer_norm": 1,
     "rms_norm": 1,
@@ -30,19 +30,19 @@ INPUT_COUNTS = {
     "cross_entropy": 1,
 }
 _GPT2_OPERATIONS = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
-# Operations whose backward pass reads no gradient of that shape. A residual sum passes its gradient on, and the
-# gradient of a loss is a single number.
+# Operations whose backward pass reads no incoming gradient of shape (tokens, width). A residual sum only passes its
+# gradient on, and the gradient of a loss is a single number.
 OPERATIONS_NOT_READING_GRADIENT = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
 class NormAct(LayerWorkload):
-    """Times one elementwise operation. The precision is that of the values between products. In every precision,
+    """Times one elementwise operation. The precision is the dtype of values between products. In every precision,
     norms, softmax and the loss compute in fp32, as in training.
     """
 
     name = "norm_act"
-    summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
+    summary = "norms, activations, softmax, residual and loss, which low-precision recipes leave in high precision"
     dtypes = ("fp32", "bf16", "fp16")
     batch_axis = "tokens"
     history = Grid(
@@ -69,7 +69,9 @@ class NormAct(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts four bytes for each value of the inputs. In training, also for each value of the incoming gradient."""
+        """Counts four bytes for each value of the inputs, and in training for each value of the incoming gradient if
+        the operation reads it.
+        """
         tokens, width = read_integers(params, "tokens", "width")
         tensors = INPUT_COUNTS[str(params["operation"])]
         counted_tensors = tensors + (

@@ -1,4 +1,4 @@
-"""The suite numerics: it casts synthetic and real tensors once to a precision, and reports all figures of the error."""
+"""The suite numerics: casts synthetic and real tensors once to a precision, and reports all figures of the error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Synthetic tensors. The value is the role of the tensors that each resembles.
+# The synthetic tensors, and for each the role of the tensors that it resembles.
 SYNTHETIC_TENSORS = {
     "gaussian": Role.INPUT,
     "student-t": Role.INPUT,
     "outliers": Role.INPUT,
     "log-normal": Role.GRADIENT,
 }
-# Tensors for --quick: an easy one, one with outliers, and a gradient from a training.
+# The tensors for --quick: an easy one, one with outliers, and a gradient from a training.
 _QUICK_TENSORS = ("gaussian", "outliers", "head-gradient")
 _AUTO_ROLE = "auto"
 _FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
@@ -71,7 +71,7 @@ class Numerics(Workload):
     """
 
     name = "numerics"
-    summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
+    summary = "error of each format and scaling on Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
     uses_corpus = True
     fused = False
     dtypes = tuple(_list_default_precisions())
@@ -107,9 +107,11 @@ class Numerics(Workload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         name = str(params["tensor"])
         role = str(params["role"])
-        captured = CAPTURED.get(name)
-        default_role = captured.role if captured else SYNTHETIC_TENSORS[name]
-        rows, columns = (captured.rows, captured.columns) if captured else (params["rows"], params["columns"])
+        captured_tensor = CAPTURED.get(name)
+        default_role = captured_tensor.role if captured_tensor else SYNTHETIC_TENSORS[name]
+        rows, columns = (
+            (captured_tensor.rows, captured_tensor.columns) if captured_tensor else (params["rows"], params["columns"])
+        )
         return (
             (
                 ("tensor", name),
@@ -133,7 +135,7 @@ class Numerics(Workload):
 
     def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
-            state.arithmetic.cast(state.source, state.role)  # the result is freed at once, inside the phase
+            state.arithmetic.cast(state.source, state.role)  # the result is freed at once, so this time counts too
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Returns all figures of the tensor's error. SQNR is at most 200 dB, which stands for no error."""
@@ -145,11 +147,13 @@ class Numerics(Workload):
         role = _read_role(setup)
         arithmetic = setup.arithmetic.layer("tensor")
         source, *earlier_tensors = _iterate_tensors(setup) if arithmetic.settles else (next(_iterate_tensors(setup)),)
-        for earlier in reversed(earlier_tensors):
-            arithmetic.cast(earlier, role)
-        restored = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
+        for earlier_tensor in reversed(earlier_tensors):
+            arithmetic.cast(earlier_tensor, role)
+        restored_values = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
         recipe_view = make_recipe_view(precisions.get(setup.case.precision), role, source, earlier_tensors)
-        return figures_by_name(tensor_error(source, restored, recipe_view.fmt, recipe_view.factors), recipe_view.course)
+        return figures_by_name(
+            tensor_error(source, restored_values, recipe_view.fmt, recipe_view.factors), recipe_view.course
+        )
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
         from fp8bench.numerics.ranges import compute_statistics

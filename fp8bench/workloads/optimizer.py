@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 # A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast
 # together. In fp32 that is 256 MiB of moments, which is enough for long phases.
 BUCKET_ELEMENTS = 1 << 25
-# The initial moments are like those after this many steps.
+# The initial moments resemble those after this many steps.
 EARLIER_STEPS = 1000
-# The error is taken after this many steps. A bf16 second moment keeps growing, because rounding hides a decay of
+# The error is measured after this many steps. A bf16 second moment keeps growing, because rounding hides a decay of
 # 0.001. That shows after a thousand steps, not after ten. One small matrix is enough, because each matrix has its own
 # scale, and Adam's updates do not depend on magnitudes.
 ERROR_STEPS = 1000
@@ -32,7 +32,7 @@ ERROR_WIDTH = 64
 
 @dataclass
 class OptimizerState:
-    """All parameters, gradients and moments, in buckets."""
+    """All parameters, gradients and moments, grouped into buckets."""
 
     buckets: list[Bucket]
 
@@ -53,9 +53,10 @@ class OptimizerState:
 class Optimizer(Workload):
     """Times AdamW on fp32 weights and gradients, with moments in the case's precision.
 
-    fp32 and bf16 moments are stored without scales. fp16 and smaller formats have scales. All but fp32 moments are
-    restored before a step and cast after it. In fp8 and smaller formats the second moment is stored as scaled fp16 by
-    default. In the format of the first moment, its small values would become zero, and updates would explode.
+    fp32 and bf16 moments are stored without scales. fp16 and smaller formats have scales. All moments except fp32
+    moments are restored before a step and cast after it. In fp8 and smaller formats, the second moment is stored as
+    scaled fp16 by default. In the format of the first moment, small second moments would become zero, and updates would
+    explode.
     """
 
     name = "optimizer"
@@ -114,38 +115,39 @@ class Optimizer(Workload):
                 bucket.update(first, second)
             with phase.cast:
                 bucket.store(first, second)
-                del first, second  # free the memory here, because the time for that must count for a phase
+                del first, second  # free the memory here, so that this time counts for the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares 1000 steps with changing gradients with the same steps of fused AdamW with fp32 moments.
+        """Compares 1000 steps of AdamW with the same steps of fused AdamW with fp32 moments. Gradients change from step
+        to step.
 
-        It trains one matrix of at most 64 rows and columns, and compares the change of the weights. Next to the
-        weights themselves an error would be too small. Moments that became zero are counted separately, because rows
+        One matrix of at most 64 rows and columns is trained, and the change of its weights is compared. Relative to the
+        weights themselves, an error would be too small. Moments that became zero are counted separately, because rows
         with large magnitudes dominate the other errors.
         """
         from fp8bench.numerics.norms import compute_vanished_share, joint_relative_frobenius
 
-        # 1. Start twice from the same state, once with fp32 moments and once with stored moments.
+        # 1. Start twice from the same state: with fp32 moments, and with moments in the case's precision.
         params = setup.params
         params |= {"tensors": 1, "width": min(int(params["width"]), ERROR_WIDTH)}
         small_setup = replace(setup, case=replace(setup.case, params=tuple(params.items())))
-        exact, source = _draw_initial_state(small_setup, _make_exact_storages(), fused=True)
+        exact_state, source = _draw_initial_state(small_setup, _make_exact_storages(), fused=True)
         state, _ = _draw_initial_state(small_setup, _choose_storages(setup), params["fused"] == "yes")
-        initial_weights = [parameter.clone() for parameter in exact.parameters()]
-        # 2. Give both runs the same gradients. Use one thread, because sums must not depend on the machine.
+        initial_weights = [parameter.clone() for parameter in exact_state.parameters()]
+        # 2. Run both with the same gradients, on one thread, because sums must not depend on the machine.
         with limit_to_one_thread():
             for _ in range(ERROR_STEPS):
                 gradients = source.draw()
-                for optimizer_state in (exact, state):
+                for optimizer_state in (exact_state, state):
                     optimizer_state.copy_gradients(gradients)
                     self.step(optimizer_state, SilentPhases())
         # 3. Compare the change of the weights, and each moment.
-        update = [new - old for new, old in zip(state.parameters(), initial_weights, strict=True)]
-        exact_update = [new - old for new, old in zip(exact.parameters(), initial_weights, strict=True)]
+        weight_changes = [new - old for new, old in zip(state.parameters(), initial_weights, strict=True)]
+        exact_weight_changes = [new - old for new, old in zip(exact_state.parameters(), initial_weights, strict=True)]
         (first, second) = state.moments()
-        (exact_first, exact_second) = exact.moments()
+        (exact_first, exact_second) = exact_state.moments()
         return {
-            "update_error": joint_relative_frobenius(update, exact_update),
+            "update_error": joint_relative_frobenius(weight_changes, exact_weight_changes),
             "first_moment_error": joint_relative_frobenius(first, exact_first),
             "second_moment_error": joint_relative_frobenius(second, exact_second),
             "first_moment_vanished": compute_vanished_share(first, exact_first),
@@ -182,8 +184,8 @@ def _make_exact_storages() -> tuple[Storage, Storage]:
 def _draw_initial_state(
     setup: Setup, storages: tuple[Storage, Storage], fused: bool
 ) -> tuple[OptimizerState, GradientSource]:
-    """Draws weights and moments from the seed. Also returns a source of gradients, from which such moments would have
-    resulted.
+    """Draws weights and moments from the seed. Also returns a source of gradients that would have led to such
+    moments.
     """
     import torch
 
@@ -195,10 +197,10 @@ def _draw_initial_state(
     weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled()]
     # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # has twice as much.
-    deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
-    first = [tensor.mul_(deviations[0]) for tensor in source.draw()]
+    moment_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
+    first = [tensor.mul_(moment_deviations[0]) for tensor in source.draw()]
     second = [
-        tensor.mul_(deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
+        tensor.mul_(moment_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
         for tensor, scale in zip(source.draw_unscaled(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]

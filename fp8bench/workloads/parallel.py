@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.parallel.step import ParallelState
 
-# The default batch of all ranks together is the model's default batch times this.
+# The default batch of all ranks together is the model's default batch times this factor.
 _BATCH_FACTOR = 4
-# Values of an option that stand for all values that the method has, or for the first of them.
+# Values of an option that stand for all values that the method of division has, or for the first of them.
 _ALL_VALUES = "auto"
 _FIRST_VALUE = "usual"
-# The value of this option is a number. It must be at least the number of ranks.
+# The values of this option are numbers. The word `usual` stands for the first value that is at least the number of
+# ranks.
 _MICRO_BATCHES_OPTION = "microbatches"
-_MICRO_BATCHES_SUFFIX = " that is not less than the ranks"
+_MICRO_BATCHES_SUFFIX = " that is at least the number of ranks"
 # This many warm-up steps run before messages are counted. In its second step, DDP once sends the order of its buckets.
 _UNCOUNTED_STEPS = 2
 # This many steps on several ranks are compared with the same steps on one rank.
@@ -41,9 +42,9 @@ _COMPARED_STEPS = 3
 
 @workloads.register("parallel")
 class Parallel(Workload):
-    """Times training steps of several ranks. Each rank has its part of the model, of the batch, or of both. The batch
-    is that of all ranks together, so that throughputs can be compared. Errors are differences from one rank that
-    trains alone with the same arithmetic.
+    """Times training steps of several ranks. Each rank has a part of the model, of the batch, or of both. The parameter
+    `batch` counts the sequences of all ranks together, so that throughputs can be compared. Errors are differences from
+    one rank that trains alone with the same arithmetic.
     """
 
     name = "parallel"
@@ -57,11 +58,11 @@ class Parallel(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         size = "gpt2-124m" if facts.accelerated else "nano"
-        ways_listed = "; ".join(f"{division.name} ({division.summary})" for division in WAYS.values())
+        ways_text = "; ".join(f"{division.name} ({division.summary})" for division in WAYS.values())
         options = (
             Axis(
                 name,
-                f"{text}; {_ALL_VALUES}: all values of a way; {_FIRST_VALUE}: its first"
+                f"{text}; {_ALL_VALUES}: all values that a way allows; {_FIRST_VALUE}: the first of them"
                 f"{_MICRO_BATCHES_SUFFIX * (name == _MICRO_BATCHES_OPTION)}",
                 (_ALL_VALUES,),
                 _make_option_parser(name, facts.ranks),
@@ -70,7 +71,7 @@ class Parallel(Workload):
             for name, text in OPTIONS.items()
         )
         return (
-            Axis.each("way", f"how ranks train together: {ways_listed}", *WAYS),
+            Axis.each("way", f"how ranks train together: {ways_text}", *WAYS),
             Axis.choice("size", f"the model: {', '.join(sizes.SIZES)}", *sizes.SIZES, default=size),
             Axis.count("batch", "sequences of all ranks together", "auto", quick=("4",), high=1 << 16),
             Axis.count("sequence", "tokens in a sequence", "auto", quick=("32",), high=1 << 16),
@@ -96,7 +97,9 @@ class Parallel(Workload):
         values = [
             map(_make_value_parser(name), _expand_word(division.options[name], str(params[name]))) for name in names
         ]
-        return tuple((*fixed_params.items(), *zip(names, chosen, strict=True)) for chosen in product(*values))
+        return tuple(
+            (*fixed_params.items(), *zip(names, chosen_values, strict=True)) for chosen_values in product(*values)
+        )
 
     def work(self, params: Scalars) -> Work:
         config = _make_config(params)
@@ -145,8 +148,8 @@ class Parallel(Workload):
         state.train_step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a few steps of plain gradient descent with those of one rank alone. Raises RanksDisagree if
-        weights differ too much.
+        """Compares a few steps of plain gradient descent on all ranks with the same steps of one rank alone. Raises
+        RanksDisagree if weights differ too much.
         """
         import torch.distributed as dist
 
@@ -158,9 +161,9 @@ class Parallel(Workload):
         differences = step.compare_with_one_rank(state, single_rank_state, _COMPARED_STEPS)
         modes = map(precisions.get, (setup.case.precision, *dict(setup.case.precision_map).values()))
         limits = step.find_limits(modes, str(params.get("wire", "")), str(params.get("load", "")))
-        if excess := limits.describe_excess(differences):
+        if excess_text := limits.describe_excess(differences):
             raise step.RanksDisagree(
-                f"{_COMPARED_STEPS} steps change weights differently from one rank alone: {excess}"
+                f"{_COMPARED_STEPS} steps change weights differently from one rank alone: {excess_text}"
             )
         return {**differences.figures(), **state.model.figures()}
 
@@ -177,16 +180,16 @@ class Parallel(Workload):
         size = dist.get_world_size()
         for _ in range(_UNCOUNTED_STEPS):
             state_with_communication.train_step(SilentPhases())
-        with StepWire(dist.get_rank()) as wire:
+        with StepWire(dist.get_rank()) as step_wire:
             state_with_communication.train_step(SilentPhases())
-        whole_step = bind_step(self._make_single_rank_state(setup))
-        share_step = bind_step(self._make_single_rank_state(setup, parts=size))
+        full_batch_step = bind_step(self._make_single_rank_state(setup))
+        part_step = bind_step(self._make_single_rank_state(setup, parts=size))
         return StepParts(
             bind_step(self._make_state(setup, make_silent_group())),
-            wire.repeat_exchanges,
+            step_wire.repeat_exchanges,
             bind_step(state_with_communication),
-            wire.list_sent(dist.get_rank()),
-            (whole_step, share_step),
+            step_wire.list_sent(dist.get_rank()),
+            (full_batch_step, part_step),
         )
 
     def _make_state(self, setup: Setup, group: ProcessGroup | None, plain: bool = False) -> ParallelState:
@@ -197,7 +200,7 @@ class Parallel(Workload):
         return make_parallel_state(model, _make_loader(setup), setup.facts, plain)
 
     def _make_single_rank_state(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
-        """Returns the state of one rank that trains alone. It has the whole batch, or one of `parts` equal parts of
+        """Returns the state of one rank that trains alone, on the whole batch or on one of `parts` equal parts of
         it.
         """
         from fp8bench.nn.parallel.division import Undivided
@@ -235,8 +238,8 @@ def _read_options(params: Scalars) -> dict[str, str]:
 
 
 def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
-    """Returns a parser for one value of an option, or for a word that stands for several values. 'usual' microbatches
-    become 'usual N', where N is the number of ranks.
+    """Returns a parser for one value of an option, or for a word that stands for several values. For the option of
+    micro-batches, 'usual' becomes 'usual N', where N is the number of ranks.
     """
     parse = _make_value_parser(option)
     first_value = f"{_FIRST_VALUE} {ranks}" if option == _MICRO_BATCHES_OPTION else _FIRST_VALUE
@@ -244,19 +247,19 @@ def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:
 
 
 def _expand_word(values: tuple[str, ...], word: str) -> tuple[str, ...]:
-    """Returns the values for which a word stands: all values, or the first. 'usual N' means the first count that is
-    at least N, or the last count if none is.
+    """Returns the option values that a word stands for: all values, or the first value. 'usual N' stands for the first
+    number that is at least N, or for the last number if all are smaller.
     """
     if word == _ALL_VALUES:
         return values
-    _, _, minimum = word.partition(" ")
-    sufficient_values = [value for value in values if not minimum or int(value) >= int(minimum)]
+    _, _, min_value = word.partition(" ")
+    sufficient_values = [value for value in values if not min_value or int(value) >= int(min_value)]
     return (sufficient_values[0] if sufficient_values else values[-1],)
 
 
 def _make_value_parser(option: str) -> Callable[[str], Scalar]:
-    """Returns a parser of an option's values. If the methods accept numbers, it parses any whole number. Otherwise it
-    parses the words that they accept.
+    """Returns a parser of an option's values. If the values of all methods are numbers, it parses any whole number.
+    Otherwise it parses the words that the methods accept.
     """
     values: dict[str, None] = {}
     for division in WAYS.values():

@@ -1,4 +1,4 @@
-"""A hidden suite for the self-test. It runs the step of a different suite, with a known slow-down added."""
+"""A hidden suite for the self-test. It runs the step of another suite with a known slow-down."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload and its state, and how many tiny calls follow each of its steps."""
+    """The workload that is slowed down and its state, and the number of tiny calls after each of its steps."""
 
     workload: Workload
-    inner: Any
-    extra: int
-    tiny: Tensor
+    inner_state: Any
+    call_count: int
+    tiny_tensor: Tensor
     on_device: bool = False
 
 
@@ -31,8 +31,8 @@ _TINY_CYCLES = 100
 
 @workloads.register("_planted")
 class Planted(Workload):
-    """Runs another workload and then tiny calls, which slow it down. It is not listed. `base` names the other
-    workload. A parameter `base.x` is the other workload's parameter `x`.
+    """Runs another workload and then tiny calls, which slow down its step. This suite is not listed. `base` names the
+    other workload. A parameter `base.x` is the other workload's parameter `x`.
     """
 
     name = "_planted"
@@ -57,23 +57,24 @@ class Planted(Workload):
         import torch
 
         case = setup.case
-        base = str(case.param("base"))
-        workload = workloads.get(base)
+        base_name = str(case.param("base"))
+        workload = workloads.get(base_name)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
-        inner_state = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
+        inner_state = workload.prepare(replace(setup, case=Case(base_name, params, case.precision, case.device)))
         return PlantedState(workload, inner_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated)
 
     def step(self, state: PlantedState, phase: Phases) -> None:
-        state.workload.step(state.inner, phase)
-        call_count = state.extra
+        state.workload.step(state.inner_state, phase)
+        call_count = state.call_count
         if call_count and state.on_device:
             from torch import cuda
 
-            with phase.gemm:  # slow down the GPU, because a GPU's time does not include the host's work
+            with phase.gemm:  # slow down the GPU itself, because its time does not include the host's work
                 cuda._sleep(call_count * _TINY_CYCLES)  # type: ignore[no-untyped-call]
         elif call_count:
             with phase.gemm:
-                # This call takes about 50 ns. A single operator would already add 1 or 2% to a product of 0.3 ms.
-                tiny_call = state.tiny.is_contiguous
+                # A call of `is_contiguous` takes about 50 ns. A single torch operator would add 1 or 2% to a product of
+                # 0.3 ms.
+                tiny_call = state.tiny_tensor.is_contiguous
                 for _ in range(call_count):
                     tiny_call()

@@ -1,4 +1,4 @@
-"""Suite prefill: a whole prompt goes through a language model at once, into an empty KV cache."""
+"""The suite prefill: a whole prompt goes through a language model at once, into an empty KV cache."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fp8bench.user_code.named import named
 @workloads.register("prefill")
 class Prefill(ServedWorkload):
     """Times prefill: all `context` token ids of each sequence at once, and the logits of the last token. Attention
-    reads keys and values in the format of the cache, as later tokens will. Scales of a tensor or a head are computed
-    from the prompt.
+    reads keys and values in the format of the cache, as it does for later tokens. Scales for a tensor or a head are
+    computed from the prompt.
 
     The time of a step is the time to first token (TTFT) without queue and tokeniser, and batch x context / time is
     input tokens/s.

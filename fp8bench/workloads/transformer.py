@@ -44,7 +44,8 @@ DEFAULT_CHOICES = {
     "models": "actor",
     "frozen": "bf16",
 }
-# The FLOPs of the two models that only run forward, as a multiple of a trained model's. Each of them has a third.
+# The FLOPs of the two models that only run forward, relative to those of a trained model. Forward is a third of a
+# training step.
 _FROZEN_MODELS_WORK = 2 / 3
 COMPILE_SECONDS = 600.0
 
@@ -53,11 +54,11 @@ COMPILE_SECONDS = 600.0
 class Transformer(shared.TrainingWorkload):
     """Times a training step with every phase. It is the main workload of this tool.
 
-    With compile=yes forward and backward are one graph each, and with compile=blocks each block is. Fused operations
-    cannot be distinguished, so the time of both passes is unattributed. Other phases stay. With weights=cached a step
-    casts each weight once, before its micro-batches. With weights=recast each micro-batch casts weights where it
-    multiplies. With checkpointing=blocks phases include recomputation. FLOPs do not include it, so that throughputs
-    can be compared.
+    With compile=yes, forward and backward are one graph each. With compile=blocks, each block is a graph. Fused
+    operations cannot be distinguished, so the time of forward and backward is unattributed. The other phases are still
+    timed. With weights=cached, a step casts each weight once, before its micro-batches. With weights=recast, each
+    micro-batch casts a weight where it multiplies. With checkpointing=blocks, phases include recomputation. FLOPs do
+    not include it, so that throughputs can be compared.
     """
 
     name = "transformer"
@@ -146,7 +147,7 @@ class Transformer(shared.TrainingWorkload):
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = _read_config(params)
-        # In fp32: the weights, two moments, the gradients, and the logits of one micro-batch.
+        # Weights, two moments, gradients, and the logits of one micro-batch, all in fp32.
         least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
         compile_seconds = COMPILE_SECONDS if _is_compiled(params) else 0.0
         flops = config.step_flops(sequences, length)
@@ -157,26 +158,26 @@ class Transformer(shared.TrainingWorkload):
         return Work(flops, sequences * length, least_memory=least_bytes + extra_bytes, setup_seconds=compile_seconds)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Estimates the peak bytes of an uncompiled step. It adds up weights, gradients and moments in fp32,
-        activations that blocks store for a micro-batch, logits and their gradients, and scores if a kernel writes
-        them to memory. With checkpointing the activations are the inputs of all blocks and the activations of one
+        """Estimates the peak bytes of an uncompiled step: weights, gradients and moments in fp32, the activations that
+        blocks store for a micro-batch, logits and their gradients, and attention scores if a kernel writes them to
+        memory. With checkpointing, the stored activations are the inputs of all blocks and all activations of a single
         block.
         """
         config = _read_config(params)
         length, batch = read_integers(params, "sequence", "batch")
         value_bytes = shared.carrier_bytes(precision)
         key_value_width = 2 * config.key_heads * config.head_width
-        # The number of values for each token: both norms, queries, the output of attention and the sum after it, and
-        # the inputs and outputs of the activation.
+        # The values that a block stores for each token: both norms, queries, the output of attention and the sum after
+        # it, and the inputs and outputs of the activation.
         block_activations = 7 * config.width + key_value_width + (3 if config.modern else 2) * config.hidden
-        recomputes = _read_choice(params, "checkpointing") == "blocks"
+        recomputes_blocks = _read_choice(params, "checkpointing") == "blocks"
         block_values = (
-            config.layers * config.width + block_activations if recomputes else config.layers * block_activations
+            config.layers * config.width + block_activations if recomputes_blocks else config.layers * block_activations
         )
         score_bytes = 0.0
         if _read_choice(params, "attention") == "math":
             score_matrices = shared.SCORE_COPIES_IN_BACKWARD + shared.SCORE_COPIES_KEPT_FOR_BACKWARD * (
-                1 if recomputes else config.layers
+                1 if recomputes_blocks else config.layers
             )
             score_bytes = score_matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
@@ -201,7 +202,9 @@ class Transformer(shared.TrainingWorkload):
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Looks at products only. The core of attention always gets values in the model's carrier."""
+        """Returns how a device supports the products of one kind of layer. The core of attention is not checked,
+        because its inputs always have the carrier's dtype.
+        """
         if _read_choice(params, "cut") == "block" and kind != "head":
             return refused("a precision map cannot divide the one layer of cut=block: choose cut=linear")
         return self._check_product_support(params, precision, facts)
@@ -223,8 +226,8 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
-        recomputes = _read_choice(setup.params, "checkpointing") == "blocks"
-        model = _build_model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
+        recomputes_blocks = _read_choice(setup.params, "checkpointing") == "blocks"
+        model = _build_model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes_blocks)
         if precisions.get(setup.case.precision).unit_scaled:
             scale_to_unit(model, int(setup.params["sequence"]))
         set_around(model, setup.around(self.around(setup.params)))
@@ -238,17 +241,19 @@ class Transformer(shared.TrainingWorkload):
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a precision that casts from the tensor alone, like fp8"
             )
-        # 2. Check what the layers of a backend accept, and what they compute themselves.
+        # 2. Check what the layers of a backend accept, and which parts they compute themselves.
         backend = precision.backend if precision.whole_layers else None
-        recasts = backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
-        if recasts and support.level is not Level.REFUSED:
+        recasts_weights = (
+            backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
+        )
+        if recasts_weights and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
         is_unlike_gpt2 = _read_config(params).modern or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
             )
-        # 3. Check that sizes are multiples of what native products need. The number of tokens is one of these sizes.
+        # 3. Check that sizes are multiples of what native products require. The number of tokens is one of these sizes.
         multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
         is_compiled = support.is_native and _is_compiled(params)
@@ -313,8 +318,8 @@ class Transformer(shared.TrainingWorkload):
 
         def compute_exact_gradients() -> tuple[float, list[Tensor]]:
             exact = PlainArithmetic(torch.float64)
-            # GPUs have no fused fp64 kernel. The scores of all heads and layers together would not fit into
-            # memory.
+            # GPUs have no fused attention kernel for fp64, and the scores of all heads and layers together would not
+            # fit into memory.
             core = attention.HeadwiseCore(attention.FusedCore())
             model = _build_model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
             return _compute_gradients(setup, model, model, 1.0)
@@ -345,8 +350,8 @@ class Transformer(shared.TrainingWorkload):
         return joint_relative_frobenius(self._compute_first_gradients(setup)[1], exact)
 
     def _compute_first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
-        """Returns the mean loss and the gradients of the first step. A precision that needs a history of casts runs
-        the step twice, and the second pass counts.
+        """Returns the mean loss and the gradients of the first step. If the precision needs a history of casts, the
+        step runs twice and the second pass counts.
         """
         from fp8bench.nn.attention import select_attention_kernel
 
@@ -358,9 +363,9 @@ class Transformer(shared.TrainingWorkload):
             return _compute_gradients(setup, model, forward, setup.loss_scale)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Counts the operands of all products of one micro-batch, forward and backward, by kind of layer and by role.
-        It computes in fp32 for every precision. fp16 without its loss scale would lose the smallest gradients before
-        they are counted.
+        """Returns statistics of the operands of all products of one micro-batch, forward and backward, by kind of layer
+        and by role. The micro-batch runs in fp32 for every precision, because fp16 without its loss scale would lose
+        the smallest gradients before they are counted.
         """
         import torch
 
@@ -368,13 +373,17 @@ class Transformer(shared.TrainingWorkload):
         from fp8bench.numerics.ranges import Ledger
 
         ledger = Ledger()
-        plain = arithmetics.PlainArithmetic(torch.float32)
+        plain_arithmetic = arithmetics.PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
-        model = _build_model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
+        model = _build_model(
+            setup, lambda name: arithmetics.count_casts(plain_arithmetic, kinds[name], ledger), plain_arithmetic.carrier
+        )
         model(*_make_loader(setup).next(), SilentPhases()).backward()
-        order = list(product(self.layer_kinds, Role))
+        kind_and_role_order = list(product(self.layer_kinds, Role))
         statistics = ledger.statistics()
-        return tuple(sorted(statistics, key=lambda statistic: order.index((statistic.kind, Role(statistic.role)))))
+        return tuple(
+            sorted(statistics, key=lambda statistic: kind_and_role_order.index((statistic.kind, Role(statistic.role))))
+        )
 
 
 def _read_choice(params: Scalars, name: str) -> str:
@@ -386,7 +395,7 @@ def _is_compiled(params: Scalars) -> bool:
 
 
 def _count_frozen_bytes(params: Scalars) -> float:
-    """Returns a lower bound of the bytes that the two untrained models of RLHF need, without scales."""
+    """Returns a lower bound of the bytes that the two frozen models of RLHF need, without scales."""
     return 2.0 * _read_config(params).weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
 
 
@@ -427,8 +436,9 @@ def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
 
 
 def _compile_forward(setup: Setup, model: GPT) -> Forward:
-    """Returns the model, or a compiled function of it. It is compiled now, on other text, so that no timed step is.
-    While static scales are calibrated, nothing is compiled, because these scales change from cast to cast.
+    """Returns the model, or a compiled function of it. It is compiled here, with a separate loader, so that no timed
+    step compiles. While static scales are calibrated, nothing is compiled, because these scales change from cast to
+    cast.
     """
     if (setup.scales is not None and setup.scales.watching) or not _is_compiled(setup.params):
         return model

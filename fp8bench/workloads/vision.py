@@ -1,4 +1,4 @@
-"""The suite vision: a training step, or inference, of a model of images, or of images and text."""
+"""The suite vision: a training step, or inference, of a model for images, or for images and text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.vision import InferenceState
 
 _MODEL_NAMES = ("resnet", "vit", "two-input")
-# Parameters that a model does not use.
+# The parameters that each model does not use.
 _UNUSED_PARAMETERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
@@ -85,7 +85,7 @@ class Vision(shared.TrainingWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model = str(params["model"])
         model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS[model]}
-        # Refuse sizes that would fail inside a layer, in a message about what to change.
+        # Refuse sizes that would fail inside a layer, and say what to change.
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is not a multiple of 16, as heads and bottlenecks need. Choose a multiple."
@@ -102,7 +102,7 @@ class Vision(shared.TrainingWorkload):
             )
         layouts = [params["layout"]]
         if layouts == ["auto"]:
-            # A resnet runs in both layouts. Other models cut patches from channels_last images.
+            # Time a resnet in both layouts. Other models cut patches from channels_last images.
             layouts = ["contiguous", "channels_last"] if model == "resnet" else ["channels_last"]
         return tuple(tuple({**model_params, "layout": layout}.items()) for layout in layouts)
 
@@ -140,7 +140,7 @@ class Vision(shared.TrainingWorkload):
         return self.layer_support("block", params, precision, facts)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        if kind not in self.layer_kinds:  # this is an elementwise operation
+        if kind not in self.layer_kinds:  # the layer is an elementwise operation
             return precision.support(facts)
         sizes = read_sizes(params)
         is_resnet = sizes.model == "resnet"

@@ -64,25 +64,25 @@ def test_one_crossing_is_found_between_two_sizes() -> None:
     made = found(sized(saturating)[::-1])
     (crossing,) = made.crossings
     (truth,) = true_sizes(saturating)
-    assert crossing.begins and crossing.low < truth < crossing.high
+    assert crossing.becomes_faster and crossing.low < truth < crossing.high
     assert crossing.size == pytest.approx(truth, rel=0.05) and crossing.high / crossing.low < 1.25
-    assert [stretch.pays for stretch in made.stretches] == [False, None, True]
-    assert (made.stretches[0].first, made.stretches[-1].last) == (16, 1 << 14)
+    assert [stretch.is_faster for stretch in made.stretches] == [False, None, True]
+    assert (made.stretches[0].first_size, made.stretches[-1].last_size) == (16, 1 << 14)
     assert made.within_noise == () and made.level == 0.99
 
 
 def test_a_precision_may_be_faster_in_the_middle_or_after_a_leap() -> None:
     first, last = found(sized(hump)).crossings
-    assert first.begins and not last.begins
+    assert first.becomes_faster and not last.becomes_faster
     assert [one.low < truth < one.high for one, truth in zip((first, last), true_sizes(hump), strict=True)] == [
         True
     ] * 2
     made = found(sized(lambda octaves: -0.004 if octaves == 9 else 0.2))
     assert made.crossings == () and made.within_noise == (512,)
-    assert [stretch.pays for stretch in made.stretches] == [True, None, True]
-    assert 256 <= made.stretches[1].first < 512 < made.stretches[1].last <= 1024
+    assert [stretch.is_faster for stretch in made.stretches] == [True, None, True]
+    assert 256 <= made.stretches[1].first_size < 512 < made.stretches[1].last_size <= 1024
     made = found(sized(lambda octaves: min(0.0, 0.1 * (octaves - 12))))  # beyond the last size nothing is known
-    assert [stretch.pays for stretch in made.stretches] == [False, None] and made.crossings == ()
+    assert [stretch.is_faster for stretch in made.stretches] == [False, None] and made.crossings == ()
     # From some size on the library uses another kernel, which a straight line cannot predict.
     (crossing,) = found(sized(lambda octaves: 0.3 if octaves > 9.1 else -0.1)).crossings
     assert (crossing.low, crossing.high) == (512, 1024)
@@ -91,7 +91,7 @@ def test_a_precision_may_be_faster_in_the_middle_or_after_a_leap() -> None:
 @for_each(("speed", "pays"), [(1.5, True), (0.7, False), (1.001, None)])
 def test_a_precision_may_be_faster_everywhere_or_nowhere(speed: float, pays: bool | None) -> None:
     made = found(sized(lambda _: math.log(speed)))
-    assert made.crossings == () and [stretch.pays for stretch in made.stretches] == [pays]
+    assert made.crossings == () and [stretch.is_faster for stretch in made.stretches] == [pays]
     assert made.within_noise == (SIZES if pays is None else ())
 
 
@@ -122,14 +122,14 @@ def test_settings_that_differ_in_one_number_form_a_sweep() -> None:
     settings = [params(m=m, n=64, product="forward") for m in (64, 16, 32)]
     settings += [params(m=16, n=8, product="forward"), params(m=16, n=64, product="other"), params(m=32, n=64)]
     (sweep,) = find_sweeps(settings)
-    assert (sweep.axis, sweep.held, sweep.places) == (
+    assert (sweep.axis, sweep.held_params, sweep.indexed_sizes) == (
         "m",
         params(n=64, product="forward"),
         ((16, 1), (32, 2), (64, 0)),
     )
     sides = [(m, 8, 8) for m in (4, 8, 16)] + [(8, n, 8) for n in (4, 16)] + [(8, 8, k) for k in (4, 16)]
     found = find_sweeps([params(m=m, n=n, k=k) for m, n, k in sides])
-    assert {sweep.axis for sweep in found} == set("mnk") and all(len(sweep.places) == 3 for sweep in found)
+    assert {sweep.axis for sweep in found} == set("mnk") and all(len(sweep.indexed_sizes) == 3 for sweep in found)
     assert find_sweeps([params(m=m, n=m) for m in (1, 2, 4)]) == []
     assert find_sweeps([params(m=m) for m in ("1", "2", "4")]) == []
     assert find_sweeps([params(m=True), params(m=False), params(m=2), params(m=3)]) == []
@@ -159,26 +159,26 @@ def modes(*groups: list[JudgedCase]) -> dict[str, SweptMode]:
 
 def test_low_precisions_are_compared_with_bf16() -> None:
     found = modes(group(16, 800), group(32, 500), group(64, 300), group(128, 200))
-    assert (found["bf16"].against, found["fp8"].against) == ("fp32", "bf16") and "fp32" not in found
+    assert (found["bf16"].base_mode, found["fp8"].base_mode) == ("fp32", "bf16") and "fp32" not in found
     assert [round(point.ratio.point, 2) for point in found["fp8"].points] == [2.0, 1.25, 0.75, 0.5]
-    made = found["fp8"].found
+    made = found["fp8"].break_even
     assert [32 < place.low < place.size < place.high < 64 for place in made.crossings] == [True]
     assert [round(point.ratio.point, 2) for point in found["bf16"].points] == [0.44] * 4
 
 
 def test_sizes_without_a_ratio_have_a_reason() -> None:
     groups = [[one for one in group(size, 300) if one[0].case.mode != "bf16"] for size in (16, 32, 64)]
-    assert modes(*groups)["fp8"].against == "fp32"
+    assert modes(*groups)["fp8"].base_mode == "fp32"
     found = modes(*(group(size, 100, EMULATED) for size in (16, 32, 64)))["fp8"]
-    assert found.points == () and found.found is None
-    assert found.refused == tuple((size, "emulated on this device, so it has no speed") for size in (16, 32, 64))
+    assert found.points == () and found.break_even is None
+    assert found.missing_ratios == tuple((size, "emulated on this device, so it has no speed") for size in (16, 32, 64))
     groups = [group(size, 300) for size in (16, 32, 64)]
     groups[0][2] = (replace(groups[0][2][0], paired_with=samples(("gemm",), (900,))), groups[0][2][1])
-    assert modes(*groups)["fp8"].refused == ((16, "no rounds in common with bf16"),)
+    assert modes(*groups)["fp8"].missing_ratios == ((16, "no rounds in common with bf16"),)
     groups = [group(size, 300) for size in (16, 32, 64)]
     groups[1][2] = (groups[1][2][0], replace(told(groups[1][2]), labels=(Label.NOISY,), floor=None))
     found = modes(*groups)["fp8"]
-    assert len(found.points) == 3 and 32 in found.doubted
+    assert len(found.points) == 3 and 32 in found.doubted_sizes
 
 
 def test_a_case_without_a_verdict_gives_no_point() -> None:
@@ -190,8 +190,8 @@ def test_a_case_without_a_verdict_gives_no_point() -> None:
         replace(told(third[2]), best_seconds=None),
     )
     found = modes(first, second, third, fourth)["fp8"]
-    assert found.refused == ((16, "labelled no-work"), (32, "labelled aa-failed"), (64, "out of memory"))
-    assert [point.size for point in found.points] == [128] and found.found is None
+    assert found.missing_ratios == ((16, "labelled no-work"), (32, "labelled aa-failed"), (64, "out of memory"))
+    assert [point.size for point in found.points] == [128] and found.break_even is None
 
 
 def told(one: JudgedCase):  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.analysis.claims import MARGIN, label_false_claims
+from fp8bench.analysis.claims import CLAIM_MARGIN, label_false_claims
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.tapes import ProductWork, product_work
@@ -55,7 +55,7 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
 @for_each(
     ("one", "reason"),
     [
-        (working(Ceiling(1e11, 1e11), flops=0.99 * MARGIN * 1e9, bytes=0.99 * MARGIN * 1e9), None),
+        (working(Ceiling(1e11, 1e11), flops=0.99 * CLAIM_MARGIN * 1e9, bytes=0.99 * CLAIM_MARGIN * 1e9), None),
         (
             working(Ceiling(1e11, 1e11), flops=1e10),
             "claims 1.00 TFLOP/s, but this machine multiplied 100 GFLOP/s at most",
@@ -617,13 +617,13 @@ def test_a_step_with_other_products_has_no_verdict(step: Step, did: str) -> None
 @for_each(
     ("own", "base", "work"),
     [
-        (taped(rotated), taped(honest), ProductWork(2 * PRODUCT, rotations=2 * TOKENS * WIDTH * WIDTH)),
-        (taped(padded), taped(honest), ProductWork(2 * PRODUCT, padding=2 * PRODUCT // 3)),
+        (taped(rotated), taped(honest), ProductWork(2 * PRODUCT, rotation_flops=2 * TOKENS * WIDTH * WIDTH)),
+        (taped(padded), taped(honest), ProductWork(2 * PRODUCT, padding_flops=2 * PRODUCT // 3)),
     ],
 )
 def test_rotations_and_padding_are_not_useful_work(own: Tape, base: Tape, work: ProductWork) -> None:
     found = product_work(own, base)
-    assert found.useful == product_work(base).useful and found == work and found.overhead
+    assert found.useful_flops == product_work(base).useful_flops and found == work and found.overhead
     lead = replace(record(CALM, "fp32", is_reference=True), tape=base)
     case = replace(record(steady(MS, 24), "bf16"), tape=own)
     assert not mismatches(case, lead)
@@ -633,7 +633,7 @@ def test_recomputation_and_unknown_operators() -> None:
     # Backward does not need the last product's output, so torch does not recompute it.
     once, again = trained(again=False), trained(again=True)
     found = product_work(again, once)
-    assert found.useful == product_work(once).useful and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
+    assert found.useful_flops == product_work(once).useful_flops and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
     lead: Record = replace(record(CALM, "fp32", is_reference=True), tape=once)
     case = replace(record(steady(MS, 24), "bf16"), tape=again)
     assert not mismatches(case, lead)

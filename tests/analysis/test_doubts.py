@@ -228,12 +228,12 @@ def test_noise_has_no_position_effect(count: int) -> None:
 def test_a_slower_first_slot_is_found(arms: int) -> None:
     found = find_position_effect(measured(1, arms, 40, p0=0.1))
     assert found.ratio.low < 1.1 < found.ratio.high and found.ratio.low > 1.05
-    assert found.place == 0
+    assert found.position == 0
 
 
 def test_few_rounds_show_no_position_effect() -> None:
     found = find_position_effect(measured(2, 4, 48, a3p0=1.0))
-    assert found.place == 0 and 1.1 < found.ratio.point < 1.3
+    assert found.position == 0 and 1.1 < found.ratio.point < 1.3
     assert find_position_effect(measured(5, 4, 9, p0=1.0)) is None
     assert find_position_effect(measured(5, 1, 30)) is None and find_position_effect([]) is None
     assert isinstance(find_position_effect(measured(5, 4, 12, p0=1.0)), PositionEffect)
@@ -288,4 +288,4 @@ def test_an_impossible_position_counts_as_unknown(nonsense: int) -> None:
     honest = measured(1, 3, 40, p0=0.2)
     changed = replace(honest[0], slots=(replace(honest[0].slots[0], place=nonsense), *honest[0].slots[1:]))
     found = find_position_effect([changed, *honest[1:]])
-    assert found.place == 0
+    assert found.position == 0

@@ -299,7 +299,7 @@ def test_phases_have_separate_energies() -> None:
         assert one.seconds == pytest.approx(seconds) and one.why == ""
         assert one.range.low == pytest.approx(one.joules * 0.997 * 0.996)
         assert one.range.high == pytest.approx(one.joules * 1.002 * 1.004)
-    assert told.void == ""
+    assert told.void_reason == ""
     assert told.residual.middle == pytest.approx(REST * 82.0)
     assert told.residual.low < told.residual.middle < told.residual.high
 
@@ -312,7 +312,7 @@ def test_an_unmeasured_phase_is_estimated_and_has_a_reason() -> None:
     told = found(*phases(cast=PhaseEnergy("cast", why="it is given a sparse tensor")))
     (cast,) = (one for one in told.phases if one.phase == "cast")
     assert cast.provenance is Provenance.ESTIMATED and cast.why == "it is given a sparse tensor"
-    assert cast.joules == pytest.approx(STEP / 10) and told.void == "" and told.pace_mismatch == ""
+    assert cast.joules == pytest.approx(STEP / 10) and told.void_reason == "" and told.pace_mismatch == ""
     assert told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
     told = found(*phases(optimizer_step=phase("optimizer_step", 1.0, 1.05, 1.2)))
     (short,) = (one for one in told.phases if one.phase == "optimizer_step")
@@ -322,9 +322,12 @@ def test_an_unmeasured_phase_is_estimated_and_has_a_reason() -> None:
 @for_each("factor", [0.8, 1.25])
 def test_phases_whose_joules_do_not_fit_the_step_are_void(factor: float) -> None:
     told = found(*phases(gemm=phase("gemm", factor, factor)))
-    assert told.void.startswith("the phases sum to ") and "they differ by more than their errors" in told.void
+    assert (
+        told.void_reason.startswith("the phases sum to ")
+        and "they differ by more than their errors" in told.void_reason
+    )
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}
-    assert all(one.why == told.void for one in told.phases if one.phase != "unattributed")
+    assert all(one.why == told.void_reason for one in told.phases if one.phase != "unattributed")
     assert told.residual is not None
 
 
@@ -335,10 +338,10 @@ PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, T
 def test_phases_that_take_another_time_than_in_the_step_are_labelled(stretch: float, label: bool, void: bool) -> None:
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
     told = phase_energies(phased(asked), FINDING)
-    assert bool(told.pace_mismatch) == label and bool(told.void) == void
+    assert bool(told.pace_mismatch) == label and bool(told.void_reason) == void
     if label:
         assert "of their time in a step, where +-2.0% is noise" in told.pace_mismatch
-    assert (abs(stretch - 1) > 0.1) == ("they behave differently in the step" in told.void)
+    assert (abs(stretch - 1) > 0.1) == ("they behave differently in the step" in told.void_reason)
 
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
@@ -354,7 +357,7 @@ def test_noisy_times_leave_the_check_to_joules(joules: float, void: bool) -> Non
         for name, (seconds, watts) in PHASES.items()
     ]
     told = phase_energies(phased(asked), FINDING)
-    assert told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void) == void
+    assert told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void_reason) == void
 
 
 def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:

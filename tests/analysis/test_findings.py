@@ -150,7 +150,7 @@ def test_where_there_is_no_verdict_to_take_nothing_changes() -> None:
         record(FIVE, "bf16", paired=False, watch=HOT),
     )
     assert [findings[mode].verdict for mode in ("fp32", "fp8")] == [Verdict.REFERENCE, Verdict.EMULATED]
-    assert findings["bf16"].why == "it did not share rounds with a reference"
+    assert findings["bf16"].why == "the case shares no rounds with a reference"
     assert {finding.hard for finding in findings.values()} == {()}
     assert all(Label.THROTTLED in finding.labels for finding in findings.values())
 

@@ -18,9 +18,9 @@ from fp8bench.analysis.ranks import (
     WIDE_EFFICIENCY,
     WIDE_OVERLAP,
     Bubble,
-    Middle,
+    MedianInterval,
+    MissingFigure,
     OverlapFigures,
-    Untold,
     compute_efficiency,
     compute_memory_skew,
     compute_rank_skew,
@@ -56,8 +56,8 @@ def test_a_late_rank_makes_the_others_wait() -> None:
     found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
     assert measure_communication(found) == pytest.approx(7e-3)
     first, second = rank_times(found)
-    assert (first.communication, first.waiting) == (pytest.approx(27e-3), pytest.approx(20e-3))
-    assert (second.communication, second.waiting) == (pytest.approx(7e-3), 0.0)
+    assert (first.communication_seconds, first.waiting_seconds) == (pytest.approx(27e-3), pytest.approx(20e-3))
+    assert (second.communication_seconds, second.waiting_seconds) == (pytest.approx(7e-3), 0.0)
     found = timing(slot(0, (10, 1), (8, 1)), slot(1, (10, 1), (8, 1)), slot(2, (10, 1), (10, 1)))
     assert compute_rank_skew(found) == pytest.approx(0.2)
     alone = timing(replace(slot(0, (10, 1)), ranks=()))
@@ -101,8 +101,8 @@ def test_a_bubble_is_the_time_without_computing() -> None:
 
 
 def test_the_median_interval_ends_at_two_rounds() -> None:
-    assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
-    assert find_median_interval([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
+    assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == MedianInterval(3.0, 1.0, 5.0)
+    assert find_median_interval([float(one) for one in range(8)]) == MedianInterval(3.5, 1.0, 6.0)
     assert (
         find_median_interval([1.0] * 4) is TOO_FEW_ROUNDS
         and find_median_interval([]) is TOO_FEW_ROUNDS
@@ -130,7 +130,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
     found = compute_efficiency(scaled(alone, alone, together))
-    assert isinstance(found.strong_scaling, Middle)
+    assert isinstance(found.strong_scaling, MedianInterval)
     assert found.strong_scaling == pytest.approx((10 / 12.8,) * 3)
 
 
@@ -161,18 +161,18 @@ def overlap(both: float, in_turn: float, rounds: int = ROUNDS) -> Overlap:
     return Overlap(*((one,) * rounds for one in (36e-3, 8e-3, both, in_turn)))
 
 
-def told(found: Middle | Untold) -> float:
+def told(found: MedianInterval | MissingFigure) -> float:
     return found.value
 
 
 def test_overlap_may_be_negative_or_above_one() -> None:
-    assert told(overlap_figures(overlap(40e-3, 44e-3)).hidden) == pytest.approx(0.5)
-    assert told(overlap_figures(overlap(36e-3, 44e-3)).exposed) == pytest.approx(0.0)
+    assert told(overlap_figures(overlap(40e-3, 44e-3)).hidden_share) == pytest.approx(0.5)
+    assert told(overlap_figures(overlap(36e-3, 44e-3)).exposed_seconds) == pytest.approx(0.0)
     worse = overlap_figures(overlap(50e-3, 44e-3))
-    assert told(worse.exposed) == pytest.approx(14e-3) and told(worse.hidden) == pytest.approx(-0.75)
+    assert told(worse.exposed_seconds) == pytest.approx(14e-3) and told(worse.hidden_share) == pytest.approx(-0.75)
     both = tuple(one * 1e-3 for one in (35.1, 35.2, 35.3, 35.4, 35.5, 36.2))
     more = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert told(more.exposed) < 0 and told(more.hidden) > 1 and more.hidden.low < 1
+    assert told(more.exposed_seconds) < 0 and told(more.hidden_share) > 1 and more.hidden_share.low < 1
 
 
 def test_a_pipeline_has_no_hidden_communication() -> None:
@@ -180,8 +180,8 @@ def test_a_pipeline_has_no_hidden_communication() -> None:
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
         found = find_overlap(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
-        assert told(found.exposed) == pytest.approx(30e-3)
-        assert (found.hidden is PIPELINE_WAITING) == (microbatches == 2)
+        assert told(found.exposed_seconds) == pytest.approx(30e-3)
+        assert (found.hidden_share is PIPELINE_WAITING) == (microbatches == 2)
 
 
 def test_disturbed_rounds_give_no_overlap() -> None:
@@ -194,18 +194,18 @@ def test_disturbed_rounds_give_no_overlap() -> None:
     parts = Overlap(products, (9.7,) * 6, both, tuple(one + 9.7 for one in products))
     assert overlap_figures(parts) == OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, pytest.approx(1.0))
     sending = Overlap((9.7,) * 6, products, both, tuple(one + 9.7 for one in products))
-    assert overlap_figures(sending).hidden is FASTER_THAN_ALONE
+    assert overlap_figures(sending).hidden_share is FASTER_THAN_ALONE
     # Medians give 50% hidden, rounds give -49% to 149%. Exposed time of a long step is still known.
     both = tuple(one * 1e-3 for one in (32.1, 39.9, 40.0, 40.0, 40.1, 47.9))
     found = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert found.exposed is WIDE_OVERLAP is found.hidden
+    assert found.exposed_seconds is WIDE_OVERLAP is found.hidden_share
     long = overlap_figures(Overlap((0.36,) * 6, (8e-3,) * 6, tuple(seconds + 0.324 for seconds in both), (0.368,) * 6))
-    assert told(long.exposed) == pytest.approx(4e-3) and long.hidden is WIDE_OVERLAP
+    assert told(long.exposed_seconds) == pytest.approx(4e-3) and long.hidden_share is WIDE_OVERLAP
     for parts in (((1.0,), (), (1.0,), (1.0,)), ((0.0,), (0.0,), (1.0,), (1.0,)), ((1.0,), (0.0,), (1.0,), (1.0,))):
-        found = overlap_figures(Overlap(*parts)).exposed
+        found = overlap_figures(Overlap(*parts)).exposed_seconds
         assert found.why == "it has no recorded rounds"
-    assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is TOO_FEW_ROUNDS
-    assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, Untold)
+    assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden_share is TOO_FEW_ROUNDS
+    assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden_share, MissingFigure)
 
 
 def test_figures_have_their_bounds_or_their_reason() -> None:

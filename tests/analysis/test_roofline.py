@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.claims import CPU_FP32_MARGIN, GPU_PRODUCT_MARGIN, MARGIN, label_false_claims
+from fp8bench.analysis.claims import CLAIM_MARGIN, CPU_FP32_MARGIN, GPU_PRODUCT_MARGIN, label_false_claims
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.roofline import (
-    Bound,
     Datasheet,
+    LimitingResource,
     compute_gain,
     find_datasheet,
     load_datasheets,
@@ -34,10 +34,10 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
 
 def test_each_phase_is_limited_by_its_slowest_resource() -> None:
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
-    assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE,
-        "optimizer_step": Bound.MEMORY,
-        "elementwise": Bound.LAUNCH,
+    assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
+        "gemm": LimitingResource.COMPUTE,
+        "optimizer_step": LimitingResource.MEMORY,
+        "elementwise": LimitingResource.LAUNCH,
     }
     of = {phase: one.share_of_ceiling for phase, one in roofs.items()}
     assert of == pytest.approx({"gemm": 0.71, "optimizer_step": 0.8, "elementwise": 20 / 21})
@@ -55,12 +55,12 @@ def test_recipes_of_a_format_share_its_highest_rate() -> None:
     assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
     (lead, reference), (case, finding), _ = results(None)
     assert compute_gain(case, finding, lead, reference) is None
-    assert {roof.bound for roof in phase_roofs(lead, reference)} == {None}
+    assert {roof.limiting_resource for roof in phase_roofs(lead, reference)} == {None}
     assert phase_roofs(replace(lead, tape=None), reference) == () == phase_roofs(lead, None)
     assert lead.tape is not None
     mixed = PhaseCount("gemm", 2 * GB, GB, by_path=(("bf16", GB), ("int8", GB)))
     (roof,) = phase_roofs(replace(lead, tape=Tape(phases=(mixed,)), ceiling=CEILING), reference)
-    assert roof.bound is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
+    assert roof.limiting_resource is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
 
 
 def test_a_phase_with_unknown_flops_has_no_bound() -> None:
@@ -68,19 +68,26 @@ def test_a_phase_with_unknown_flops_has_no_bound() -> None:
     phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
     unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
     (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
-    assert roof.bound is roof.share_of_ceiling is roof.share_of_datasheet is roof.flop_rate is roof.intensity is None
+    assert (
+        roof.limiting_resource
+        is roof.share_of_ceiling
+        is roof.share_of_datasheet
+        is roof.flop_rate
+        is roof.intensity
+        is None
+    )
     assert compute_gain(case, finding, unsure, reference) is None
     past = replace(lead, tape=replace(lead.tape, unwritten=1))
-    assert not any(roof.bound or roof.flop_rate for roof in phase_roofs(past, reference))
+    assert not any(roof.limiting_resource or roof.flop_rate for roof in phase_roofs(past, reference))
 
 
 def test_the_largest_gain_follows_amdahls_law() -> None:
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = compute_gain(case, finding, lead, reference)
-    assert (gain.share, gain.share_of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
-    assert (gain.kernels, gain.with_casts) == pytest.approx((2.0, 54 / 35))
+    assert (gain.share, gain.share_of_ceiling, gain.max_speedup) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
+    assert (gain.speedup_without_casts, gain.speedup_with_casts) == pytest.approx((2.0, 54 / 35))
     assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
-    assert gain.binds and compute_gain(emulated, third, lead, reference) is None
+    assert gain.is_upper_bound and compute_gain(emulated, third, lead, reference) is None
 
 
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
@@ -100,7 +107,7 @@ def test_an_unsteady_ceiling_bounds_no_gain(precision: str, binds: bool) -> None
     )
     (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
     gain = compute_gain(case, finding, lead, reference)
-    assert gain.binds is binds
+    assert gain.is_upper_bound is binds
 
 
 def test_the_figures_of_a_phase() -> None:
@@ -131,9 +138,9 @@ def counted(times: float, device: str = "cuda:0", operator: str = "mm", fused: s
         (counted(GPU_PRODUCT_MARGIN - 0.01), False),
         (counted(GPU_PRODUCT_MARGIN + 0.01), True),
         (counted(GPU_PRODUCT_MARGIN + 0.01, device="cpu"), False),
-        (counted(MARGIN + 0.1, device="cpu"), True),
-        (counted(MARGIN - 0.1, operator="aten::convolution"), False),
-        (counted(MARGIN + 0.1, operator="aten::convolution"), True),
+        (counted(CLAIM_MARGIN + 0.1, device="cpu"), True),
+        (counted(CLAIM_MARGIN - 0.1, operator="aten::convolution"), False),
+        (counted(CLAIM_MARGIN + 0.1, operator="aten::convolution"), True),
         (counted(1.9, path="e4m3"), False),
         (counted(4, path="int8"), False),
         (counted(9, path="int8"), True),
@@ -158,10 +165,10 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
     [
         (CPU_FP32_MARGIN - 0.01, "fp32", "mm", False),
         (CPU_FP32_MARGIN + 0.01, "fp32", "mm", True),
-        (MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
-        (MARGIN - 0.01, "fp32", "convolution", False),
-        (MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
-        (MARGIN + 0.01, "fp32", "convolution", True),
+        (CLAIM_MARGIN - 0.01, "bf16", "mm", False),  # the search may have missed its best shape
+        (CLAIM_MARGIN - 0.01, "fp32", "convolution", False),
+        (CLAIM_MARGIN - 0.01, "fp32", "_scaled_dot_product_flash_attention_for_cpu", False),
+        (CLAIM_MARGIN + 0.01, "fp32", "convolution", True),
     ],
 )
 def test_fp32_products_on_a_cpu_have_a_smaller_margin(times: float, path: str, operator: str, above: bool) -> None:
@@ -169,7 +176,7 @@ def test_fp32_products_on_a_cpu_have_a_smaller_margin(times: float, path: str, o
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in label_false_claims(one, None)] == [Label.ABOVE_CEILING] * above
     quick = replace(one, ceiling=Ceiling(1e14, None))
-    assert bool(list(label_false_claims(quick, None))) == (times > MARGIN)
+    assert bool(list(label_false_claims(quick, None))) == (times > CLAIM_MARGIN)
 
 
 def test_impossible_bytes_and_unsteady_rates() -> None:
@@ -177,7 +184,7 @@ def test_impossible_bytes_and_unsteady_rates() -> None:
     moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
     one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
     (label,) = label_false_claims(one, None)
-    assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s by the tape" in label.reason
+    assert label.label is Label.ABOVE_CEILING and "gemm moved 3.53 TB/s as recorded" in label.reason
     assert list(label_false_claims(replace(one, ceiling=Ceiling(None, 3e12)), None)) == []
     wide = tuple(replace(rate, runs=(rate.runs[0] * 0.9, *rate.runs[1:])) for rate in CEILING.rates)
     assert list(label_false_claims(replace(counted(9), ceiling=Ceiling(None, None, wide)), None)) == []
@@ -186,29 +193,31 @@ def test_impossible_bytes_and_unsteady_rates() -> None:
 @for_each(
     ("milliseconds", "launches", "bound"),
     [
-        (76, 100, Bound.COMPUTE),
-        (77, 100, Bound.NONE),
-        (400, 39_000, Bound.NONE),
-        (400, 41_000, Bound.OVERHEAD),
-        (60, 50_000, Bound.LAUNCH),
+        (76, 100, LimitingResource.COMPUTE),
+        (77, 100, LimitingResource.NONE),
+        (400, 39_000, LimitingResource.NONE),
+        (400, 41_000, LimitingResource.OVERHEAD),
+        (60, 50_000, LimitingResource.LAUNCH),
     ],
 )
-def test_a_phase_far_below_its_ceilings_has_no_bound(milliseconds: float, launches: int, bound: Bound) -> None:
+def test_a_phase_far_below_its_ceilings_has_no_bound(
+    milliseconds: float, launches: int, bound: LimitingResource
+) -> None:
     (lead, reference), _, _ = results()
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
     (roof,) = phase_roofs(replace(lead, tape=tape), finding)
-    assert roof.bound is bound
+    assert roof.limiting_resource is bound
     without = tuple(rate for rate in CEILING.rates if rate.limit is not Limit.LAUNCH)
     (roof,) = phase_roofs(replace(lead, tape=tape, ceiling=replace(CEILING, rates=without)), finding)
-    assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)
+    assert roof.limiting_resource is (LimitingResource.COMPUTE if milliseconds <= 76 else LimitingResource.NONE)
 
 
 def test_the_products_of_a_compiled_step_are_checked() -> None:
     (label,) = label_false_claims(counted(9, fused="compiled"), None)
     assert label.label is Label.ABOVE_CEILING and label.hard
     assert label.reason == (
-        "the compiled step multiplied 900 TFLOP/s by the tape, but this machine reached 100 TFLOP/s at most: the "
+        "the compiled step multiplied 900 TFLOP/s as recorded, but this machine reached 100 TFLOP/s at most: the "
         "compiler left work out"
     )
     assert not list(label_false_claims(counted(2.4, fused="compiled"), None))
@@ -222,8 +231,8 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     assert lead.tape is not None
     fused = replace(lead, tape=replace(lead.tape, fused="compiled"))
     roofs = {roof.count.phase: roof for roof in phase_roofs(fused, reference)}
-    assert {phase: one.bound for phase, one in roofs.items()} == {
-        "gemm": Bound.COMPUTE,
+    assert {phase: one.limiting_resource for phase, one in roofs.items()} == {
+        "gemm": LimitingResource.COMPUTE,
         "optimizer_step": None,
         "elementwise": None,
     }
@@ -236,7 +245,7 @@ def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     )
     slow = replace(reference, phases=(("gemm", 0.5),))
     (roof,) = phase_roofs(fused, slow)
-    assert roof.bound is None
+    assert roof.limiting_resource is None
 
 
 # Product rate of the second dtype relative to the first, by width, and the allowed deviation.

@@ -163,8 +163,8 @@ def test_sustained_figures_are_medians_of_turns() -> None:
     found = sustained_figures(case, finding)
     assert sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.seconds, found.low, found.high) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
-    assert (found.turns, found.settled, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
-    assert found.change == pytest.approx(1.1)
+    assert (found.turns, found.settled_turns, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
+    assert found.ratio_to_slots == pytest.approx(1.1)
     assert sustained_figures(record(steady(5 * MS, 24)), finding) is None
 
 

@@ -142,7 +142,7 @@ def test_steps_whose_phases_compensate_are_neither_faster_nor_slower(step: Step,
         best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
         of_stretches += best[0] < 0.995 * best[1]
         known = conclude(case, reference, control)
-        assert known.whole
+        assert known.whole_steps
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
 
@@ -154,7 +154,7 @@ def test_a_wide_noise_floor_does_not_hide_compensation() -> None:
     by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
     assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
     known = conclude(case, reference, control)
-    assert known.whole and known.verdict is Verdict.SAME
+    assert known.whole_steps and known.verdict is Verdict.SAME
     assert known.aa.reach < 0.02
 
 
@@ -167,7 +167,7 @@ def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:
         assert finding.best_seconds == pytest.approx(5.1e-3, rel=0.01)
         assert finding.best_seconds == sum(seconds for _, seconds in finding.phases)
     words = dict(told[1].label_reasons)[Label.WHOLE_STEPS]
-    assert words == "4.52 ms by stretches, 5.10 ms the fastest of 60 steps"
+    assert words == "the fastest stretches sum to 4.52 ms, the fastest of 60 steps takes 5.10 ms"
 
 
 def test_a_compensating_reference_is_named_at_the_case() -> None:
@@ -175,7 +175,7 @@ def test_a_compensating_reference_is_named_at_the_case() -> None:
     reference, control = (stretched(pacing, draw, 0.8) for _ in range(2))
     steady = timing(*[(5 * MS, 50_000, 50_000)] * ROUNDS, phases=PHASES)
     told = find([record(reference, "fp32", is_reference=True, control=control), record(steady, "bf16")], {})
-    assert dict(told[1].label_reasons)[Label.WHOLE_STEPS].startswith("of the reference ")
+    assert dict(told[1].label_reasons)[Label.WHOLE_STEPS].startswith("in the reference, ")
     assert told[1].verdict in (Verdict.SAME, Verdict.UNSURE)
 
 

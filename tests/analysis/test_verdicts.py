@@ -12,8 +12,8 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
-    BAND,
     MIN_ROUNDS_FOR_VERDICT,
+    VERDICT_BAND,
     aa_interval,
     best_phases,
     best_ratio,
@@ -136,13 +136,19 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
 
 @for_each(
     ("low", "high", "band"),
-    [(0.9, 1.2, BAND), (1.0, 1.2, BAND), (1.004, 1.2, BAND), (1.03, 1.2, 0.03), (0.7, 0.96, 0.04)],
+    [
+        (0.9, 1.2, VERDICT_BAND),
+        (1.0, 1.2, VERDICT_BAND),
+        (1.004, 1.2, VERDICT_BAND),
+        (1.03, 1.2, 0.03),
+        (0.7, 0.96, 0.04),
+    ],
 )
 def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
     aa = Interval(1.0, low, high, 0.99)
     assert verdict_band(aa) == pytest.approx(band)
     assert aa.reach == pytest.approx(max(high - 1, 1 - low))
-    assert verdict_band(None) == BAND
+    assert verdict_band(None) == VERDICT_BAND
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
@@ -214,7 +220,7 @@ def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
     assert findings["bf16"].verdict is Verdict.SAME
     assert len(find_common_rounds([TEN, late])) == ROUNDS
     finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
-    assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round has both it and the reference")
+    assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round contains both the case and the reference")
     assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
     assert compare(TEN, [timing()], 0.99) is None and conclude(timing(), TEN, None) is None
 
@@ -228,7 +234,7 @@ def test_emulated_and_unpaired_cases_have_no_verdict_on_speed() -> None:
     assert beside["fp8"].verdict is Verdict.EMULATED
     assert (beside["bf16"].verdict, "no speed" in beside["bf16"].why) == (Verdict.UNSURE, True)
     findings = found(record(TEN, "fp32", is_reference=True), record(steady(MS, ROUNDS), "bf16", paired=False))
-    why = "it did not share rounds with a reference"
+    why = "the case shares no rounds with a reference"
     assert (findings["bf16"].verdict, findings["bf16"].why) == (Verdict.UNSURE, why)
     alone = found(record(TEN, "bf16"))["bf16"]
     assert (alone.verdict, alone.why) == (Verdict.UNSURE, why)
@@ -281,7 +287,7 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8bench.analysis.verdicts.do_cells_compensate", lambda *told: False)
     known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
-    assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
+    assert known is not None and not known.whole_steps and known.ratio.low < 1 < known.ratio.high
 
 
 @for_each("parts", [10, 20])

@@ -32,7 +32,7 @@ import pytest
 
 import fp8bench
 from fp8bench.analysis import stats
-from fp8bench.analysis.tapes import Taped
+from fp8bench.analysis.tapes import CaseTape
 from fp8bench.cli.main import build_parser, main, subparsers_by_name
 from fp8bench.features.audit.values import Audit
 from fp8bench.features.sensitivity.study import Study
@@ -336,7 +336,7 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     yield "fp8bench.jobs.device_units._describe_cpu", lambda cpuinfo: "AMX bf16, AVX512-BF16, AVX512-VNNI (int8)"
 
 
-def _shorter(taped: Taped) -> Taped:
+def _shorter(taped: CaseTape) -> CaseTape:
     """Without the first operators, as if a change had removed them."""
     return taped if taped.tape is None else replace(taped, tape=replace(taped.tape, operators=taped.tape.operators[3:]))
 

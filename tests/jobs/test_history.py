@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fp8bench.analysis.steps.changes import Found, find_changes, make_ack
+from fp8bench.analysis.steps.changes import FoundChanges, find_changes, make_ack
 from fp8bench.jobs.history import load_matching_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import OperatorCount, PhaseCount, Record, Tape
@@ -29,7 +29,7 @@ def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
     changes = [find_changes([trend]).changes[0] for trend in seen]
     append_acks(tmp_path, [make_ack(changes[0], "2026-01-05T12:00:00+00:00", "")])
     for change, name in zip(changes, ("python3", "python", "python3"), strict=True):
-        (kept,) = load_matching_acks(tmp_path, Found((change,), 1, Counter()), NOBODY)
+        (kept,) = load_matching_acks(tmp_path, FoundChanges((change,), 1, Counter()), NOBODY)
         assert kept.python == str(tmp_path / name)
 
 

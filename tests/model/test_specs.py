@@ -54,7 +54,7 @@ def spec(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     """A spec in an existing table or a new one."""
     made = replace(RESERVE, table=request.param)
     monkeypatch.setitem(METRICS, made.name, made)
-    monkeypatch.setattr(metrics, "MEASURES", [*metrics.MEASURES, reserve])
+    monkeypatch.setattr(metrics, "METRIC_FUNCTIONS", [*metrics.METRIC_FUNCTIONS, reserve])
     caches = points._cached_metrics, points._cached_series, points._check_grid
     for one in caches:
         one.cache_clear()

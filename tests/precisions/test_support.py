@@ -64,7 +64,7 @@ def test_each_device_supports_the_listed_modes(device: str) -> None:
         ("fp8", H200, "scaled_mm), a scale a tensor"),
         ("fp8-rowwise", H200, "scaled_mm), a scale a row"),
         ("fp8-unit", H200, "scaled_mm), whose scales are 1"),
-        ("accelerate-fp8", H200, "a whole model of your own by Accelerate: fp8bench profile"),
+        ("accelerate-fp8", H200, "needs your own model, which Accelerate converts: fp8bench profile"),
         ("fp8-e5m2", H200, "two E5M2 operands are not multiplied"),
         ("fp8:accumulator=short", H200, "sums of 14 bits are a model, which no kernel follows"),
         ("fp8-block", H200, "scaled_mm), a scale for 128 elements"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8bench.analysis.findings import find, reach_of_reruns
+from fp8bench.analysis.findings import find, half_width_of_reruns
 from fp8bench.analysis.verdicts import conclude, log_of_best_ratio
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
 from fp8bench.store.reruns import MIN_COMPARISONS, CaseRuns, add_rerun_spreads, is_busy, learn_spread, store_ratios
@@ -53,7 +53,7 @@ def test_how_far_identical_code_lies_apart_is_learned_too(tmp_path: Path) -> Non
     assert lead.reruns is not None and lead.reruns.spread == pytest.approx(0.011, rel=0.05)
     assert case.reruns is not None and case.reruns.spread < 0.006  # half of a control's difference is the reference's
     findings = find([lead, case], {})
-    assert all(finding.floor == pytest.approx(math.expm1(reach_of_reruns(lead.reruns))) for finding in findings)
+    assert all(finding.floor == pytest.approx(math.expm1(half_width_of_reruns(lead.reruns))) for finding in findings)
 
 
 def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     assert learn_spread("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
     assert learn_spread("a", {"a": seen(*[0.01] * MIN_COMPARISONS, 0.02)}) is not None
     assert learn_spread("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
-    assert reach_of_reruns(None) == 0.0
+    assert half_width_of_reruns(None) == 0.0
     runs = np.random.default_rng(1).normal(0, 0.02, 50)
     own = learn_spread("a", {"a": seen(*runs)})
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
     other = learn_spread("new", {"a": seen(*runs)})
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
-    assert reach_of_reruns(other) > reach_of_reruns(own)  # a new case may be worse than the others
+    assert half_width_of_reruns(other) > half_width_of_reruns(own)  # a new case may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
     known_runs = learn_spread("new", known)
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
@@ -132,7 +132,7 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
 
 def test_no_interval_reaches_much_farther_than_runs_were_apart() -> None:
     two_speeds = learn_spread("new", {"wild": seen(0.0, 0.01, 0.4, 0.41, 0.41)})
-    assert two_speeds is not None and reach_of_reruns(two_speeds) == pytest.approx(0.82)
+    assert two_speeds is not None and half_width_of_reruns(two_speeds) == pytest.approx(0.82)
 
 
 def test_the_long_run_is_held() -> None:
@@ -142,7 +142,7 @@ def test_the_long_run_is_held() -> None:
         known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
         for place, one in enumerate(spreads):
             if (found := learn_spread(str(place), known)) is not None:
-                held.append(abs(draw.normal(0, one)) <= reach_of_reruns(found))
+                held.append(abs(draw.normal(0, one)) <= half_width_of_reruns(found))
     assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 
 
@@ -153,7 +153,7 @@ def _covered_share(draws: np.ndarray, cover: bool) -> float:
         for place in range(5, len(logs) - 1):
             spread = learn_spread("a", {"a": seen(*logs[:place])})
             assert spread is not None
-            reach, point, earlier = reach_of_reruns(spread), logs[place], logs[:place] if cover else ()
+            reach, point, earlier = half_width_of_reruns(spread), logs[place], logs[:place] if cover else ()
             low, high = min(point - reach, *earlier, point), max(point + reach, *earlier, point)
             is_covered.append(low <= logs[place + 1] <= high)
     return float(np.mean(is_covered))
@@ -187,13 +187,13 @@ def test_the_code_of_callables_is_code_and_their_spread_is_not_that_of_a_suite(t
 
 def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:
     apart = math.log(1.05)
-    plain, known = conclude(FIVE, TEN, TEN), conclude(FIVE, TEN, TEN, reach=apart)
+    plain, known = conclude(FIVE, TEN, TEN), conclude(FIVE, TEN, TEN, min_half_width=apart)
     assert plain is not None and known is not None and known.ratio.point == plain.ratio.point
     assert known.ratio.low == pytest.approx(min(plain.ratio.low, plain.ratio.point / 1.05))
     assert known.ratio.high == pytest.approx(max(plain.ratio.high, plain.ratio.point * 1.05))
     assert plain.verdict is known.verdict is Verdict.FASTER
     same = conclude(TEN, TEN, TEN)
-    wide = conclude(TEN, TEN, TEN, reach=apart)
+    wide = conclude(TEN, TEN, TEN, min_half_width=apart)
     assert same is not None and wide is not None and (same.verdict, wide.verdict) == (Verdict.SAME, Verdict.UNSURE)
 
 
@@ -207,7 +207,7 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
 
 
 def test_an_interval_reaches_as_far_down_as_up() -> None:
-    wide = conclude(FIVE, TEN, TEN, reach=0.1)
+    wide = conclude(FIVE, TEN, TEN, min_half_width=0.1)
     assert wide is not None and wide.ratio.point == pytest.approx(0.5)
     assert (wide.ratio.low, wide.ratio.high) == pytest.approx((0.5 * math.exp(-0.1), 0.5 * math.exp(0.1)))
 
@@ -255,9 +255,9 @@ def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> No
 
 @for_each("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
 def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
-    assert reach_of_reruns(bad) == 0.0
+    assert half_width_of_reruns(bad) == 0.0
     none = [Interval(point, 0.9, 1.1, 0.99) for point in (0.0, -1.0, math.nan, math.inf)]
     plain = conclude(FIVE, TEN, TEN)
     assert plain == conclude(FIVE, TEN, TEN, sessions=none)
-    wide = conclude(FIVE, TEN, TEN, reach=reach_of_reruns(Reruns(1e9, 4, 4)))
+    wide = conclude(FIVE, TEN, TEN, min_half_width=half_width_of_reruns(Reruns(1e9, 4, 4)))
     assert wide is not None and wide.verdict is Verdict.UNSURE and math.isfinite(wide.ratio.high)

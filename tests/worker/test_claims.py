@@ -130,7 +130,7 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
 def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -> None:
     for found in reasons(run, "lazy").values():
         above = found[Label.ABOVE_CEILING]
-        assert above.startswith("gemm multiplied ") and " by the tape, but this machine" in above
+        assert above.startswith("gemm multiplied ") and " as recorded, but this machine" in above
 
 
 def test_a_suite_that_ignores_its_precision_is_labelled(run: Run) -> None:

@@ -114,7 +114,7 @@ def test_what_is_cast_on_the_device_travels_as_it_comes(corpus: Corpus, kind: st
     other = Data().prepare(here)
     fp32 = by_hand(corpus, 1)[0]
     assert torch.equal(arrived(state), torch.from_numpy(fp32))
-    assert state.after is not None and torch.equal(state.after.data, arrived(other))
+    assert state.last_cast_batch is not None and torch.equal(state.last_cast_batch.data, arrived(other))
     assert Data().error(there) == Data().error(here)
     plain = setup_for(corpus, "fp32", kind=kind, cast_on="device")
     assert phases(Data(), plain) == [FIRST[kind], "data_load"]  # there is nothing to cast

@@ -286,11 +286,11 @@ def test_a_layout_said_twice_is_said_once_and_the_usual_one_is_no_parameter() ->
     [
         ("fp8", {"operands": "ready"}, "codes are written the way"),
         ("fp32", {"operands": "ready"}, ""),
-        ("fp32", {"m": 1}, "operand a is one row"),
+        ("fp32", {"m": 1}, "operand a is a single row"),
         ("fp32", {"m": 1, "layout": "contiguous/transposed"}, ""),
-        ("fp32", {"n": 1}, "operand b is one row"),
+        ("fp32", {"n": 1}, "operand b is a single row"),
         ("bf16", {"m": 1, "layout": "strided"}, ""),
-        ("served:weights=int4", {}, "weights are kept row by row"),
+        ("served:weights=int4", {}, "weights are stored row by row"),
         ("served:weights=int4", {"layout": "strided/contiguous"}, ""),
     ],
 )

@@ -97,7 +97,7 @@ def test_rows_that_fill_a_part_up_are_not_useful(load: str) -> None:
     assert more > 0
     assert tape.flops == reference.flops + 3 * more * 2 * 3 * 32 * 48
     work = product_work(tape, reference)
-    assert (work.useful, work.padding) == (reference.flops, 3 * more * 2 * 3 * 32 * 48)
+    assert (work.useful_flops, work.padding_flops) == (reference.flops, 3 * more * 2 * 3 * 32 * 48)
 
 
 def test_a_uniform_load_is_exactly_so() -> None:
@@ -201,7 +201,7 @@ def test_native_decoding_fills_groups_up_to_what_its_products_take(
     filled = sum(-(-count // rows) * rows - count for count in counts)
     assert (filled > 0) == (rows > 1)
     work = product_work(tape_in_phases(state.step), reference)
-    assert (work.useful, work.padding) == (reference.flops, filled * 2 * 3 * 32 * 64)
+    assert (work.useful_flops, work.padding_flops) == (reference.flops, filled * 2 * 3 * 32 * 64)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -34,8 +34,8 @@ def test_it_is_hidden() -> None:
 
 def test_the_other_workload_gets_its_own_parameters() -> None:
     state = prepared(0)
-    assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner, gemm.GemmState)
-    assert state.inner.a.shape == (24, 64) and state.inner.ready is None
+    assert isinstance(state.workload, gemm.Gemm) and isinstance(state.inner_state, gemm.GemmState)
+    assert state.inner_state.a.shape == (24, 64) and state.inner_state.ready_operands is None
 
 
 @for_each("extra", [1, 7])
@@ -47,8 +47,8 @@ def test_so_many_tiny_calls_follow_each_step(extra: int) -> None:
             self.asked += 1
 
     state = prepared(extra)
-    assert isinstance(state.tiny, torch.Tensor) and state.tiny.is_contiguous()
-    state.tiny = tiny = Counting()  # type: ignore[assignment]
+    assert isinstance(state.tiny_tensor, torch.Tensor) and state.tiny_tensor.is_contiguous()
+    state.tiny_tensor = tiny = Counting()  # type: ignore[assignment]
     for steps in (1, 2):
         assert codes_of(state) == [*codes_of(prepared(0)), "gemm", "unattributed"]
         assert tiny.asked == steps * extra

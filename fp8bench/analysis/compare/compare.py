@@ -1,5 +1,5 @@
-"""Compares two sides, each of one or several runs, that were measured at different times. Every case and every figure
-that both sides have is compared.
+"""Compares two sides that were measured at different times. Each side is one or several runs. Every case and every
+figure that both sides have is compared.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _VERDICT_BY_DIRECTION = {
     Direction.WORSE: Verdict.SLOWER,
     Direction.SAME: Verdict.SAME,
 }
-# Other programs disturbed one side more than the other if the shares of disturbed slots differ by the first number,
-# or the loads per core at the start of the runs by the second.
+# One side is busier if its share of disturbed slots is higher by the first number, or its load per core at the start of
+# the runs by the second.
 _MIN_EXTRA_DISTURBED_SHARE, _MIN_EXTRA_LOAD = 0.2, 1.0
-# A lower limit for the share of a step's time in which it had a core, in case the system reports too much waiting.
+# At least this share of a step's time counts as time with a core, in case the system reports too much waiting.
 _MIN_CORE_SHARE = 1e-3
 _STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The comparisons of two sides, the ids of cases that only one side has, and the facts that differ.
+class ComparedSides:
+    """The comparisons of two sides, the ids of cases that only one side has, and the facts about the runs that differ.
 
     `conditions` describes the differing facts that times depend on, like 'threads was 1 and is 2'. It is '' if times
     are comparable.
@@ -60,7 +60,7 @@ class Compared:
     comparisons: tuple[Comparison, ...]
     only_before: tuple[str, ...]
     only_after: tuple[str, ...]
-    differing: tuple[DifferingFact, ...]
+    differing_facts: tuple[DifferingFact, ...]
     conditions: str = ""
 
     @property
@@ -68,7 +68,7 @@ class Compared:
         return any(comparison.before is not None and comparison.after is not None for comparison in self.comparisons)
 
 
-def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compared:
+def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> ComparedSides:
     """Compares the cases that both sides have, in the order of the new side.
 
     Runs of the `extra` side are not compared. They only show how much runs of the same code differ.
@@ -81,7 +81,7 @@ def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compar
         if name in old_side.sightings:
             extra_sightings = extra.sightings.get(name, ()) if extra is not None else ()
             comparisons += _compare_case(old_side.sightings[name], new_sightings, extra_sightings, conditions)
-    return Compared(
+    return ComparedSides(
         old_side,
         new_side,
         tuple(comparisons),
@@ -114,7 +114,7 @@ def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> s
 
 
 def _average_disturbed_share(side: Sequence[Sighting]) -> float:
-    """Returns the share of slots whose wall-clock time exceeds their CPU time, averaged over runs."""
+    """Returns the share of slots whose wall-clock time far exceeds their CPU time, averaged over the runs of a side."""
     shares = []
     for sighting in side:
         timing = sighting.record.timing
@@ -128,8 +128,8 @@ def _withhold_disturbed_time(
 ) -> Comparison:
     """Makes a difference in time UNSURE if other programs may have caused it by disturbing one side.
 
-    The time that steps waited for a core does not count for a comparison with a p-value, because the spread of many
-    runs already includes it. Such a comparison becomes UNSURE only if one side was busier.
+    A comparison with a p-value does not consider how long steps waited for a core, because the spread of many runs
+    already includes that. Such a comparison becomes UNSURE only if one side was busier.
     """
     waiting_factor = (
         max(_compute_waiting_factor(old), _compute_waiting_factor(new)) if comparison.p_value is None else 1.0
@@ -176,10 +176,10 @@ def _list_loads(side: Sequence[Sighting]) -> list[float]:
     return loads_per_core
 
 
-def _list_cases_of_one_side(side: Side, opposite: Side) -> tuple[str, ...]:
-    """Returns the ids of cases that the opposite side lacks, without skipped cases."""
+def _list_cases_of_one_side(side: Side, other_side: Side) -> tuple[str, ...]:
+    """Returns the ids of the cases that `side` has and `other_side` lacks, without skipped cases."""
     missing_sightings = {
-        name: sightings[-1] for name, sightings in side.sightings.items() if name not in opposite.sightings
+        name: sightings[-1] for name, sightings in side.sightings.items() if name not in other_side.sightings
     }
     return tuple(name for name, sighting in missing_sightings.items() if sighting.record.status is not Status.SKIPPED)
 
@@ -266,8 +266,8 @@ def _choose_sightings(side: Sequence[Sighting]) -> list[Sighting]:
     are quick.
     """
     measured_sightings = [sighting for sighting in side if sighting.record.is_ok]
-    without_quick = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
-    return without_quick or measured_sightings
+    full_sightings = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
+    return full_sightings or measured_sightings
 
 
 def _make_missing_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:
@@ -279,29 +279,29 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
     calls.
     """
     # 1. Compare the fastest calls.
-    difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
+    difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown_values)
     direction, reason = judge_difference(difference)
     ratio = difference.ratio
-    if figures.few and difference.alone:
+    if figures.has_few_rounds and difference.is_spread_unknown:
         direction, reason = Direction.UNSURE, "a few runs of a few rounds each are too few"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
     # 2. Check this result against the mean over all calls.
-    mean_ratio = compare_runs(*figures.typical).ratio if figures.typical else ratio
+    mean_ratio = compare_runs(*figures.mean_estimates).ratio if figures.mean_estimates else ratio
     is_contradicted = direction in _VERDICT_BY_DIRECTION and not mean_agrees(
         _VERDICT_BY_DIRECTION[direction], ratio, mean_ratio
     )
     if is_contradicted:
         direction, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
-    if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.alone):
+    if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.is_spread_unknown):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
-    old, new = figures.shown or (geometric_mean(figures.old), geometric_mean(figures.new))
-    change = FigureChange(direction, old, new, ratio, difference.p_value, reason, difference.noise)
+    old_value, new_value = figures.shown_values or (geometric_mean(figures.old), geometric_mean(figures.new))
+    change = FigureChange(direction, old_value, new_value, ratio, difference.p_value, reason, difference.noise)
     return replace(_to_comparison(case, suite, figures.metric, figures.unit, change), labels=labels)
 
 
 def _move_to_reported_ratio(difference: RunDifference, reported_seconds: tuple[float, float] | None) -> RunDifference:
-    """Returns the difference with its ratio replaced by the ratio of the times that both runs reported. The interval
-    is widened to contain the old and the new ratio.
+    """Replaces the ratio of a difference by the ratio of the times that the runs of both sides reported. The interval
+    is widened to contain both ratios.
     """
     if reported_seconds is None:
         return difference

@@ -1,10 +1,9 @@
-"""Computes the ratio of two sides that were measured at different times. Its interval includes differences between
-runs.
+"""Computes the ratio of two sides that were measured at different times. The interval of the ratio includes differences
+between runs.
 
-Runs differ in clocks, memory layout and other programs. Noise within a run does not show these differences. With
-eight runs or more, the spread between runs is known and is part of the interval. With fewer runs, the interval
-contains the ratio of every new run to every old run. There is then no p-value, and a change below 10% is neither
-better nor worse.
+Runs differ in clocks, memory layout and other programs. Noise within a run does not show these differences. With eight
+runs or more, the spread between runs is known and is part of the interval. With fewer runs, the interval contains the
+ratio of every new run to every old run. There is then no p-value, and a change below 10% is neither better nor worse.
 
 This module also compares exact values, such as memory.
 """
@@ -19,7 +18,7 @@ from itertools import product
 from statistics import NormalDist, fmean, median, stdev
 from typing import NamedTuple
 
-from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND
 from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 from fp8bench.units import percent
@@ -30,8 +29,8 @@ MIN_CHANGE_OF_FEW_RUNS = 0.10
 _SMALLEST_TERM = 1e-300
 _CONVERGENCE_TOLERANCE = 1e-15
 _MAX_TERMS = 1000
-# From this many degrees of freedom on, the spread between runs counts as known. With fewer, it is a guess, and its t
-# interval is far too wide.
+# With at least this many degrees of freedom, the spread between runs counts as known. With fewer, the spread is a
+# guess, and Student's t makes the interval far too wide.
 MIN_DEGREES_OF_FREEDOM = 6
 # Exact values are equal whenever the same code runs. They may still differ by this share, because stored numbers have
 # few digits.
@@ -48,8 +47,8 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The ratio of the new side to the old side, with its interval. `p_value` is None if it is unknown how much runs
-    differ.
+    """The ratio of the new side to the old side, with its interval. `p_value` is None if the spread between runs is
+    unknown.
     """
 
     ratio: Interval
@@ -57,7 +56,7 @@ class RunDifference:
     noise: Noise
 
     @property
-    def alone(self) -> bool:
+    def is_spread_unknown(self) -> bool:
         return self.p_value is None
 
 
@@ -71,11 +70,11 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
     if freedom < MIN_DEGREES_OF_FREEDOM:
         # 1. With too few runs, the interval contains the ratio of any new run to any old run, widened by the noise
         # within these runs.
-        reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+        deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
-            log, error = new_run.log - old_run.log, reach * math.hypot(new_run.error, old_run.error)
-            low, high = min(low, log - error), max(high, log + error)
+            log, half_width = new_run.log - old_run.log, deviations * math.hypot(new_run.error, old_run.error)
+            low, high = min(low, log - half_width), max(high, log + half_width)
         return RunDifference(_to_interval(log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new)))
     # 2. With enough runs, use the spread between them and Student's t. The error is at least the error within runs,
     # because runs may agree by chance.
@@ -87,10 +86,10 @@ def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequen
         t_statistic = abs(log_ratio) / error
     else:
         t_statistic = math.inf if log_ratio else 0.0
-    reach = student_quantile(FINAL_LEVEL, freedom) * error
+    half_width = student_quantile(FINAL_LEVEL, freedom) * error
     noise = Noise(error, freedom, len(old), len(new))
     return RunDifference(
-        _to_interval(log_ratio, log_ratio - reach, log_ratio + reach), p_value(t_statistic, freedom), noise
+        _to_interval(log_ratio, log_ratio - half_width, log_ratio + half_width), p_value(t_statistic, freedom), noise
     )
 
 
@@ -114,17 +113,17 @@ def _squared_deviations(side: Sequence[Estimate]) -> list[float]:
 def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
     """Returns whether a change is better, worse, the same or UNSURE. Also returns the reason if it is UNSURE."""
     ratio = difference.ratio
-    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.alone else BAND
+    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.is_spread_unknown else BAND
     if ratio.low > 1 and ratio.point > 1 + min_change:
         return Direction.WORSE, ""
     if ratio.high < 1 and ratio.point < 1 / (1 + min_change):
         return Direction.BETTER, ""
-    if difference.alone:
+    if difference.is_spread_unknown:
         return Direction.UNSURE, (
             f"fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in all do not show how much runs differ; no change below "
             f"{percent(MIN_CHANGE_OF_FEW_RUNS, 0)} is judged: measure more runs, or duel"
         )
-    if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
+    if ratio.low > 1 - SAME_BAND and ratio.high < 1 + SAME_BAND:
         return Direction.SAME, ""
     return Direction.UNSURE, "runs of one side differ too much; measure more runs, or duel"
 
@@ -146,8 +145,8 @@ class FigureChange(NamedTuple):
 def compare_exact_values(
     old: Sequence[float], new: Sequence[float], *, rounding: float = STORED_DIGITS_TOLERANCE
 ) -> FigureChange:
-    """Compares values like memory and errors, which are equal whenever the same code runs. A value that differs by
-    more than `rounding` has changed. If the values of one side vary, both sides are compared like noisy values.
+    """Compares values like memory and errors, which are equal whenever the same code runs. A relative difference of
+    more than `rounding` is a change. If the values of one side vary, both sides are compared like noisy values.
     """
     # 1. NaN is worse than any number.
     has_nan = [any(map(math.isnan, side)) for side in (old, new)]
@@ -165,7 +164,7 @@ def compare_exact_values(
     if not (0 < old_value < math.inf and 0 < new_value < math.inf):
         reason = "a change from or to zero or infinity has no ratio"
         return FigureChange(direction, old_value, new_value, why=reason)
-    # 3. Compare values that vary on one side like noisy ones.
+    # 3. If the values of one side vary, compare both sides like noisy values.
     values_vary = any(max(side) > min(side) * (1 + STORED_DIGITS_TOLERANCE) for side in (old, new))
     if values_vary and all(0 < value < math.inf for value in (*old, *new)):
         old_logs = [Estimate(math.log(value), 0.0) for value in old]
@@ -182,8 +181,8 @@ def compare_exact_values(
     return FigureChange(direction, old_value, new_value, Interval(ratio, ratio, ratio, 1.0))
 
 
-def mean_with_reach(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of at least two values, and the half-width of its interval by Student's t."""
+def mean_with_half_width(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean of at least two values, and the half-width of the mean's interval by Student's t."""
     return fmean(values), student_quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
@@ -204,8 +203,7 @@ def p_value(statistic: float, freedom: float) -> float:
 
 @lru_cache(maxsize=2048)
 def student_quantile(level: float, freedom: float) -> float:
-    """Returns the number that a value with Student's t distribution exceeds, in either direction, only with
-    probability 1 - `level`.
+    """Returns the number that the magnitude of Student's t exceeds with probability 1 - `level`.
 
     An example is 12.7 for 95% and 1 degree of freedom.
     """
@@ -224,8 +222,8 @@ def _incomplete_beta(a: float, b: float, x: float) -> float:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
-    prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(prefactor) * _evaluate_continued_fraction(a, b, x) / a
+    log_prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(log_prefactor) * _evaluate_continued_fraction(a, b, x) / a
 
 
 def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:

@@ -3,8 +3,8 @@
 A side is several runs with the conditions under which they were measured, such as the machine and torch's version. If
 these conditions differ, they may explain a change that the code does not explain.
 
-More rounds, or more parts of a step, make a best case faster. So of every run only as many rounds and calls per round
-are used as the shortest run has. If steps were divided into different parts, whole steps are compared.
+A best case is lower with more rounds, or with more parts of a step. So of every run only as many rounds and calls per
+round are used as the shortest run has. If the runs divided their steps into different parts, whole steps are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, 
 from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
-# Facts of a run that are not compared: they change every minute, or the comparison is about them.
+# Facts of a run that are not compared, because they change every minute or because the comparison is about them.
 _IGNORED_FACTS = frozenset(
     {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
@@ -53,7 +53,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Side:
-    """Runs that are compared together, and their measurements of each case by id, the newest measurement last."""
+    """Runs that are compared together, and their measurements of each case by case id, the newest measurement last."""
 
     name: str
     runs: tuple[Run, ...]
@@ -66,12 +66,12 @@ class Side:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any case was measured when it was last run."""
+        """Whether the newest measurement of any case succeeded."""
         return any(sightings[-1].record.is_ok for sightings in self.sightings.values())
 
 
 def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Side:
-    """Makes one side of a comparison from runs. Each run comes with its findings by case id."""
+    """Makes one side of a comparison. Each of `judged_runs` is a run with its findings by case id."""
     sorted_runs = sorted(judged_runs, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
     for run, findings in sorted_runs:
@@ -98,15 +98,15 @@ class DifferingFact:
 
 def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
     """Returns the facts that differ between old and new runs. Facts that measured times depend on come first."""
-    old, new = _collect_facts(old_runs), _collect_facts(new_runs)
+    old_facts, new_facts = _collect_facts(old_runs), _collect_facts(new_runs)
     facts = []
-    for name in {**old, **new}:
-        if old.get(name) == new.get(name):
+    for name in {**old_facts, **new_facts}:
+        if old_facts.get(name) == new_facts.get(name):
             continue
-        # A version of torch may lack a switch. Then the switch cannot differ.
-        if name.startswith(SWITCH) and not (name in old and name in new):
+        # A version of torch may lack a switch. Only a switch that both sides have can differ.
+        if name.startswith(SWITCH) and not (name in old_facts and name in new_facts):
             continue
-        old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
+        old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
     return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
@@ -115,8 +115,8 @@ MachineFacts = tuple[tuple[str, Scalar | None], ...]
 
 
 def hardware_of(run: Run) -> MachineFacts:
-    """Returns the hardware facts of a run, starting with its machine's name. Runs on different hardware are not
-    combined.
+    """Returns the hardware facts of a run, starting with its machine's name. Runs are combined only if these facts are
+    equal.
     """
     hardware_facts = [pair for pair in _list_facts(run) if _is_hardware_fact(pair[0])]
     return tuple(sorted(hardware_facts, key=lambda pair: pair[0] != _MACHINE_FACT))
@@ -180,7 +180,7 @@ def _describe_values(values: Sequence[Scalar | None]) -> str:
     return " and ".join(words) or "none"
 
 
-# Emulated cases have this many rounds. With fewer rounds, the mean of the fastest three is not representative.
+# Even emulated cases have this many rounds. With fewer rounds, the mean of the fastest three is not representative.
 MIN_ROUNDS_FOR_BEST_CASE = 8
 # The standard error of a median divided by that of a mean, for Gaussian samples.
 _MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
@@ -191,19 +191,19 @@ _get_ratio, _get_typical_ratio = attrgetter("ratio"), attrgetter("typical")
 class MatchedFigures:
     """One figure of a case on both sides, with an estimate for each run.
 
-    Estimates of `extra` runs only show how much runs differ. `few` is True if there are too few rounds for an
-    interval within a run. `typical` has estimates of the mean over all calls, for old, new and extra runs. `shown`
-    has the figures of both sides as their runs reported them, or is None.
+    Estimates of `extra` runs only show how much runs differ. `has_few_rounds` is True if the runs have too few rounds
+    for an interval. `mean_estimates` are estimates of the mean over all calls, for old, new and extra runs.
+    `shown_values` are the two values that the reports of both sides show, or None.
     """
 
     metric: str
     unit: str
     old: tuple[Estimate, ...]
     new: tuple[Estimate, ...]
-    few: bool = False
+    has_few_rounds: bool = False
     extra: tuple[Estimate, ...] = ()
-    typical: tuple[tuple[Estimate, ...], ...] = ()
-    shown: tuple[float, float] | None = None
+    mean_estimates: tuple[tuple[Estimate, ...], ...] = ()
+    shown_values: tuple[float, float] | None = None
 
 
 def match_times(
@@ -216,7 +216,7 @@ def match_times(
     timings = [_list_timings(side) for side in sides]
     if not timings[0] or not timings[1]:
         return
-    # 1. Use as many rounds, and as many calls per round, of each run as the shortest run has.
+    # 1. Of each run, use only as many rounds and calls per round as the shortest run has.
     all_timings = [*timings[0], *timings[1], *timings[2]]
     rounds = min(timing.num_rounds for timing in all_timings)
     calls = count_common_calls(*all_timings)
@@ -257,8 +257,8 @@ def _list_timings(side: Sequence[Sighting]) -> list[Timing]:
 
 
 def _reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
-    """Returns for each side the best-case seconds in the report of its run. For several runs, this is their geometric
-    mean. Returns None if a report has no best case.
+    """Returns for each side the best-case seconds that its run reported. For several runs, this is the geometric mean
+    of their times. Returns None if a run reported no best case.
     """
     side_means = []
     for side in sides:
@@ -272,8 +272,8 @@ def _reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
 def match_noisy_costs(
     old: Sequence[Sighting], new: Sequence[Sighting], extra: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
-    """Yields noisy figures for which low values are good, such as energy. Each run's estimate is the median of its
-    samples, with the error of this median.
+    """Yields noisy figures for which low values are good, such as energy. The estimate of a run is the median of its
+    samples, with the standard error of this median.
     """
     sides = [list(map(_collect_costs, side)) for side in (old, new, extra)]
     for metric in _list_metrics(sides[1]):
@@ -286,8 +286,8 @@ def match_noisy_costs(
 def match_exact_costs(
     old: Sequence[Sighting], new: Sequence[Sighting]
 ) -> Iterator[tuple[Metric, list[float], list[float]]]:
-    """Yields exact figures for which low values are good, such as memory and errors. Each comes with its values in
-    the runs of both sides. Skips figures that one side lacks.
+    """Yields exact figures for which low values are good, such as memory and errors. Each figure comes with its values
+    in the old runs and in the new runs. Figures that one side lacks are skipped.
     """
     sides = [list(map(_collect_costs, side)) for side in (old, new)]
     for metric in _list_metrics(sides[1]):
@@ -301,13 +301,15 @@ _CostByName = Mapping[str, Metric]
 
 
 def _collect_costs(sighting: Sighting) -> _CostByName:
-    """Returns the main figures of a step for which low values are good, by name. The time of the step is left out."""
+    """Returns the main figures of a measured step for which low values are good, by name. The time of the step is left
+    out.
+    """
     costs: dict[str, Metric] = {}
     if not sighting.record.is_ok:
         return costs
     for metric in metrics_of(sighting.record, None):
-        is_main = metric.rank is Rank.MAIN and metric.phase == STEP
-        if is_main and metric.better is Better.LOWER and metric.name != TIME and metric.samples():
+        is_main_figure = metric.rank is Rank.MAIN and metric.phase == STEP
+        if is_main_figure and metric.better is Better.LOWER and metric.name != TIME and metric.samples():
             costs[metric.name] = metric
     return costs
 
@@ -318,7 +320,7 @@ def _list_metrics(side: Sequence[_CostByName]) -> Iterable[Metric]:
 
 
 def _list_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[float, ...]]:
-    """Returns the samples of all runs that have the metric from the same source and in the same unit."""
+    """Returns the samples of a metric from each run that measured it from the same source and in the same unit."""
     costs_of_metric = [costs[metric.name] for costs in side if metric.name in costs]
     return [cost.samples() for cost in costs_of_metric if (cost.source, cost.unit) == (metric.source, metric.unit)]
 
@@ -355,13 +357,13 @@ def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]
 
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
-    """Returns an estimate for each ratio that `read` takes from a finding. The error of an estimate is derived from
-    the ratio's interval.
+    """Returns an estimate for each ratio that `read` takes from a finding. The standard error of an estimate follows
+    from the ratio's interval.
     """
-    reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
+    deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []
     for sighting in side:
         ratio = read(sighting.finding) if sighting.finding is not None else None
         if ratio is not None and sighting.record.is_ok and math.isfinite(ratio.half_width):
-            estimates.append(Estimate(math.log(ratio.point), ratio.half_width / reach))
+            estimates.append(Estimate(math.log(ratio.point), ratio.half_width / deviations))
     return tuple(estimates)

@@ -1,12 +1,12 @@
 """Finds steps in series with one value per commit: where the level changed, by how much, and with which confidence.
 
 Series are searched in logarithms, so that a step is a ratio. Many series are searched at once. Single outliers are
-replaced by the median of their neighbours. Then each series is cut into pieces of constant level. Each cut adds a
-price to the cost of a division, so that flat series are rarely cut.
+replaced by the median of their neighbours. Then each series is cut into pieces of constant level. The cuts minimise a
+cost, to which each cut adds a price, so that flat series are rarely cut.
 
 The price is in units of the series' own noise. The noise is first estimated from differences of neighbours, then from
-the residuals around the pieces, increased for autocorrelation. reports/asv_cpu_202611 shows how often the steps are
-right.
+the residuals around the levels of the pieces, increased for autocorrelation. reports/asv_cpu_202611 shows how often the
+found steps are right.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# A level has at least this many values, so that one or two outliers are not a level. The first level needs more.
+# A level has at least this many values, so that one or two outliers are not a level. The first level of a series needs
+# more.
 MIN_LEVEL_LENGTH = 3
 MIN_FIRST_LEVEL_LENGTH = 8
-# A level with fewer values than this raises the cost of its series by the price of an additional cut.
+# The price of a second cut is added for a level with fewer values than this.
 SETTLED_LEVEL_LENGTH = 8
 
 Counts = NDArray[np.intp]
@@ -42,34 +43,37 @@ class Batch(NamedTuple):
 
 
 def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
-    """Returns where each series is cut: the first index of every piece except the first.
+    """Returns where each series is cut: the first index of every piece except the first piece.
 
     Dynamic programming finds the cuts with the lowest cost. The cost is the sum of squares around the means of the
     pieces, plus 1 per cut, plus `length_price` times the logarithm of each piece's length. Longer pieces cost more,
-    because noise finds many places to cut in the middle of a long series. It finds few near the end, where new steps
-    are. A short level costs 1 more. The search goes from left to right: the best cuts before some cut are the best
-    cuts of the values before it.
+    because noise finds many places to cut in the middle of a long series, but few near the end, where new steps are. A
+    short level costs 1 more. The search goes from left to right: whatever follows a cut, the best cuts before it are
+    those of the values before it.
     """
-    series_count, longest = batch.values.shape
+    series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
-    # These arrays are indexed by (length of the longest series - length of the piece).
-    piece_lengths = np.arange(longest, 0, -1)
+    # The three arrays are indexed by (length of the longest series - length of the piece).
+    piece_lengths = np.arange(longest_length, 0, -1)
     length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
-    sums = np.zeros((series_count, longest + 1))
-    # Subtracting the first value preserves digits.
+    sums = np.zeros((series_count, longest_length + 1))
+    # Subtract the first value of each series before summing, so that no digits are lost.
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])
-    # The lowest cost of the first s values. It leaves out the sum of their squares, which no choice of cuts changes.
-    lowest_cost = np.full((series_count, longest + 1), np.inf)
+    # The lowest cost of the first s values, without the sum of their squares, which does not depend on the cuts.
+    lowest_cost = np.full((series_count, longest_length + 1), np.inf)
     lowest_cost[:, 0] = 0.0
-    last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest + 1), dtype=np.intp)
+    last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest_length + 1), dtype=np.intp)
     series_ends = set(batch.lengths.tolist())
-    for end in range(MIN_LEVEL_LENGTH, longest + 1):
-        begins, lengths = slice(end - MIN_LEVEL_LENGTH + 1), slice(longest - end, longest - MIN_LEVEL_LENGTH + 1)
-        cost_by_piece_begin = sums[:, begins] - sums[:, end : end + 1]
+    for end in range(MIN_LEVEL_LENGTH, longest_length + 1):
+        begin_slice, length_slice = (
+            slice(end - MIN_LEVEL_LENGTH + 1),
+            slice(longest_length - end, longest_length - MIN_LEVEL_LENGTH + 1),
+        )
+        cost_by_piece_begin = sums[:, begin_slice] - sums[:, end : end + 1]
         cost_by_piece_begin *= cost_by_piece_begin
-        cost_by_piece_begin *= weights[lengths]
-        cost_by_piece_begin += length_prices[lengths]
-        cost_by_piece_begin += lowest_cost[:, begins]
+        cost_by_piece_begin *= weights[length_slice]
+        cost_by_piece_begin += length_prices[length_slice]
+        cost_by_piece_begin += lowest_cost[:, begin_slice]
         if end in series_ends:
             last_cut_of_whole_series[:, end] = cost_by_piece_begin.argmin(axis=1)
         if end >= MIN_FIRST_LEVEL_LENGTH:
@@ -100,8 +104,8 @@ MIN_SPREAD = 1e-5
 _NEIGHBOURS_PER_SIDE = 2
 # A value is an outlier if it is this many standard deviations from the median of five: itself and its neighbours.
 _OUTLIER_LIMIT_IN_DEVIATIONS = 4.0
-# A smaller correlation of neighbours counts as chance, in units of 1/sqrt(n). Of 20 series without autocorrelation,
-# one has a larger correlation than this.
+# Up to this number divided by sqrt(n), a correlation of neighbours counts as chance. Of 20 series without
+# autocorrelation, one has a larger correlation.
 _CHANCE_CORRELATION_FACTOR = 1.3
 _MAX_CORRELATION = 0.7
 
@@ -117,8 +121,8 @@ def estimate_noise(batch: Batch) -> Floats:
     row_indices = np.arange(len(differences))
     median_difference = (differences[row_indices, (counts - 1) // 2] + differences[row_indices, counts // 2]) / 2
     squared_differences = np.where(np.isfinite(differences), differences, 0.0) ** 2
-    smallest_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
-    trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, smallest_count - 1] / smallest_count
+    trimmed_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
+    trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, trimmed_count - 1] / trimmed_count
     rough_noise = np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
     clipping_limit = _CLIPPING_LIMIT_IN_DEVIATIONS * np.maximum(rough_noise, MIN_SPREAD)[:, None]
     mean_clipped_square = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
@@ -129,8 +133,8 @@ def estimate_noise(batch: Batch) -> Floats:
 def replace_outliers(batch: Batch, spread: Floats) -> Batch:
     """Replaces each outlier by the median of its neighbours.
 
-    At either end of a series that is the median of its outermost five values, so three values of a new level are not
-    replaced.
+    At either end of a series, this is the median of the five outermost values, so that three values of a new level are
+    not replaced.
     """
     window_centre = np.clip(
         np.arange(batch.values.shape[1]), _NEIGHBOURS_PER_SIDE, batch.lengths[:, None] - 1 - _NEIGHBOURS_PER_SIDE
@@ -153,11 +157,11 @@ def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
     sum_of_squares = float(residuals @ residuals)
     if sum_of_squares == 0:
         return 1.0
-    correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
-    if correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
+    neighbour_correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
+    if neighbour_correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
         return 1.0
-    correlation = min(correlation, _MAX_CORRELATION)
-    return (1 + correlation) / (1 - correlation)
+    neighbour_correlation = min(neighbour_correlation, _MAX_CORRELATION)
+    return (1 + neighbour_correlation) / (1 - neighbour_correlation)
 
 
 # The values of a series. They are positive, in the order of their commits, and have no gaps.
@@ -173,17 +177,17 @@ CUT_PRICE = 3.35
 FALSE_STEP_SHARE = 0.005
 _FIRST_CUT_PRICE = 3.0
 _LENGTH_PRICE = 2.0
-# The last step of a series counts only if it would still be found without the furthest value of the last level. The
-# mean of the other values must then differ from the level before it by this many standard errors.
+# The last step of a series counts only if it would still be found without the most distant value of the last level. The
+# mean of the level's other values must differ from the previous level by this many standard errors.
 _FIRM_STEP_ERRORS = 2.1
-# If the furthest of three values is dropped, their mean falls by this many standard deviations on average.
+# If the most distant of three values is dropped, their mean moves by this many standard deviations on average.
 _FURTHEST_VALUE_SHIFT = 0.42
 # Deviations are multiplied by this factor before they are converted to p-values, because the noise and the place of a
 # step are estimated from the same series. With this factor, the p-values of flat series of 15 to 300 values are
 # correct.
 _DEVIATION_DISCOUNT = 0.8
-# The probability that the true step is before the range of commits that is given for it. The probability that it is
-# after this range is the same.
+# The probability that the true step is before the range of commits that is reported for it. It is after this range with
+# the same probability.
 _TAIL_PROBABILITY = 0.03
 # The level of the interval of a step, and the half-width of this interval in standard deviations.
 _INTERVAL_LEVEL = 0.99
@@ -214,8 +218,8 @@ class Step:
     def ratio(self) -> Interval:
         """The new level over the old level, with a 99% interval. Above 1 is worse."""
         log = math.log(self.after / self.before)
-        reach = _INTERVAL_DEVIATIONS * self.error
-        return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _INTERVAL_LEVEL)
+        half_width = _INTERVAL_DEVIATIONS * self.error
+        return Interval(math.exp(log), math.exp(log - half_width), math.exp(log + half_width), _INTERVAL_LEVEL)
 
 
 def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
@@ -227,20 +231,20 @@ def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
         if not (np.isfinite(array).all() and (array > 0).all()):
             raise ValueError("values must be positive and finite, because steps are searched in logarithms")
     # Search series of similar length together, because a batch is padded to its longest series.
-    searchable = [number for number, array in enumerate(arrays) if len(array) >= MIN_SERIES_LENGTH]
-    searchable.sort(key=lambda number: len(arrays[number]))
+    searchable_indices = [number for number, array in enumerate(arrays) if len(array) >= MIN_SERIES_LENGTH]
+    searchable_indices.sort(key=lambda number: len(arrays[number]))
     steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
-    for begin in range(0, len(searchable), _BATCH_SIZE):
-        batch_numbers = searchable[begin : begin + _BATCH_SIZE]
-        batch = _make_batch([arrays[number] for number in batch_numbers])
-        for number, steps in zip(batch_numbers, _find_batch_steps(batch), strict=True):
+    for first_index in range(0, len(searchable_indices), _BATCH_SIZE):
+        batch_indices = searchable_indices[first_index : first_index + _BATCH_SIZE]
+        batch = _make_batch([arrays[number] for number in batch_indices])
+        for number, steps in zip(batch_indices, _find_batch_steps(batch), strict=True):
             steps_by_series[number] = steps
     return steps_by_series
 
 
 class PieceLevel(NamedTuple):
-    """The newest level of a series. It has the noise of a value around the level, the degrees of freedom of this
-    noise, and the length of the level.
+    """The newest level of a series: the noise of its values, the degrees of freedom of this noise, and the length of
+    the level.
     """
 
     noise: float
@@ -257,32 +261,32 @@ def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
             continue
         batch = _make_batch([np.asarray(values, dtype=np.float64)])
         row = replace_outliers(batch, estimate_noise(batch)).values[0]
-        begins = [0, *(step.at for step in steps)]
-        noise, freedom = _estimate_residual_noise(row, begins[1:])
-        levels.append(PieceLevel(noise, freedom, len(values) - begins[-1]))
+        level_begins = [0, *(step.at for step in steps)]
+        noise, freedom = _estimate_residual_noise(row, level_begins[1:])
+        levels.append(PieceLevel(noise, freedom, len(values) - level_begins[-1]))
     return levels
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the logarithm of the smallest step that would be found at the end of a level, and its standard error. A
-    step is found if it meets three conditions. It is large enough to be worth a cut, it is still found without its
-    furthest value, and its p-value is at most `chance`.
+    """Returns the logarithm of the smallest step that would be found after the newest level, and the logarithm's
+    standard error. A step is found if it meets three conditions. It is large enough to be worth a cut, it is still
+    found without the most distant value of the new level, and its p-value is at most `chance`.
     """
     new_values, old_values = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
     if old_values < MIN_LEVEL_LENGTH:
         return math.inf, math.inf
     variance = 1 / old_values + 1 / new_values
     length_term = math.log(old_values / MIN_LEVEL_LENGTH) - math.log((old_values + new_values) / MIN_LEVEL_LENGTH)
-    # 1. Compute the size from which a step is worth a cut: it lowers the sum of squares by more than the price of the
+    # 1. Compute how large a step must be to be worth a cut: it lowers the sum of squares by more than the price of the
     # cut.
     squared_price = 1 + (old_values < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * length_term
-    cut_step = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_price * variance)
-    # 2. Compute the size from which a step is still found without its furthest value.
-    firm_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST_VALUE_SHIFT
-    # 3. Compute the size from which a step's p-value is small enough.
-    evidence = (NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT) ** 2 + _LENGTH_PRICE * length_term
-    significant_step = _to_student_t(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(variance)
-    return level.noise * max(cut_step, firm_step, significant_step), level.noise * math.sqrt(variance)
+    step_worth_a_cut = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_price * variance)
+    # 2. Compute how large a step must be to be found without its most distant value.
+    robust_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST_VALUE_SHIFT
+    # 3. Compute how large a step must be for a small enough p-value.
+    squared_deviations = (NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT) ** 2 + _LENGTH_PRICE * length_term
+    significant_step = _to_student_t(math.sqrt(max(squared_deviations, 0.0)), level.freedom) * math.sqrt(variance)
+    return level.noise * max(step_worth_a_cut, robust_step, significant_step), level.noise * math.sqrt(variance)
 
 
 def _make_batch(series: Sequence[Floats]) -> Batch:
@@ -296,33 +300,33 @@ def _make_batch(series: Sequence[Floats]) -> Batch:
 
 def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
-    If it finds cuts, a second search uses the residuals around the pieces.
+    If it finds cuts, a second search uses the residuals around the levels of the pieces.
     """
-    # 1. Cut at prices that follow from the noise of differences.
+    # 1. Cut with prices that follow from the noise of differences.
     noise = estimate_noise(batch)
     values, lengths = replace_outliers(batch, noise).values, batch.lengths
-    first_prices = _FIRST_CUT_PRICE * noise
-    first_cuts = find_cuts(Batch(values / first_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2)
+    first_cut_prices = _FIRST_CUT_PRICE * noise
+    first_cuts = find_cuts(Batch(values / first_cut_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2)
     steps: list[tuple[Step, ...]] = [()] * len(first_cuts)
-    numbers_with_cuts = [number for number, cuts in enumerate(first_cuts) if cuts]
-    if not numbers_with_cuts:
+    indices_with_cuts = [number for number, cuts in enumerate(first_cuts) if cuts]
+    if not indices_with_cuts:
         return steps
-    # 2. Cut again at prices that follow from the residuals: the noise times a quantile, as in Student's t.
-    values, lengths = values[numbers_with_cuts], lengths[numbers_with_cuts]
+    # 2. Cut again with prices that follow from the residuals: the noise times a quantile, as in Student's t.
+    values, lengths = values[indices_with_cuts], lengths[indices_with_cuts]
     rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-    prices = []
-    for number, row in zip(numbers_with_cuts, rows, strict=True):
+    cut_prices = []
+    for number, row in zip(indices_with_cuts, rows, strict=True):
         residual_noise, freedom = _estimate_residual_noise(row, first_cuts[number])
-        prices.append(residual_noise * _to_student_t(CUT_PRICE, freedom))
-    all_cuts = find_cuts(Batch(values / np.array(prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
-    for number, row, cuts in zip(numbers_with_cuts, rows, all_cuts, strict=True):
+        cut_prices.append(residual_noise * _to_student_t(CUT_PRICE, freedom))
+    all_cuts = find_cuts(Batch(values / np.array(cut_prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
+    for number, row, cuts in zip(indices_with_cuts, rows, all_cuts, strict=True):
         steps[number] = tuple(_make_steps(row, _drop_weak_end(row, cuts)))
     return steps
 
 
 def _estimate_residual_noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
-    """Returns the noise of a series around its pieces, increased for autocorrelation, and the degrees of freedom of
-    this noise.
+    """Returns the noise of the values around the levels of their pieces, increased for autocorrelation, and the degrees
+    of freedom of this noise.
     """
     pieces = np.split(row, cuts)
     residuals = np.concatenate([piece - piece.mean() for piece in pieces])
@@ -336,55 +340,57 @@ def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
     if not cuts:
         return cuts
     noise, _ = _estimate_residual_noise(row, cuts)
-    begin, cut = [0, *cuts][-2:]
-    distances = row[cut:] - row[begin:cut].mean()
-    without_furthest = np.sort(distances * math.copysign(1.0, distances.mean()))[:-1]
-    error = noise * math.sqrt(1 / len(without_furthest) + 1 / (cut - begin))
-    return cuts if without_furthest.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
+    level_begin, cut = [0, *cuts][-2:]
+    level_distances = row[cut:] - row[level_begin:cut].mean()
+    remaining_distances = np.sort(level_distances * math.copysign(1.0, level_distances.mean()))[:-1]
+    error = noise * math.sqrt(1 / len(remaining_distances) + 1 / (cut - level_begin))
+    return cuts if remaining_distances.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
 
 
 def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
     noise, freedom = _estimate_residual_noise(row, cuts)
     piece_ends = [0, *cuts, len(row)]
-    for begin, cut, end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
-        log_likelihoods = _variance_reductions(row[begin:end]) / noise**2
-        # The probability, for each index, that the step is there or before. All indices are equally likely in advance.
+    for piece_begin, cut, piece_end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
+        log_likelihoods = _variance_reductions(row[piece_begin:piece_end]) / noise**2
+        # The cumulative probability of the step's index. Before the data are seen, all indices are equally likely.
         weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
-        tails = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
-        low, high = begin + 1 + tails
-        lengths = cut - begin, end - cut
+        tail_indices = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
+        low, high = piece_begin + 1 + tail_indices
+        lengths = cut - piece_begin, piece_end - cut
         # The lengths of two pieces cost more than the length of one piece.
         length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
         length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
         # t).
-        t_squared = math.sqrt(log_likelihoods[cut - begin - 1]) ** 2
+        t_squared = math.sqrt(log_likelihoods[cut - piece_begin - 1]) ** 2
         gaussian_deviations = math.sqrt(freedom * math.log1p(t_squared / freedom))
         gaussian_deviations = gaussian_deviations * (8 * freedom + 1) / (8 * freedom + 3)
-        evidence = gaussian_deviations**2 - _LENGTH_PRICE * length_term
+        squared_deviations = gaussian_deviations**2 - _LENGTH_PRICE * length_term
         yield Step(
             cut,
             min(int(low), cut) - 1,
             max(int(high), cut),
-            math.exp(row[begin:cut].mean()),
-            math.exp(row[cut:end].mean()),
-            math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(evidence, 0.0) / 2)),
+            math.exp(row[piece_begin:cut].mean()),
+            math.exp(row[cut:piece_end].mean()),
+            math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(squared_deviations, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
 
 
 def _variance_reductions(values: Floats) -> Floats:
-    """Returns by how much each cut of a piece reduces the sum of squares. The first cut is before the second value."""
+    """Returns by how much each possible cut of a piece reduces the sum of squares. The first cut is before the second
+    value.
+    """
     count = len(values)
     first_lengths = np.arange(1, count)
     sums = values.cumsum()
     mean_difference = sums[:-1] / first_lengths - (sums[-1] - sums[:-1]) / (count - first_lengths)
-    reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
-    return reductions
+    variance_reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
+    return variance_reductions
 
 
 def _to_student_t(deviations: float, freedom: int) -> float:
-    """Returns the value of Student's t that is as rare as a value this many standard deviations from a Gaussian's
+    """Returns the value of Student's t that is as rare as a value `deviations` standard deviations from a Gaussian's
     mean (Wallace's approximation).
     """
     scaled_deviations = deviations * (8 * freedom + 3) / (8 * freedom + 1)

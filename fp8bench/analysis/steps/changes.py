@@ -1,9 +1,9 @@
 """Finds changes in the trends of a history: commits where a figure stepped up or down and stayed there.
 
-Steps are searched among figures of complete measurements that have the same version and the same conditions. The
-range of commits of a step may also contain commits without a comparable figure. For exact counts, every
-difference is a certain step. A figure that becomes or stops being finite, like an error that becomes NaN, is also a
-certain step.
+A trend is searched for steps among figures of complete measurements that have the same conditions and the same version
+of the measured work. The range of commits of a step may also contain commits without a comparable figure. For exact
+counts, every difference is a certain step. A figure that becomes or stops being finite, like an error that becomes NaN,
+is also a certain step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fp8bench.analysis.verdicts import UNEVEN_RATIO
 from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
 from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, spec_of
 
-TOO_FEW = f"fewer than {MIN_SERIES_LENGTH} commits measured under the same conditions: too few to show a step"
-TOO_FEW_COUNTS = "fewer than 2 commits counted under the same conditions: too few to show a step"
+TOO_FEW_COMMITS = f"fewer than {MIN_SERIES_LENGTH} commits measured under the same conditions: too few to show a step"
+TOO_FEW_COUNTED_COMMITS = "fewer than 2 commits counted under the same conditions: too few to show a step"
 TOO_FEW_SINCE_CHANGE = (
     f"fewer than {MIN_SERIES_LENGTH} commits were measured since their conditions or version changed: too few to "
     "show a step after that"
@@ -39,7 +39,7 @@ _NOT_FINITE = "a change from or to a number that is not finite has no ratio"
 _ZERO_SHARE = 0.5
 
 
-# Maps each metric of the mean over all calls to the same metric of the fastest calls.
+# For each metric of the mean over all calls: the same metric of the fastest calls.
 _FASTEST_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
 FindSteps = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
@@ -51,11 +51,11 @@ class ChangeState(StrEnum):
 
     OPEN = "open"
     ACKNOWLEDGED = "acknowledged"
-    # Between the same commits, the mean over all calls stepped in the opposite direction.
+    # The mean over all calls stepped in the opposite direction between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step took back at least half of this change. An exact count may also have returned to an earlier count.
+    # A later step took back at least half of this change, or an exact count returned to an earlier count.
     REVERTED = "reverted"
-    # The work or the method of measuring has changed since, so today's figures are not comparable.
+    # The work or the method of measuring has changed after this change, so today's figures are not comparable with it.
     OLD_VERSION = "old version"
 
 
@@ -63,18 +63,17 @@ class ChangeState(StrEnum):
 class Change:
     """A step of a trend, as a comparison of the level after it with the level before it.
 
-    The step is after the commit `comparison.since` and no later than `comparison.until`. `first` is the most likely
-    first commit with the new level. `commits` is the number of commits in that range. `unmeasured` is the number of
-    commits in that range without a comparable figure. `error` is the standard error of the ratio's logarithm.
-    `current` is True if the newest figure was measured under the same conditions. `ack` is set if the state is
-    ACKNOWLEDGED.
+    The step is after the commit `comparison.since` and no later than `comparison.until`. `first_commit` is the most
+    likely first commit with the new level. That range has `commit_count` commits, and `unmeasured_count` of them have
+    no comparable figure. `error` is the standard error of the ratio's logarithm. `current` is True if the newest figure
+    was measured under the same conditions. `ack` is set if the state is ACKNOWLEDGED.
     """
 
     trend: Trend
     comparison: Comparison
-    first: str
-    commits: int
-    unmeasured: int
+    first_commit: str
+    commit_count: int
+    unmeasured_count: int
     error: float
     version: str
     current: bool
@@ -101,65 +100,64 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Found:
-    """All changes, the worst first. Also has the number of searched trends, and the reasons why other trends were
-    skipped (`left`).
+class FoundChanges:
+    """All changes, the worst first, the number of searched trends, and the number of skipped trends for each reason.
 
-    Trends of exact counts are counted separately (`counted`), because they have no noise.
+    Trends of exact counts are counted separately (`exact_count_trends`), because they have no noise.
     """
 
     changes: tuple[Change, ...]
-    looked_at: int
-    left: Counter[str]
-    counted: int = 0
+    searched_count: int
+    skip_counts: Counter[str]
+    exact_count_trends: int = 0
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that can be compared with each other. Has their indices in the trend, and their values,
-    which may be infinite or NaN. `read` returns the trend. `counted` marks exact counts.
+    """Figures of a trend that can be compared with each other: their `indices` in the trend, and their values, which
+    may be infinite or NaN. `read` returns the trend. `is_counted` is True for exact counts.
     """
 
     read: Callable[[], Trend]
-    places: Counts
+    indices: Counts
     values: Floats
-    counted: bool = False
+    is_counted: bool = False
 
     def drop_nonfinite(self) -> Stretch:
         is_finite = np.isfinite(self.values)
-        return replace(self, places=self.places[is_finite], values=self.values[is_finite])
+        return replace(self, indices=self.indices[is_finite], values=self.values[is_finite])
 
 
-def find_changes(trends: Iterable[Trend]) -> Found:
+def find_changes(trends: Iterable[Trend]) -> FoundChanges:
     """Searches all trends together and returns their changes. Acknowledgements are not applied."""
     return find_changes_in_stretches((_split_into_stretches(trend) for trend in trends), find_steps)
 
 
-def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> Found:
-    """Returns the changes of trends, which are divided into stretches of comparable figures. `search` finds steps in
+def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> FoundChanges:
+    """Returns the changes of trends. Each item of `stretches` has the stretches of one trend. `search` finds steps in
     series. A whole trend is read only if it has steps.
     """
     skipped: Counter[str] = Counter()
-    searchable: list[Stretch] = []
+    searchable_stretches: list[Stretch] = []
     changes: list[Change] = []
-    looked_at = [0, 0]
+    searched_counts = [0, 0]
     # 1. Choose the stretches that are long enough to have steps, and collect the reasons for skipping the others.
     for trend_stretches in stretches:
         finiteness_changes = list(chain.from_iterable(map(_find_changes_of_finiteness, trend_stretches)))
         changes += finiteness_changes
-        is_counted = any(stretch.counted for stretch in trend_stretches)
+        is_counted = any(stretch.is_counted for stretch in trend_stretches)
         finite_stretches = [stretch.drop_nonfinite() for stretch in trend_stretches]
-        long_enough = [
+        long_stretches = [
             stretch
             for stretch in finite_stretches
-            if len(stretch.values) >= (2 if stretch.counted else MIN_SERIES_LENGTH)
+            if len(stretch.values) >= (2 if stretch.is_counted else MIN_SERIES_LENGTH)
         ]
-        positive_stretches = [stretch for stretch in long_enough if stretch.values.min() >= 0]
-        searchable += positive_stretches
-        looked_at[is_counted] += bool(positive_stretches or finiteness_changes)
+        positive_stretches = [stretch for stretch in long_stretches if stretch.values.min() >= 0]
+        searchable_stretches += positive_stretches
+        searched_counts[is_counted] += bool(positive_stretches or finiteness_changes)
         if not positive_stretches and not finiteness_changes:
-            too_few_reason = TOO_FEW_COUNTS if is_counted else TOO_FEW
-            skipped[NEGATIVE_VALUES if long_enough else too_few_reason] += 1
+            too_few_reason = TOO_FEW_COUNTED_COMMITS if is_counted else TOO_FEW_COMMITS
+            skipped[NEGATIVE_VALUES if long_stretches else too_few_reason] += 1
         elif (
             positive_stretches
             and not is_counted
@@ -167,19 +165,19 @@ def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: Fi
         ):
             skipped[TOO_FEW_SINCE_CHANGE] += 1
     # 2. Find the steps of all timed stretches together, and of exact counts one by one.
-    timed_stretches = [stretch for stretch in searchable if not stretch.counted]
-    counted_stretches = [stretch for stretch in searchable if stretch.counted]
+    timed_stretches = [stretch for stretch in searchable_stretches if not stretch.is_counted]
+    counted_stretches = [stretch for stretch in searchable_stretches if stretch.is_counted]
     steps = search([_replace_zeros(stretch.values) for stretch in timed_stretches])
     steps += [_find_exact_steps(_replace_zeros(stretch.values)) for stretch in counted_stretches]
     step_changes: list[Change] = []
     for stretch, stretch_steps in zip([*timed_stretches, *counted_stretches], steps, strict=True):
         step_changes += _make_changes(stretch, stretch_steps)
     changes += _check_against_means(step_changes)
-    return Found(tuple(sorted(changes, key=severity_sort_key)), looked_at[0], skipped, looked_at[1])
+    return FoundChanges(tuple(sorted(changes, key=severity_sort_key)), searched_counts[0], skipped, searched_counts[1])
 
 
 def _last_index(stretch: Stretch) -> int:
-    return int(stretch.places[-1]) if len(stretch.places) else -1
+    return int(stretch.indices[-1]) if len(stretch.indices) else -1
 
 
 def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
@@ -190,52 +188,60 @@ def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
 
 
 def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
-    """Yields the changes. A change of the fastest calls is marked if the mean over all calls contradicts it.
+    """Yields the changes, and marks a change of the fastest calls if the mean over all calls contradicts it.
 
     If the mean agrees, its own change is dropped. Otherwise the change of the mean is yielded too, because the mean
     includes every call.
     """
     repeated_ids = set[int]()
-    opposite_by_id: dict[int, Change] = {}
+    opposite_changes_by_id: dict[int, Change] = {}
     mean_changes = [change for change in changes if change.trend.series.metric in _FASTEST_CALLS]
-    for mean, fast in itertools.product(mean_changes, changes):
-        if not _is_same_step(mean, fast):
+    for mean_change, fastest_change in itertools.product(mean_changes, changes):
+        if not _is_same_step(mean_change, fastest_change):
             continue
-        if mean.is_worse is fast.is_worse and abs(mean.size - fast.size) <= math.log1p(UNEVEN_RATIO):
-            repeated_ids.add(id(mean))
+        if mean_change.is_worse is fastest_change.is_worse and abs(
+            mean_change.size - fastest_change.size
+        ) <= math.log1p(UNEVEN_RATIO):
+            repeated_ids.add(id(mean_change))
         else:
-            opposite_by_id[id(mean)] = fast
-            opposite_by_id[id(fast)] = mean
+            opposite_changes_by_id[id(mean_change)] = fastest_change
+            opposite_changes_by_id[id(fastest_change)] = mean_change
     for change in changes:
         if id(change) not in repeated_ids:
-            yield _mark_uneven(change, opposite_by_id[id(change)]) if id(change) in opposite_by_id else change
+            yield (
+                _mark_uneven(change, opposite_changes_by_id[id(change)])
+                if id(change) in opposite_changes_by_id
+                else change
+            )
 
 
-def _is_same_step(mean: Change, fast: Change) -> bool:
-    """Returns whether a change of the mean and a change of the fastest calls belong to one case and may come from the
-    same commit.
+def _is_same_step(mean_change: Change, fastest_change: Change) -> bool:
+    """Returns whether a change of the mean and a change of the fastest calls belong to the same case and may come from
+    the same commit.
     """
-    if fast.trend.series.metric != _FASTEST_CALLS[mean.trend.series.metric]:
+    if fastest_change.trend.series.metric != _FASTEST_CALLS[mean_change.trend.series.metric]:
         return False
-    if fast.state is not mean.state or _cell_of(mean) != _cell_of(fast):
+    if fastest_change.state is not mean_change.state or _cell_of(mean_change) != _cell_of(fastest_change):
         return False
-    index_of_commit = {figure.commit: index for index, figure in enumerate(mean.trend.figures)}
-    first_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean, fast)]
-    return max(first_indices) < min(index_of_commit.get(change.comparison.until, -1) for change in (mean, fast))
+    index_of_commit = {figure.commit: index for index, figure in enumerate(mean_change.trend.figures)}
+    first_indices = [index_of_commit.get(change.comparison.since, -1) for change in (mean_change, fastest_change)]
+    return max(first_indices) < min(
+        index_of_commit.get(change.comparison.until, -1) for change in (mean_change, fastest_change)
+    )
 
 
 def _cell_of(change: Change) -> tuple[object, ...]:
     return change.trend.series.workload, change.trend.cell, change.trend.machine.get("machine"), change.trend.python
 
 
-def _mark_uneven(change: Change, opposite: Change) -> Change:
+def _mark_uneven(change: Change, opposite_change: Change) -> Change:
     is_mean = change.trend.series.metric in _FASTEST_CALLS
     comparison = replace(
         change.comparison,
         labels=(*change.comparison.labels, Label.UNEVEN),
         why="the fastest calls and the mean over all calls did not step in the same way",
     )
-    keeps_state = is_mean or change.state is not ChangeState.OPEN or change.is_worse is opposite.is_worse
+    keeps_state = is_mean or change.state is not ChangeState.OPEN or change.is_worse is opposite_change.is_worse
     return replace(change, comparison=comparison, state=change.state if keeps_state else ChangeState.CONTRADICTED)
 
 
@@ -301,13 +307,13 @@ def _compute_levels(values: Floats, steps: Sequence[Step]) -> list[float]:
 def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -> Change:
     trend = stretch.read()
     figures = trend.figures
-    figure_indices = stretch.places.tolist()
-    low, first, high = (figure_indices[index] for index in (step.low, step.at, step.high))
+    figure_indices = stretch.indices.tolist()
+    low_index, first_index, high_index = (figure_indices[index] for index in (step.low, step.at, step.high))
     # 1. Compute the ratio of the levels, if both are finite and positive.
     are_levels_finite = math.isfinite(level) and math.isfinite(new_level)
     ratio, reason = None, ""
     if are_levels_finite and level > 0 and new_level > 0:
-        ratio = replace(step.ratio, level=1.0) if stretch.counted else step.ratio
+        ratio = replace(step.ratio, level=1.0) if stretch.is_counted else step.ratio
     else:
         reason = "a change from or to zero has no ratio" if are_levels_finite else _NOT_FINITE
     comparison = Comparison(
@@ -320,24 +326,25 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
         level,
         new_level,
         ratio,
-        None if stretch.counted or not are_levels_finite else step.p_value,
+        None if stretch.is_counted or not are_levels_finite else step.p_value,
         why=reason,
-        since=figures[low].commit,
-        until=figures[high].commit,
+        since=figures[low_index].commit,
+        until=figures[high_index].commit,
     )
-    # 2. Find the commits that may have caused the step, and whether today's figures are comparable with it.
-    possible_indices = range(low + 1, high + 1)
+    # 2. Find the commits that may have caused the step, and whether the newest figure is comparable with the step's
+    # figures.
+    possible_indices = range(low_index + 1, high_index + 1)
     newest_index = next(
         index for index in reversed(range(len(figures))) if _comparable_value_of(figures[index]) is not None
     )
     return Change(
         trend,
         comparison,
-        figures[first].commit,
+        figures[first_index].commit,
         len(possible_indices),
         len(set(possible_indices) - set(figure_indices)),
         step.error,
-        figures[first].version,
+        figures[first_index].version,
         current=newest_index in figure_indices,
     )
 
@@ -349,47 +356,49 @@ def format_case(trend: Trend) -> str:
     return f"{trend.series.workload}[{parameters}]@{trend.machine['machine']}/{precision}"
 
 
-def _determine_state(change: Change, earlier: Sequence[float], later: Sequence[float]) -> ChangeState:
+def _determine_state(change: Change, earlier_levels: Sequence[float], later_levels: Sequence[float]) -> ChangeState:
     """Returns the state of a change before acknowledgements are applied.
 
-    The change is REVERTED if a later level is nearer to the level before it. The change of an exact count is also
-    REVERTED if the count returned to an earlier level.
+    The change is REVERTED if a later level is nearer to the level before the change than to the level after it. The
+    change of an exact count is also REVERTED if the count returned to an earlier level.
     """
     if change.version != change.trend.series.version:
         return ChangeState.OLD_VERSION
     level, new_level = change.comparison.before, change.comparison.after
     assert level is not None and new_level is not None
     middle_level = math.sqrt(level * new_level) or (level + new_level) / 2
-    is_reverted = any(number < middle_level if change.is_worse else number > middle_level for number in later)
-    if change.is_counted and not change.is_worse and new_level in earlier:
+    is_reverted = any(
+        later_level < middle_level if change.is_worse else later_level > middle_level for later_level in later_levels
+    )
+    if change.is_counted and not change.is_worse and new_level in earlier_levels:
         is_reverted = True
     return ChangeState.REVERTED if is_reverted else ChangeState.OPEN
 
 
 def severity_sort_key(change: Change) -> tuple[object, ...]:
-    """Returns a key that sorts open changes first, then worse ones, then large ones. Changes of similar size stay in
-    the order of their series.
+    """Returns a key that sorts open changes first, then changes for the worse, then large changes. Changes of similar
+    size stay in the order of their series.
     """
     state_order = list(ChangeState)
     rounded_size = change.size if math.isinf(change.size) else round(change.size, 2)
     return state_order.index(change.state), not change.is_worse, -rounded_size
 
 
-# A level may be further off than the acknowledged level by this share, or by this many standard errors.
+# A level may be further from the old level than the acknowledged level by this share, or by this many standard errors.
 _ACK_TOLERANCE = 0.02
 _ACK_TOLERANCE_ERRORS = 3.0
 # A level of zero is replaced by this value, because zero has no logarithm.
 _SMALLEST_LEVEL = 1e-300
 
 
-def apply_acks(found: Found, acks: Sequence[Ack]) -> Found:
+def apply_acks(found_changes: FoundChanges, acks: Sequence[Ack]) -> FoundChanges:
     """Marks open changes that an acknowledgement covers. The newest matching acknowledgement counts."""
     changes = []
-    for change in found.changes:
+    for change in found_changes.changes:
         ack = next((ack for ack in reversed(acks) if ack_covers(ack, change)), None)
         is_acknowledged = ack is not None and change.state is ChangeState.OPEN
         changes.append(replace(change, state=ChangeState.ACKNOWLEDGED, ack=ack) if is_acknowledged else change)
-    return replace(found, changes=tuple(sorted(changes, key=severity_sort_key)))
+    return replace(found_changes, changes=tuple(sorted(changes, key=severity_sort_key)))
 
 
 def make_ack(change: Change, when: str, because: str) -> Ack:
@@ -413,9 +422,9 @@ def make_ack(change: Change, when: str, because: str) -> Ack:
 
 
 def ack_covers(ack: Ack, change: Change) -> bool:
-    """Returns whether an acknowledgement covers this change. Both must have the same trend and direction and
-    overlapping ranges of commits. The new level must not be further from the old one than the acknowledged level was,
-    for changes to the better as well.
+    """Returns whether an acknowledgement covers this change. Both must have the same trend, the same direction and
+    overlapping ranges of commits. The new level must not be further from the old level than the acknowledged level was.
+    This also holds for changes for the better.
     """
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
@@ -430,8 +439,8 @@ def ack_covers(ack: Ack, change: Change) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != change_identity:
         return False
-    # 2. Require that the new level is not further off than the acknowledged one. Also require that the change does
-    # not begin at the acknowledged level, because it would then be a second change.
+    # 2. Require that the new level is not further from the old level than the acknowledged level. Also require that the
+    # change does not begin at the acknowledged level, because it would then be a second change.
     direction_sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_ACK_TOLERANCE, _ACK_TOLERANCE_ERRORS * change.error)
     if direction_sign * (_log_of_level(comparison.after) - _log_of_level(ack.after)) > tolerance:
@@ -441,13 +450,15 @@ def ack_covers(ack: Ack, change: Change) -> bool:
         > 0
     ):
         return False
-    # 3. Require that one commit may have caused the change and the acknowledged one. If the trend lacks a commit of
-    # the acknowledgement, the commit of the change takes its place.
+    # 3. Require that one commit may have caused both the change and the acknowledged change. If the trend lacks a
+    # commit of the acknowledgement, the commit of the change takes its place.
     index_of_commit = {figure.commit: index for index, figure in enumerate(trend.figures)}
     if ack.since not in index_of_commit and ack.until not in index_of_commit:
         return False
-    low, high = index_of_commit[comparison.since], index_of_commit[comparison.until]
-    return max(index_of_commit.get(ack.since, low), low) < min(index_of_commit.get(ack.until, high), high)
+    since_index, until_index = index_of_commit[comparison.since], index_of_commit[comparison.until]
+    return max(index_of_commit.get(ack.since, since_index), since_index) < min(
+        index_of_commit.get(ack.until, until_index), until_index
+    )
 
 
 def _log_of_level(level: float) -> float:

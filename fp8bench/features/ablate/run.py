@@ -233,11 +233,11 @@ def describe_other_work(record: Record, first: Record, token_ratio: float) -> st
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
         return ""
-    first_work: float = product_work(first_tape).useful
-    arm_work: float = product_work(tape, first_tape).useful
+    first_work: float = product_work(first_tape).useful_flops
+    arm_work: float = product_work(tape, first_tape).useful_flops
     if token_ratio != 1:
         # With another batch size, extra work may be padding or recomputation, so only less work counts.
-        arm_work = min(first_work, token_ratio * product_work(tape).useful)
+        arm_work = min(first_work, token_ratio * product_work(tape).useful_flops)
     if abs(arm_work - first_work) <= _WORK_TOLERANCE * max(arm_work, first_work):
         return ""
     arm_flops, first_flops = (units.count(flops, "FLOP") for flops in (arm_work, first_work))

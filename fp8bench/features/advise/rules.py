@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp8bench import units
 from fp8bench.analysis.energy import Demand, energy_ratio, why_no_energy
 from fp8bench.analysis.roofline import compute_gain
-from fp8bench.analysis.verdicts import BAND
+from fp8bench.analysis.verdicts import VERDICT_BAND
 from fp8bench.features.advise.basis import (
     AdviceBasis,
     AdviceRule,
@@ -104,9 +104,11 @@ def _judge_product_share(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | 
     gain = None
     if pair.is_timed and pair.finding is not None and pair.reference_finding is not None:
         gain = compute_gain(pair.record, pair.finding, pair.reference, pair.reference_finding)
-    if gain is not None and gain.binds:
-        speed_up_bounds.append((Interval(gain.most, gain.most, gain.most, 0.0), "with products at their ceiling"))
-        grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.most)} at most by measured ceilings"))
+    if gain is not None and gain.is_upper_bound:
+        speed_up_bounds.append(
+            (Interval(gain.max_speedup, gain.max_speedup, gain.max_speedup, 0.0), "with products at their ceiling")
+        )
+        grounds.append(AdviceGround(pair.row, f"{units.speed_up(gain.max_speedup)} at most by measured ceilings"))
     product_ratio = None if _untimed_reason(pair) else pair.ratio_to_reference(_PRODUCT_PHASE, _PRODUCT_PHASE)
     if product_ratio is not None and product_ratio.high < 1:
         low = amdahl(product_share.low, product_ratio.high)
@@ -144,9 +146,9 @@ def _judge_casts(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | No
         AdviceGround(pair.row, f"products alone {show_gain(product_gain)}"),
         AdviceGround(pair.row, f"casts take {units.percent(cast_ratio.point, 0)} of the reference's products"),
     )
-    if product_gain.high < 1 + BAND:
+    if product_gain.high < 1 + VERDICT_BAND:
         return RuleReply(RuleOutcome.NO, f"{figure}: products are not faster without casts either", grounds)
-    return RuleReply(compare_with_minimum(gain_with_casts, 1 + BAND), figure, grounds)
+    return RuleReply(compare_with_minimum(gain_with_casts, 1 + VERDICT_BAND), figure, grounds)
 
 
 # If less than this share of a step's product FLOPs is converted, the step gains little.

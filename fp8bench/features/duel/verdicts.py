@@ -34,7 +34,7 @@ from fp8bench.analysis.compare.interval import compare_exact_values
 from fp8bench.analysis.compare.interval import p_value as compute_student_p
 from fp8bench.analysis.doubts import find_position_effect
 from fp8bench.analysis.labels import collect_labels
-from fp8bench.analysis.verdicts import BAND, best_phases, decide_verdict
+from fp8bench.analysis.verdicts import VERDICT_BAND, best_phases, decide_verdict
 from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session
 from fp8bench.model import (
     Comparison,
@@ -101,7 +101,7 @@ class DuelVerdict:
 
 
 def judge_sessions(
-    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME
+    sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same_band: float = verdicts.SAME_BAND
 ) -> DuelVerdict | None:
     """Judges all sessions of a case. Returns None if no round of any session has all processes."""
     shared_sessions = [session for session in sessions if _list_rounds(session)]
@@ -124,7 +124,7 @@ def judge_sessions(
     # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
     is_resolved = assignments.smallest_p_value <= 1 - level
     verdict = (
-        verdicts.decide_verdict(ratio, verdicts.BAND, same_band)
+        verdicts.decide_verdict(ratio, verdicts.VERDICT_BAND, same_band)
         if is_resolved
         else _judge_without_interval(logs_a, logs_b)
     )
@@ -162,7 +162,7 @@ def explain_unsure(times: DuelVerdict) -> str:
             f"{times.sessions} session{'s' * (times.sessions != 1)} cannot show how much two equal processes differ; "
             "use more (--sessions)"
         )
-    if times.is_uneven or verdicts.decide_verdict(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
+    if times.is_uneven or verdicts.decide_verdict(times.ratio, verdicts.VERDICT_BAND) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls"
     return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
@@ -194,7 +194,7 @@ def _do_parts_compensate(session: Session) -> bool:
 
     # Take the smaller of two spreads: of the sums of parts, and of complete steps. Parts that compensate for each other
     # widen the spread of the sums.
-    smallest_spread = max(BAND, min(measure_spread(False), measure_spread(True)))
+    smallest_spread = max(VERDICT_BAND, min(measure_spread(False), measure_spread(True)))
     return verdicts.do_cells_compensate([*session.before, *session.after], rounds, smallest_spread)
 
 
@@ -349,7 +349,7 @@ def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
         times = judge_case(result)
         if times is not None and times.is_resolved:
-            direction = _DIRECTION_BY_VERDICT[decide_verdict(times.mean_ratio, BAND)]
+            direction = _DIRECTION_BY_VERDICT[decide_verdict(times.mean_ratio, VERDICT_BAND)]
             yield replace(
                 _make_empty_comparison(result, MEAN, "s"),
                 direction=direction,
@@ -405,7 +405,7 @@ def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
         processes += [(result.before, timing) for timing in session.before]
         processes += [(result.after, timing) for timing in session.after]
         effect = find_position_effect([*session.before, *session.after])
-        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.process_spread)
+        large_effects += effect is not None and abs(effect.ratio.point - 1) > max(VERDICT_BAND, times.process_spread)
     labels: Counter[Label] = Counter()
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))

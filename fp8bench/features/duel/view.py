@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fp8bench import units
-from fp8bench.analysis.verdicts import BAND, FINAL_LEVEL, SAME
+from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME_BAND, VERDICT_BAND
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import CLEAR_DIFFERENCE, compare_case, judge_case
 from fp8bench.features.duel.verdicts import comparisons as comparisons_of
@@ -36,9 +36,10 @@ _APART_LEGEND = (
     "includes this"
 )
 _VERDICT_LEGEND = (
-    f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(BAND)}, same if it lies "
-    f"within +-{units.percent(SAME, 0)}, else cannot tell; without an interval (fewer than three sessions), only "
-    f"changes beyond {units.percent(CLEAR_DIFFERENCE, 0)} that exceed those between processes of one side get a verdict"
+    f"verdict: worse (slower) or better (faster) if the interval lies outside +-{units.percent(VERDICT_BAND)}, same "
+    f"if it lies within +-{units.percent(SAME_BAND, 0)}, else cannot tell; without an interval (fewer than three "
+    f"sessions), only changes beyond {units.percent(CLEAR_DIFFERENCE, 0)} that exceed those between processes of one "
+    "side get a verdict"
 )
 
 

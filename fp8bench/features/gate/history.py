@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
 from fp8bench.analysis.steps.change_points import find_newest_levels
-from fp8bench.analysis.steps.changes import Change, ChangeState, Found, format_case
+from fp8bench.analysis.steps.changes import Change, ChangeState, FoundChanges, format_case
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
 from fp8bench.features.gate.judging import FigureKey, SecondLook, case_and_metric, join_looks
 from fp8bench.features.gate.power import SeriesState
@@ -78,9 +78,9 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
         *_find_new_failures(current_runs, previous_runs),
         *find_unmeasured_cases(current_runs, Evidence.HISTORY),
     )
-    if not found_steps.looked_at and not failures and not any(change.alarms for change in found_steps.changes):
+    if not found_steps.searched_count and not failures and not any(change.alarms for change in found_steps.changes):
         reason = (
-            "; ".join(f"{count} series: {words}" for words, count in found_steps.left.items())
+            "; ".join(f"{count} series: {words}" for words, count in found_steps.skip_counts.items())
             or "the history has no series"
         )
         return GateSource(
@@ -102,7 +102,7 @@ def compare_history(path: Path, observer: JobObserver) -> GateSource:
     # them.
     acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_steps.changes)
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
-    notes += [f"{count} series not looked at: {reason}" for reason, count in found_steps.left.items()]
+    notes += [f"{count} series not looked at: {reason}" for reason, count in found_steps.skip_counts.items()]
     all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
     budget = newest_run.request.budget
     return GateSource(
@@ -161,7 +161,7 @@ def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
     return records
 
 
-def _select_judged_changes(found_steps: Found, newest_run: Run, history: History) -> dict[FigureKey, Change]:
+def _select_judged_changes(found_steps: FoundChanges, newest_run: Run, history: History) -> dict[FigureKey, Change]:
     """Returns the open changes on the newest run's machine, one for each series. If a series has two changes, the
     worsening is chosen, or else the larger change.
 

@@ -135,7 +135,7 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     if change.evidence is Evidence.PAIRED:
         # The second duel starts fresh processes on both sides, so it has as much noise as the first duel.
         error = change.noise.error
-        min_evidence = math.log1p(verdicts.BAND) + _half_width_of_log(change)
+        min_evidence = math.log1p(verdicts.VERDICT_BAND) + _half_width_of_log(change)
         evidence = max(min_evidence, error * student_quantile(1 - p_limit, change.noise.freedom))
         min_logs = (evidence, min_evidence) if remeasurement is Remeasurement.DUEL else (evidence,)
         return [_make_requirement(0.0, min_log, error, change.noise.freedom) for min_log in min_logs]
@@ -151,7 +151,7 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
     if remeasurement is Remeasurement.DUEL:  # a duel has negligible noise, compared with stored runs
         return [
             _make_requirement(0.0, first_evidence, error, freedom),
-            _LookRequirement(math.log1p(verdicts.BAND), 0.0),
+            _LookRequirement(math.log1p(verdicts.VERDICT_BAND), 0.0),
         ]
     return [
         _make_requirement(0.0 if is_from_few_runs(change) else band, first_evidence, error, freedom),
@@ -255,5 +255,5 @@ def _make_step_requirements(
         # noise.
         requirements.append(_LookRequirement(0.0, 2 * level.noise))
     if remeasurement is Remeasurement.DUEL:
-        requirements.append(_LookRequirement(math.log1p(min(verdicts.BAND, band)), 0.0))
+        requirements.append(_LookRequirement(math.log1p(min(verdicts.VERDICT_BAND, band)), 0.0))
     return requirements

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.compare import ComparedSides, compare
 from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, Fp8benchError, RunNotFound, StoreError
@@ -304,7 +304,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         return GateSource(title, compared.comparisons, problem=problem, code=exit_code)
     # 3. Collect unmeasured cases, changed conditions, and cases that only one side has.
     interrupted_cases = find_unmeasured_cases(compared.after.runs, Evidence.CROSS_RUN)
-    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing]
+    notes = [describe_difference(fact, " was {} and is {}") for fact in compared.differing_facts]
     for change, cases in (("is gone", compared.only_before), ("is new", compared.only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
@@ -324,7 +324,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
     )
 
 
-def _explain_unjudgeable(compared: Compared) -> tuple[str, int]:
+def _explain_unjudgeable(compared: ComparedSides) -> tuple[str, int]:
     has_failed = any(comparison.failed for comparison in compared.comparisons)
     if not compared.after.is_measured:
         return ("" if has_failed else f"no case of {compared.after.name} was measured."), EXIT_FAILED
@@ -342,7 +342,7 @@ def _explain_unjudgeable(compared: Compared) -> tuple[str, int]:
     return "", 0
 
 
-def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
+def _remeasure_suspects(compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]) -> SecondLook:
     """Measures each suspect again, with the request of the newest run that has its case. Each suite may have a
     separate run.
     """
@@ -356,7 +356,7 @@ def _remeasure_suspects(compared: Compared, remeasurer: Remeasurer, suspects: Se
 
 
 def _remeasure_for_run(
-    newest_run: Run, compared: Compared, remeasurer: Remeasurer, suspects: Sequence[Comparison]
+    newest_run: Run, compared: ComparedSides, remeasurer: Remeasurer, suspects: Sequence[Comparison]
 ) -> SecondLook:
     commit = _commit_to_duel(compared, newest_run)
     look = None if commit is None else remeasurer.duel_with_commit(commit, newest_run.request, suspects)
@@ -369,14 +369,14 @@ def _remeasure_for_run(
     return SecondLook({case_and_metric(figure): figure for figure in figures}, f"measured again in run {rerun.id}")
 
 
-def _commit_to_duel(compared: Compared, newest_run: Run) -> str | None:
+def _commit_to_duel(compared: ComparedSides, newest_run: Run) -> str | None:
     """Returns the first side's commit if a duel with this commit would answer the same question as the comparison.
     Returns None if the sides differ in more than their code: a duel measures both sides with one interpreter and one
     torch, so it would not show the cost of a different torch.
     """
     head_commit = find_commit("HEAD", Path())
     # A duel of `bench` measures the callables of both commits.
-    if any(fact.name != CODE_FACT or newest_run.request.suite != BENCH for fact in compared.differing):
+    if any(fact.name != CODE_FACT or newest_run.request.suite != BENCH for fact in compared.differing_facts):
         return None
     if head_commit is None or newest_run.environment.get("commit") != head_commit:
         return None

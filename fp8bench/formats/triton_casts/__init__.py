@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 # The first compute capability with instructions that convert to FP8.
 FIRST_CAPABILITY = (8, 9)
-# This is for the whole process, because autograd casts in other threads. `failure` is why a kernel did not
-# compile, or is ''.
+# The state is the same for all threads, because autograd casts in other threads. `failure` is the reason why a kernel
+# did not compile, or ''.
 _TRITON_STATE = SimpleNamespace(chosen=True, failure="")
 
 
@@ -37,8 +37,8 @@ def uses_triton(device: torch.device) -> bool:
 def find_triton_kernels(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
     """Returns the Triton kernels for a cast. Returns None if this definition has no such kernels."""
     launch = importlib.import_module("fp8bench.formats.triton_casts.launch")
-    by_triton: Definition | None = launch.make_triton_kernels(definition, tensors)
-    return by_triton
+    triton_kernels: Definition | None = launch.make_triton_kernels(definition, tensors)
+    return triton_kernels
 
 
 def disable_triton(reason: str) -> None:
@@ -48,11 +48,11 @@ def disable_triton(reason: str) -> None:
 
 @contextmanager
 def choose_casts(allows_triton: bool) -> Iterator[None]:
-    previous, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
+    previous_choice, _TRITON_STATE.chosen = _TRITON_STATE.chosen, allows_triton
     try:
         yield
     finally:
-        _TRITON_STATE.chosen = previous
+        _TRITON_STATE.chosen = previous_choice
 
 
 def describe(device: torch.device) -> str:

@@ -35,10 +35,10 @@ def magnitude_bits(values):
 
 @triton.jit
 def widen_bits(bits, dtype: tl.constexpr):
-    """Returns the bits of magnitudes converted to float32."""
+    """Converts the bits of magnitudes of `dtype` to the bits of the same magnitudes in float32."""
     if dtype == tl.float32:
         return bits
-    else:  # The maximum of int16 numbers is int32
+    else:  # Triton's maximum of int16 numbers is int32
         return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
@@ -49,8 +49,8 @@ def divide(dividend, divisor):
 
 @triton.jit
 def scale_factor(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Returns the number by which elements are multiplied before their cast. `bits` are those of the largest
-    magnitude that shares the factor. The factor is the same as that of `blocks.float_factor`.
+    """Returns the factor by which elements are multiplied before their cast. `bits` are the bits of the largest
+    magnitude among these elements. The factor is that of `blocks.float_factor`.
     """
     usable = (bits > 0) & (bits < INFINITY_BITS)
     amax = tl.where(usable, bits, ONE_BITS)
@@ -73,8 +73,8 @@ def scale_inverse(factor, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def power_of_two(exponent):
-    """Returns the float32 with these exponent bits and mantissa 0. Exponent bits of 0 give 2^-127, which is
-    subnormal.
+    """Returns the float32 number whose exponent bits are `exponent` and whose mantissa is 0. Exponent bits of 0 give
+    2^-127, which is subnormal.
     """
     return tl.maximum(exponent, SMALLEST_POWER_BITS).to(tl.float32, bitcast=True)
 
@@ -134,7 +134,7 @@ def renew_scale(
     INTERVAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Does one step of delayed scaling in one program. The step is that of code_kernels.DelayedScaleKernel."""
+    """Does one step of delayed scaling, as code_kernels.DelayedScaleKernel does it. One program runs it."""
     current = tl.load(scale)
     tl.store(used, current)
     tl.store(inverse, divide(1.0, current))
@@ -181,7 +181,8 @@ def cast(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Writes codes with one scale or without a scale, in one orientation or both. Each element is read once.
+    """Writes codes of the matrix (STRAIGHT), of its transpose (TURNED), or of both, with one scale or without a scale.
+    Reads each element once.
 
     If LARGEST is None, x consists of bytes that are only moved. With DELAYED the same pass also finds the largest
     magnitude, and the last program updates the scale.
@@ -303,7 +304,8 @@ def find_peaks(x, peaks, rows, columns, LINES: tl.constexpr, DOWN: tl.constexpr,
     across = tl.cdiv(columns, ACROSS)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
     largest = magnitude_bits(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
-    # Go through several tiles before the atomic maximum. If each tile had one, it would limit the speed.
+    # Find the maximum of several tiles before the atomic operation. One atomic operation for each tile would limit the
+    # speed.
     for step in range(0, LINES, DOWN):
         row = (tl.program_id(0) // across) * LINES + step + tl.arange(0, DOWN)
         in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
@@ -406,8 +408,8 @@ def cast_blocks(
 
 @triton.jit
 def mx_exponent(bits, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
-    """Returns the exponent bits of a block's scale, from the bits of the block's largest magnitude. The scale is that
-    of blocks.mx_scale.
+    """Returns the exponent bits of a block's scale, from the bits of the block's largest magnitude. The scale equals
+    that of blocks.mx_scale.
     """
     raised = (tl.minimum(bits, INFINITY_BITS) + CARRY) & INFINITY_BITS
     return tl.maximum(raised - EXPONENT, 0)
@@ -433,8 +435,8 @@ def mx_scale_byte(bits, exponent):
 
 @triton.jit
 def scale_index(row, block, across, TILED: tl.constexpr):
-    """Returns the index of a block's scale in memory. Scales are in tiles of 128 x 4 (scale_layouts.py), or row by
-    row without TILED.
+    """Returns the index of a block's scale in memory. With TILED, scales are in tiles of 128 x 4 (scale_layouts.py),
+    otherwise row by row.
     """
     if TILED:
         tile = (row // 128) * (across // 4) + block // 4
@@ -462,8 +464,8 @@ def cast_mx(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Writes codes with a power-of-two scale for 32 elements of a row, in one orientation or both. A program takes
-    one tile.
+    """Writes codes with a power-of-two scale for each 32 elements of a row. STRAIGHT writes those of the matrix, TURNED
+    those of its transpose. A program casts one tile.
     """
     tiles = tl.cdiv(columns, ACROSS)
     tile_row, tile_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -472,7 +474,7 @@ def cast_mx(
     in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
     offset = row[:, None] * columns + column[None, :]
     values = tl.load(x + offset, mask=in_bounds, other=0.0)
-    # In the first branch blocks run along rows, in the second down columns. Both use the tile in registers.
+    # Blocks run along rows for STRAIGHT and down columns for TURNED. Both branches use the tile in registers.
     if STRAIGHT:
         parts = tl.reshape(values, (DOWN, ACROSS // 32, 32))
         bits = widen_bits(tl.max(magnitude_bits(parts), axis=2), x.dtype.element_ty)

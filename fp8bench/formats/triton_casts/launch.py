@@ -19,7 +19,7 @@ from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.triton_casts import disable_triton, kernels
 from fp8bench.formats.triton_casts.plans import Argument, Counter, Plan, Pointer, Zeros, plan_launches
 
-# How many bytes an instruction reads or writes at once, and for which arguments there are such instructions.
+# The number of bytes that a vector instruction reads or writes, and the arguments that vector instructions access.
 ALIGNMENT = 16
 _VECTORIZED_ARGUMENTS = ("x", "codes", "turned")
 # Plans without a GPU are made for this number of multiprocessors.
@@ -53,8 +53,8 @@ class Specialised:
 
 
 def _find_argument_type(argument: Argument, tensors: Sequence[Tensor]) -> object:
-    """Returns the type for which Triton compiles. It is a dtype for a pointer. For a size it is a number: 1 for a
-    size of 1, 16 for other multiples of 16, and 17 for all other sizes.
+    """Returns the type for which Triton compiles an argument. For a pointer this is a dtype. For a size it is a number:
+    1 for a size of 1, 16 for other multiples of 16, and 17 for all other sizes.
     """
     match argument:
         case Pointer(index=index):
@@ -116,17 +116,17 @@ def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[P
 def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
     """Launches plans through Triton, and returns the compiled kernels."""
     device = tensors[0].device
-    compiled = []
+    compiled_kernels = []
     with _use_device(device):
         counter, zeros = _allocate(_find_required_scratch(plans), device, _get_current_stream(device))
-        # Triton's launcher compiles at the first run. Later runs repeat the result.
+        # Triton compiles a kernel when it is first launched. `Repeat` launches the compiled kernels again.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
             # Replace each reference to a tensor by the tensor of this call.
             for name, argument in plan.arguments.items():
                 values[name] = _resolve(argument, tensors, counter, zeros)
-            compiled.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
-    return compiled
+            compiled_kernels.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
+    return compiled_kernels
 
 
 class Repeat:
@@ -135,7 +135,7 @@ class Repeat:
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._vector_indices = device, tuple(_list_vector_tensors(plans))
         self._scratch = _find_required_scratch(plans)
-        # `operands` has the addresses of tensors, then the counter, then the zeros. Negative numbers count from its
+        # `operands` has the addresses of tensors, then the counter, then the zeros. Negative positions count from its
         # end.
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
@@ -145,15 +145,17 @@ class Repeat:
             pointer_positions = []
             for position, value in enumerate(values):
                 if isinstance(value, Pointer | Counter | Zeros):
-                    number = value.index if isinstance(value, Pointer) else -2 if isinstance(value, Counter) else -1
-                    pointer_positions.append((position, number))
+                    operand_position = (
+                        value.index if isinstance(value, Pointer) else -2 if isinstance(value, Counter) else -1
+                    )
+                    pointer_positions.append((position, operand_position))
             self._launches.append(
                 (kernel.run, plan.programs, kernel.function, kernel.packed_metadata, values, pointer_positions)
             )
 
     def __call__(self, addresses: Sequence[int]) -> bool:
-        """Launches the cast for tensors at these addresses. If one of the addresses is not aligned, nothing is
-        launched and the result is False.
+        """Launches the cast for tensors at these addresses. Returns False without a launch if one of the addresses is
+        not aligned.
         """
         for index in self._vector_indices:
             if addresses[index] % ALIGNMENT:
@@ -167,7 +169,7 @@ class Repeat:
         # Call the compiled function directly. Triton's launcher would also read its settings here and make two
         # functions for each launch. Without hooks it does nothing else.
         for run, programs, function, metadata, values, pointer_positions in self._launches:
-            # This is a copy, because backward passes cast in other threads.
+            # Copy the values for each call, because backward passes cast in other threads.
             arguments: list[object] = [*values]
             for position, number in pointer_positions:
                 arguments[position] = operands[number]
@@ -193,7 +195,7 @@ def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | No
 
 
 def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
-    """Returns whether the launches need a counter of finished programs, and the number of zeros that they share."""
+    """Returns whether the launches of a cast need a counter of finished programs, and how many zeros they need."""
     arguments = [argument for plan in plans for argument in plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 

@@ -27,7 +27,8 @@ from fp8bench.formats.recipes import Amax, ScaleRounding, count_blocks
 from fp8bench.formats.tiled_codes import TiledCodesKernel
 
 BLOCK_SIDE = 128
-# Offsets have 32 bits. A loop adds the elements of all programs to its last offset, which must not overflow.
+# Offsets have 32 bits. In a loop, a program adds the number of elements that all programs handle at once to its last
+# offset, and this sum must not overflow.
 MOST_ELEMENTS = (1 << 31) - (1 << 26)
 # The longest row that fits into the registers of one program. If the program also finds the maxima of columns, the
 # limit is lower.
@@ -44,14 +45,16 @@ _BYTE_BITS = 8
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor among the arguments of the cast's kernel, by its position `index`."""
+    """A tensor argument of a launch. `index` is the position of the tensor among the arguments of the cast's kernel."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Counter:
-    """Two int32 numbers that are zero before and after every launch. Each stream has its own two numbers."""
+    """The two int32 numbers of kernels.combine_maxima, a largest magnitude and a count of programs. They are zero
+    before and after every launch. Each stream has separate numbers.
+    """
 
 
 @dataclass(frozen=True)
@@ -100,10 +103,10 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
             return _plan_orientations([(kernel, 0)], tensors)
         # Two casts of one matrix become one launch, which reads the matrix once.
         case PairKernel(first=first, second=second):
-            second_begins = len(first.free())
-            if tensors[0].data_ptr() == tensors[second_begins].data_ptr():
-                return _plan_orientations([(first, 0), (second, second_begins)], tensors)
-            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_begins)], tensors)
+            second_argument = len(first.free())
+            if tensors[0].data_ptr() == tensors[second_argument].data_ptr():
+                return _plan_orientations([(first, 0), (second, second_argument)], tensors)
+            return _plan_orientations([(first, 0)], tensors) + _plan_orientations([(second, second_argument)], tensors)
     return []
 
 
@@ -136,7 +139,7 @@ def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], process
 def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
     straight, turned = _number_pointers(6, kernel.straight, kernel.turned)
-    # The numbers of pointers are those of the kernel's arguments (code_kernels.py).
+    # The number of a pointer is the position of its argument in DelayedCodesKernel (code_kernels.py).
     arguments: Arguments = {
         "x": Pointer(0),
         "codes": straight,
@@ -222,7 +225,8 @@ def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Const
     )
 
 
-# Kernels that read one matrix, in one orientation or both. Each comes with the number of its first argument.
+# Kernels that read one matrix. Each comes with the number of its first argument. One kernel may write codes of the
+# matrix and another those of its transpose.
 Oriented = Sequence[tuple[Kernel, int]]
 
 
@@ -233,7 +237,7 @@ def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Pla
         return []
     if isinstance(first, RowCodesKernel):
         stretches, down, side, length, width = tensors[first_argument].shape
-        # The input is viewed as stretches. The products of their sizes are the sides of the matrix.
+        # The input is a view by view_stretches, so products of its sizes are the sides of the matrix.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
         outputs = {_is_turned(kernel): number for kernel, number in kernels}
@@ -326,15 +330,18 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         return []
     shape = tensors[first_argument].shape
     # If the matrix is transposed, `Places` (tiled_codes.py) puts the dimensions of columns first. Otherwise they are
-    # between those of rows.
+    # between the dimensions of rows.
     down, across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
     rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
     if kernel.places.turned:
         rows, columns = columns, rows
-    outputs, tiled = dict[bool, int](), dict[bool, bool]()
-    for oriented, number in kernels:
-        assert isinstance(oriented, TiledCodesKernel)
-        outputs[oriented.places.turned], tiled[oriented.places.turned] = number, oriented.places.tiled
+    outputs, tiled_by_orientation = dict[bool, int](), dict[bool, bool]()
+    for oriented_kernel, number in kernels:
+        assert isinstance(oriented_kernel, TiledCodesKernel)
+        outputs[oriented_kernel.places.turned], tiled_by_orientation[oriented_kernel.places.turned] = (
+            number,
+            oriented_kernel.places.tiled,
+        )
     arguments: Arguments = {
         "x": Pointer(first_argument),
         "codes": _choose_output_pointer(outputs, False, 1),
@@ -351,8 +358,8 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "EXPONENT": mx_largest_exponent(kernel.fmt),
         "STRAIGHT": False in outputs,
         "TURNED": True in outputs,
-        "TILED": tiled.get(False, False),
-        "TURNED_TILED": tiled.get(True, False),
+        "TILED": tiled_by_orientation.get(False, False),
+        "TURNED_TILED": tiled_by_orientation.get(True, False),
         "DOWN": BLOCK_SIDE,
         "ACROSS": BLOCK_SIDE,
     }

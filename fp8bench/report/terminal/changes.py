@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.analysis.steps.change_points import FALSE_STEP_SHARE
-from fp8bench.analysis.steps.changes import Change, ChangeState, Found
+from fp8bench.analysis.steps.changes import Change, ChangeState, FoundChanges
 from fp8bench.model import Label
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
@@ -50,7 +50,7 @@ _FURTHER_LEGEND = (
 )
 
 
-def changes_page(search_result: Found, store: str, with_closed: bool = False, store_options: str = "") -> Page:
+def changes_page(search_result: FoundChanges, store: str, with_closed: bool = False, store_options: str = "") -> Page:
     """Returns the page of all open and contradicted changes. `with_closed` adds acknowledged, reverted and outdated
     changes. `store_options` are the options with which another command finds the same store.
     """
@@ -68,7 +68,7 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
             rows += [(commits, change) for change in changes]
         if rows:
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
-    ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.left))
+    ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.skip_counts))
     parts += make_list_part("left", "not looked at", ignored_series)
     # Show the commands for the first alarm only, because readers can adapt them to other changes.
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
@@ -85,9 +85,13 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     An example: 'after 00000018 and up to 0000001a, one of 2 commits, most likely 0000001a'.
     """
     commit_range = f"after {change.comparison.since[:8]} and up to {change.comparison.until[:8]}"
-    if change.commits > 1:
-        unmeasured_text = f" ({change.unmeasured} of them without a comparable figure)" if change.unmeasured else ""
-        commit_range += f", one of {change.commits} commits{unmeasured_text}, most likely {change.first[:8]}"
+    if change.commit_count > 1:
+        unmeasured_text = (
+            f" ({change.unmeasured_count} of them without a comparable figure)" if change.unmeasured_count else ""
+        )
+        commit_range += (
+            f", one of {change.commit_count} commits{unmeasured_text}, most likely {change.first_commit[:8]}"
+        )
     return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
 
 
@@ -109,12 +113,12 @@ def _next_steps(change: Change, store_options: str) -> Elements:
     yield Code(f"fp8bench history ack {series_name}{store_options}")
 
 
-def changes_document(search_result: Found) -> dict[str, object]:
+def changes_document(search_result: FoundChanges) -> dict[str, object]:
     return {
         "schema": SCHEMA,
-        "looked_at": search_result.looked_at,
-        "counted": search_result.counted,
-        "left": dict(search_result.left),
+        "looked_at": search_result.searched_count,
+        "counted": search_result.exact_count_trends,
+        "left": dict(search_result.skip_counts),
         "changes": [_change_document(change) for change in search_result.changes],
     }
 
@@ -126,16 +130,16 @@ def _change_document(change: Change) -> dict[str, object]:
         "python": change.trend.python,
         "version": change.version,
         **encode(change.comparison),
-        "first": change.first,
-        "commits": change.commits,
-        "unmeasured": change.unmeasured,
+        "first": change.first_commit,
+        "commits": change.commit_count,
+        "unmeasured": change.unmeasured_count,
         "state": change.state.value,
         "ack": encode(change.ack),
     }
 
 
-def _summarize_search(search_result: Found) -> str:
-    num_series = search_result.looked_at + search_result.counted
+def _summarize_search(search_result: FoundChanges) -> str:
+    num_series = search_result.searched_count + search_result.exact_count_trends
     if not num_series:
         return "no series was long enough to look for changes"
     groups = _group_changes(search_result)
@@ -146,7 +150,7 @@ def _summarize_search(search_result: Found) -> str:
     if groups[_LOWER_COUNTS_TITLE]:
         count_texts.insert(1, f"{many(len(groups[_LOWER_COUNTS_TITLE]), 'count')} that went down")
     num_acknowledged = len(groups[ChangeState.ACKNOWLEDGED])
-    num_ignored_series = sum(search_result.left.values())
+    num_ignored_series = sum(search_result.skip_counts.values())
     return join_parts(
         f"{join_words(count_texts)} in {count_series(num_series)}",
         f"{many(num_acknowledged, 'change')} acknowledged" if num_acknowledged else "",
@@ -171,7 +175,7 @@ _SECTION_TITLES = (
 )
 
 
-def _group_changes(search_result: Found) -> dict[str, list[Change]]:
+def _group_changes(search_result: FoundChanges) -> dict[str, list[Change]]:
     """Returns the changes by the title of their section: open changes by their direction, other changes by state."""
     groups: dict[str, list[Change]] = {title: [] for title in _SECTION_TITLES}
     for change in search_result.changes:
@@ -195,13 +199,13 @@ def _change_notes(change: Change) -> Iterator[str]:
         yield f"acknowledged {change.ack.when[:10]}{because}"
 
 
-def _legend_lines(search_result: Found, with_closed: bool) -> list[str]:
+def _legend_lines(search_result: FoundChanges, with_closed: bool) -> list[str]:
     states = {change.state for change in search_result.changes}
     if ChangeState.OPEN not in states and not (with_closed and states):
         return []
     chance_legend = "chance: that a flat series shows such a step or a clearer one"
-    if expected_false_alarms := round(search_result.looked_at * FALSE_STEP_SHARE):
+    if expected_false_alarms := round(search_result.searched_count * FALSE_STEP_SHARE):
         chance_legend += (
-            f"; of {search_result.looked_at} flat series about {expected_false_alarms} would show such a step"
+            f"; of {search_result.searched_count} flat series about {expected_false_alarms} would show such a step"
         )
     return [_CHANGE_LEGEND, chance_legend, *_FURTHER_LEGEND]

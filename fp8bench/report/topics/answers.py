@@ -15,7 +15,7 @@ from operator import itemgetter
 from fp8bench import units
 from fp8bench.analysis.findings import ROUNDS_DO_NOT_HELP
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
-from fp8bench.analysis.verdicts import BAND, SAME
+from fp8bench.analysis.verdicts import SAME_BAND, VERDICT_BAND
 from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
 from fp8bench.model.run import BENCH
@@ -385,7 +385,7 @@ def _seconds_to_settle(speed: Interval, budget: float) -> int:
     The width of the interval falls with the square root of the number of rounds.
     """
     log_speed = abs(math.log(speed.point))
-    target_interval_width = max(SAME - log_speed, log_speed - BAND, BAND)
+    target_interval_width = max(SAME_BAND - log_speed, log_speed - VERDICT_BAND, VERDICT_BAND)
     factor = max(2.0, (speed.half_width / target_interval_width) ** 2)
     return 10 * math.ceil(min(budget * factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
 

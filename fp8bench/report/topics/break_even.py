@@ -41,22 +41,22 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         return
 
     def describe_sweep(row: _SweptRow) -> str:
-        constant_params = describe_params(pair for pair in row.sweep.held if pair not in panel.common_params)
+        constant_params = describe_params(pair for pair in row.sweep.held_params if pair not in panel.common_params)
         return f"over {row.sweep.axis}{' at ' * bool(constant_params)}{constant_params}"
 
     def describe_sizes(row: _SweptRow) -> str:
-        points = row.sweep.places
+        points = row.sweep.indexed_sizes
         size_range = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
         return f"{row.sweep.axis} = {size_range}, {len(points)} sizes"
 
     cols: Cols[_SweptRow] = [
         Col("", describe_sweep, shared=True),
         Col("case", "mode.mode"),
-        Col("against", "mode.against"),
+        Col("against", "mode.base_mode"),
         Col(
             "pays",
-            lambda row: describe_crossings(row.sweep.axis, row.mode.found) if row.mode.found else None,
-            tone=lambda row: Tone.DOUBT if row.mode.found is None or row.mode.doubted else Tone.PLAIN,
+            lambda row: describe_crossings(row.sweep.axis, row.mode.break_even) if row.mode.break_even else None,
+            tone=lambda row: Tone.DOUBT if row.mode.break_even is None or row.mode.doubted_sizes else Tone.PLAIN,
         ),
         Col("measured", describe_sizes),
         Col("remarks", lambda row: "; ".join(list_remarks(row.mode)), below=True),
@@ -67,7 +67,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
 def describe_crossings(axis: str, break_even: BreakEven) -> str:
     """Returns where a precision is faster, as 'from m = 900 (700 to 1100) on', 'at every size' or 'nowhere'."""
     if not break_even.crossings:
-        verdicts = [stretch.pays for stretch in break_even.stretches if stretch.pays is not None]
+        verdicts = [stretch.is_faster for stretch in break_even.stretches if stretch.is_faster is not None]
         if not verdicts:
             return "cannot tell: every size is within the noise"
         if len(break_even.stretches) == 1:
@@ -78,7 +78,7 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
     for crossing in break_even.crossings:
         size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
         crossing_text = f"{size} ({low} to {high})"
-        if crossing.begins:
+        if crossing.becomes_faster:
             start_text = f"from {axis} = {crossing_text}"
         else:
             size_ranges.append(f"{start_text} to {crossing_text}" if start_text else f"up to {axis} = {crossing_text}")
@@ -93,7 +93,7 @@ def _show_size(size: float) -> str:
 
 
 def list_remarks(mode: SweptMode) -> Iterator[str]:
-    break_even = mode.found
+    break_even = mode.break_even
     if break_even is None and mode.points:
         yield "too few sizes with a ratio"
     if break_even is not None:
@@ -101,20 +101,20 @@ def list_remarks(mode: SweptMode) -> Iterator[str]:
         for stretch in break_even.stretches:
             # Sizes within the interval of a crossing are expected to be unclear, so they get no remark.
             is_within_crossing = any(
-                crossing.low <= stretch.first <= crossing.high for crossing in break_even.crossings
+                crossing.low <= stretch.first_size <= crossing.high for crossing in break_even.crossings
             )
-            if stretch.pays is None and not is_within_crossing:
-                unclear_ranges.append(" to ".join(map(_show_size, (stretch.first, stretch.last))))
+            if stretch.is_faster is None and not is_within_crossing:
+                unclear_ranges.append(" to ".join(map(_show_size, (stretch.first_size, stretch.last_size))))
         if unclear_ranges:
             yield f"too close to tell from {join_words(unclear_ranges)}"
         if break_even.within_noise:
             yield f"within the noise: {_join_sizes(break_even.within_noise)}"
         if not break_even.level:
             yield "a quick run: in brackets is the range of the rounds, not a confidence interval"
-    for reason, sizes in together((reason, size) for size, reason in mode.refused).items():
+    for reason, sizes in together((reason, size) for size, reason in mode.missing_ratios).items():
         yield f"no ratio at {_join_sizes(sizes)}: {reason}"
-    if mode.doubted:
-        yield f"labels cast doubt on {_join_sizes(mode.doubted)}"
+    if mode.doubted_sizes:
+        yield f"labels cast doubt on {_join_sizes(mode.doubted_sizes)}"
 
 
 def _join_sizes(sizes: Sequence[int]) -> str:
@@ -150,10 +150,10 @@ class BreakEvenRow(NamedTuple):
 def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
     for panel in group_into_panels(run, findings):
         for sweep, modes in list_swept_modes(panel):
-            sizes = [size for size, _ in sweep.places]
+            sizes = [size for size, _ in sweep.indexed_sizes]
             for mode in modes:
-                first_fields = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
-                break_even = mode.found
+                first_fields = (panel.suite, panel.device, sweep.axis, sweep.held_params, mode.mode, mode.base_mode)
+                break_even = mode.break_even
                 pays_text = describe_crossings(sweep.axis, break_even) if break_even else ""
                 level = break_even.level or None if break_even else None
                 last_fields = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))

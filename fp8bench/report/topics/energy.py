@@ -99,8 +99,8 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     for case in group.named_cases:
         sentences = [*_describe_missing(case), *_describe_pace(case)]
         phases = case_phase_energies(case)
-        if phases is not None and phases.void:
-            sentences.append(f"energy of phases is void: {phases.void}")
+        if phases is not None and phases.void_reason:
+            sentences.append(f"energy of phases is void: {phases.void_reason}")
         doubts += [(doubt, case.mode) for doubt in sentences]
         ratio = ratio_to_reference(case)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:

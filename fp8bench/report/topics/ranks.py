@@ -14,10 +14,10 @@ from fp8bench.analysis.ranks import (
     PIPELINE_WAITING,
     SUM_MISMATCH,
     Efficiency,
-    Middle,
+    MedianInterval,
+    MissingFigure,
     OverlapFigures,
     RankTimes,
-    Untold,
     compute_efficiency,
     find_overlap,
     find_pareto_points,
@@ -48,13 +48,16 @@ _MIN_FLUSHED_PERCENT = 0.01
 
 
 def _range_field(
-    figure: Middle | Untold, show_value: Callable[[float | None], str], factor: float = 1.0, tone: Tone = Tone.PLAIN
+    figure: MedianInterval | MissingFigure,
+    show_value: Callable[[float | None], str],
+    factor: float = 1.0,
+    tone: Tone = Tone.PLAIN,
 ) -> Field:
     """Returns the field of a median with its range, as '50.0% (45.0% to 55.0%)'. If the figure is unknown, the field
     has a word for the reason.
     """
-    if isinstance(figure, Untold):
-        return Field(figure.word, tone=Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN)
+    if isinstance(figure, MissingFigure):
+        return Field(figure.shown_text, tone=Tone.DOUBT if figure.shown_text != units.NONE else Tone.PLAIN)
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
@@ -62,19 +65,19 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
     """Yields why figures in a table are unknown. If the table shows a dash, a sentence gives the reason and its
     precisions. If the table shows a word for each reason, one sentence explains all these words.
     """
-    modes_by_reason: dict[Untold, list[str]] = {}
+    modes_by_reason: dict[MissingFigure, list[str]] = {}
     for case, figures in rows:
         for figure in figures:
-            if isinstance(figure, Untold):
+            if isinstance(figure, MissingFigure):
                 modes_by_reason.setdefault(figure, []).append(case.mode)
     # Leave out pipelines: the remark on the pipeline's bubble explains how long ranks wait.
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
-        if reason.word == units.NONE:
+        if reason.shown_text == units.NONE:
             yield Text(f"No {subject} of {', '.join(dict.fromkeys(modes))}: {reason.why}.")
         else:
-            explanations.append(f"{reason.word}: {reason.why}")
+            explanations.append(f"{reason.shown_text}: {reason.why}")
     if explanations:
         yield Text(f"{subject.capitalize()} is unknown where the table has a word: {'; '.join(explanations)}.")
 
@@ -177,12 +180,17 @@ def _times_table(panel: Panel) -> Table:
 
     def longest_wait(row: _TimedRanks) -> float | None:
         has_communication = row.case.figures[specs.COMMUNICATION].value is not None
-        return max(rank.waiting for rank in row.value) if has_communication else None
+        return max(rank.waiting_seconds for rank in row.value) if has_communication else None
 
     cols: Cols[_TimedRanks] = [
         *case_columns(""),
-        Col("slowest", lambda row: max(rank.step for rank in row.value), unit="s", hint="median of the slowest rank"),
-        Col("fastest", lambda row: min(rank.step for rank in row.value), unit="s"),
+        Col(
+            "slowest",
+            lambda row: max(rank.step_seconds for rank in row.value),
+            unit="s",
+            hint="median of the slowest rank",
+        ),
+        Col("fastest", lambda row: min(rank.step_seconds for rank in row.value), unit="s"),
         case_figure_column(specs.RANK_SKEW),
         case_figure_column(specs.COMMUNICATION),
         Col("waiting", longest_wait, unit="s", hint="of the rank that waits most"),
@@ -261,11 +269,11 @@ def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
             "check sum",
             "value.check_sum",
             show="{:.3f}".format,
-            tone=lambda row: Tone.DOUBT if row.value.exposed is SUM_MISMATCH else Tone.PLAIN,
+            tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed, units.seconds)),
-        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden, units.percent, 100)),
+        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed_seconds, units.seconds)),
+        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden_share, units.percent, 100)),
     ]
     return table("overlap", "communication during products", cols, rows)
 
@@ -274,8 +282,8 @@ def _describe_bubbles(panel: Panel) -> Texts:
     for case, bubble in panel.find_values(lambda result: measure_bubble(result.record)):
         name = join_parts(case.mode, case.setting_name, separator=" at ")
         yield Text(
-            f"{name}: ranks wait or send for {bubble.measured:.0%} of the time for which they compute; with equal "
-            f"stages and free communication this would be {bubble.ideal:.0%}."
+            f"{name}: ranks wait or send for {bubble.measured_ratio:.0%} of the time for which they compute; with "
+            f"equal stages and free communication this would be {bubble.ideal_ratio:.0%}."
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from fp8bench import units
-from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, compute_gain, find_datasheet, phase_roofs
+from fp8bench.analysis.roofline import Gain, LimitingResource, PhaseRoof, compute_gain, find_datasheet, phase_roofs
 from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import CaseStatus, find_case_status, speed_up
 from fp8bench.report.columns import Col, Cols
@@ -25,12 +25,12 @@ def describe_bound(roof: PhaseRoof) -> str:
     """Returns what limits a phase, as 'memory-bound'. Returns 'served from cache' if the phase moves more bytes
     than memory could, and '' if unknown.
     """
-    if roof.bound is None:
+    if roof.limiting_resource is None:
         return ""
     share_of_peak = roof.share_of_ceiling or roof.share_of_datasheet or 0.0
-    if roof.bound is Bound.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
+    if roof.limiting_resource is LimitingResource.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
         return "served from cache"
-    return roof.bound.value
+    return roof.limiting_resource.value
 
 
 def describe_phase_limits(panel: Panel) -> Sentences:
@@ -61,7 +61,7 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
             if case.record.ceiling is not None and case.record.ceiling.rates:
                 return ""
             roofs += phase_roofs(case.record, case.finding)
-    if not roofs or any(roof.bound for roof in roofs):
+    if not roofs or any(roof.limiting_resource for roof in roofs):
         return ""
     threads_option = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
     store_hint = ", with the same --store," if "--store" in run.command else ""
@@ -138,10 +138,13 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
         doubt_word = "perhaps " if case.finding.doubtful else ""
         measured_gain_text = f"it {doubt_word}gives {units.speed_up(speed.point)}"
     if gain.cast_bytes:
-        product_speeds = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"
+        product_speeds = (
+            f"{units.speed_up(gain.speedup_without_casts)} as fast, "
+            f"with the casts {units.speed_up(gain.speedup_with_casts)}"
+        )
         moved_bytes = f"casts move {units.size(gain.cast_bytes)}, products {units.size(gain.product_bytes)}"
         measured_gain_text += f"; its products alone are {product_speeds} ({moved_bytes})"
-    possible_gain_text = f"{'at most' if gain.binds else 'about'} {units.speed_up(gain.most)}"
+    possible_gain_text = f"{'at most' if gain.is_upper_bound else 'about'} {units.speed_up(gain.max_speedup)}"
     return (
         f"{case.group.reference}'s products{setting} are {units.percent(gain.share, 0)} of the step and at "
         f"{units.percent(gain.share_of_ceiling, 0)} of their ceiling: {case.mode} at its own ceiling would give "
@@ -158,7 +161,7 @@ def roofline_section(material: Material) -> Elements:
         cases = []
         for case in panel.named_cases:
             roofs = () if case.is_emulated else phase_roofs(case.record, case.finding)
-            if any(roof.bound for roof in roofs):
+            if any(roof.limiting_resource for roof in roofs):
                 cases.append((case, roofs))
         if cases:
             yield from _panel_roofline(title, panel, cases)

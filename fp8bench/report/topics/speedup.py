@@ -45,14 +45,14 @@ def sustained_table(panel: Panel) -> Tables:
         figures = row.value
         if figures.by_energy_windows:
             return many(figures.turns, "energy window")
-        settled_turns_text = "unknown" if figures.settled is None else f"{figures.settled} settled"
+        settled_turns_text = "unknown" if figures.settled_turns is None else f"{figures.settled_turns} settled"
         return f"{figures.turns}, {settled_turns_text}"
 
     cols: Cols[_SustainedCase] = [
         *case_columns(),
         Col("sustained", "value.seconds", show=units.seconds),
         Col("sustained speed-up", _sustained_speed),
-        Col("vs slots", "value.change", show=units.change),
+        Col("vs slots", "value.ratio_to_slots", show=units.change),
         Col("clock", "value.clock", show=_show_hertz),
         Col("power", "value.watts", show=_show_watts),
     ]

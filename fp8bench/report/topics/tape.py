@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.tapes import Taped, TapeRow, compute_flops_share, compute_intensity, tabulate_operators
+from fp8bench.analysis.tapes import CaseTape, TapeRow, compute_flops_share, compute_intensity, tabulate_operators
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, Cols, table
@@ -54,14 +54,14 @@ def tape_remarks(tape: Tape) -> list[str]:
     return [*lines, tape.fused] if tape.fused else lines
 
 
-def tape_page(title: str, taped: Sequence[Taped]) -> Page:
+def tape_page(title: str, taped: Sequence[CaseTape]) -> Page:
     parts = []
     for number, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
         parts.append(Part(f"setting-{number}", setting, tuple(_setting_elements(cases))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _setting_elements(taped: Sequence[Taped]) -> Elements:
+def _setting_elements(taped: Sequence[CaseTape]) -> Elements:
     counted_cases = [_StepCounts(case, case.tape) for case in taped if case.tape is not None]
     remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
     if counted_cases:
@@ -79,7 +79,7 @@ def _setting_elements(taped: Sequence[Taped]) -> Elements:
 class _StepCounts(NamedTuple):
     """A row of the table of counts. `value` has the counts of a whole step."""
 
-    case: Taped
+    case: CaseTape
     value: Tape
 
 
@@ -131,12 +131,12 @@ def _show_sums(row: TapeRow, tape_number: int) -> str | None:
     return f"{flops_text}{units.size(operator_sums.bytes)} in {operator_sums.calls}"
 
 
-def tape_rows(taped: Sequence[Taped]) -> Rows:
+def tape_rows(taped: Sequence[CaseTape]) -> Rows:
     """Returns a CSV row for each operator. FLOPs, bytes and launches are those of one call. Unknown FLOPs are empty."""
     return _CSV_COLUMNS, chain.from_iterable(map(_operator_rows, taped))
 
 
-def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
+def _operator_rows(case: CaseTape) -> Iterator[dict[str, Any]]:
     for operator in case.tape.operators if case.tape is not None else ():
         shapes = {"inputs": " ".join(operator.inputs), "outputs": " ".join(operator.outputs)}
         yield encode(operator) | {"setting": case.setting, "tape": case.mode} | shapes

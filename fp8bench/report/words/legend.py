@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.analysis.verdicts import BAND, SAME
+from fp8bench.analysis.verdicts import SAME_BAND, VERDICT_BAND
 from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 from fp8bench.model.specs import REPLAY, spec_of
 from fp8bench.model.stopping import LEAST_ROUNDS
@@ -59,8 +59,9 @@ CACHE_LEGEND = (
 )
 REPLAYED_LEGEND = f"replayed: {REPLAY.description}"
 VERDICT_LEGEND = (
-    f"verdict: faster or slower if the whole interval is outside +-{units.percent(BAND)} (or outside the proven "
-    f"difference between the reference and its control), same if inside +-{units.percent(SAME, 0)}, else cannot tell"
+    f"verdict: faster or slower if the whole interval is outside +-{units.percent(VERDICT_BAND)} (or outside the "
+    f"proven difference between the reference and its control), same if inside +-{units.percent(SAME_BAND, 0)}, else "
+    "cannot tell"
 )
 RANGE_OF_ROUNDS = (
     f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "

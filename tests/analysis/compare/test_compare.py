@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.analysis.compare.compare import Compared, compare
+from fp8bench.analysis.compare.compare import ComparedSides, compare
 from fp8bench.analysis.compare.sides import Side, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
@@ -81,11 +81,11 @@ def side(name: str, *runs: Run) -> Side:
     return make_side(name, [(one, findings(one)) for one in runs])
 
 
-def held(before: Sequence[Run], after: Sequence[Run]) -> Compared:
+def held(before: Sequence[Run], after: Sequence[Run]) -> ComparedSides:
     return compare(side("A", *before), side("B", *after))
 
 
-def of(compared: Compared, metric: str, precision: str = "bf16") -> Comparison:
+def of(compared: ComparedSides, metric: str, precision: str = "bf16") -> Comparison:
     found = [
         figure for figure in compared.comparisons if figure.metric == metric and figure.case.endswith(f"/{precision}")
     ]
@@ -106,7 +106,7 @@ def test_compares_every_figure_that_both_sides_have() -> None:
     ]
     assert of(compared, "time").labels == ("cross-run",) and of(compared, "peak_memory").labels == ()
     assert of(compared, "time").suite == "gemm" and compared.comparable
-    assert not compared.only_before and not compared.only_after and not compared.differing
+    assert not compared.only_before and not compared.only_after and not compared.differing_facts
 
 
 @for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "cannot tell"), (1.0, "cannot tell")])
@@ -273,10 +273,10 @@ def test_differing_facts_are_listed() -> None:
         {"switch oneDNN": value, "switches_set": text} for value, text in ((False, "oneDNN at False"), (True, None))
     )
     for before, names in ((run(1, facts=on), ["switch oneDNN"]), (run(1), [])):
-        assert [fact.name for fact in held([before], [run(2, facts=off)]).differing] == names
+        assert [fact.name for fact in held([before], [run(2, facts=off)]).differing_facts] == names
     after = run(2, facts={"torch": "2.14.0", "asv_cpu": "Xeon", "commit": "ab" * 20})
     compared = held([run(1, facts={"asv_cpu": "EPYC"})], [after])
-    assert {fact.name for fact in compared.differing} == {"asv_cpu", "torch"}
+    assert {fact.name for fact in compared.differing_facts} == {"asv_cpu", "torch"}
     assert (
         tuple(decode(Comparison, one) for one in comparison_document(compared)["comparisons"]) == compared.comparisons
     )

@@ -28,7 +28,7 @@ def side(*values: float, error: float = 1e-4) -> list[Estimate]:
 
 def test_one_run_each_has_no_p_value_and_shows_no_change_below_ten_percent() -> None:
     difference = compare_runs(side(1.0), side(1.09))
-    assert difference.alone and difference.p_value is None
+    assert difference.is_spread_unknown and difference.p_value is None
     assert difference.ratio.point == pytest.approx(1.09) and difference.ratio.low > 1.08
     assert judge_difference(difference)[0] is Direction.UNSURE
     assert judge_difference(compare_runs(side(1.0), side(1.12)))[0] is Direction.WORSE
@@ -58,7 +58,7 @@ def test_several_runs_are_compared_by_their_spread() -> None:
 def test_few_runs_are_compared_pair_by_pair() -> None:
     # Fewer than eight runs: 1.2 against 1.0 and 1.05 gives an interval from 1.14 to 1.2.
     difference = compare_runs(side(1.0, 1.05, error=0.0), side(1.2, error=0.0))
-    assert difference.alone
+    assert difference.is_spread_unknown
     assert (difference.ratio.low, difference.ratio.high) == (pytest.approx(1.2 / 1.05), pytest.approx(1.2))
     assert judge_difference(difference)[0] is Direction.WORSE
     assert judge_difference(compare_runs(side(1.0, 1.05), side(1.04, 1.12)))[0] is Direction.UNSURE
@@ -69,7 +69,7 @@ def test_few_runs_are_compared_pair_by_pair() -> None:
     pooled = sum(((group - group.mean()) ** 2).sum() for group in groups) / 6
     statistic = (np.log(1.05) - groups[0].mean()) / math.sqrt(pooled * (1 / 4 + 1))
     assert difference.p_value == pytest.approx(2 * scipy.stats.t.sf(statistic, 6), rel=1e-6)
-    assert compare_runs(side(*before), side(*after)).alone
+    assert compare_runs(side(*before), side(*after)).is_spread_unknown
 
 
 @given(st.floats(-60, 60), st.sampled_from([1.0, 2.0, 3.0, 4.0, 7.0, 18.0, 58.0, 1e4]))

@@ -11,12 +11,12 @@ import pytest
 
 from fp8bench.analysis.steps.changes import (
     NEGATIVE_VALUES,
-    TOO_FEW,
-    TOO_FEW_COUNTS,
+    TOO_FEW_COMMITS,
+    TOO_FEW_COUNTED_COMMITS,
     TOO_FEW_SINCE_CHANGE,
     Change,
     ChangeState,
-    Found,
+    FoundChanges,
     ack_covers,
     apply_acks,
     find_changes,
@@ -54,7 +54,7 @@ def wobble(number: int) -> float:
     return ((number * 7919) % 101 - 50) / 50
 
 
-def only(found: Found) -> Change:
+def only(found: FoundChanges) -> Change:
     (change,) = found.changes
     return change
 
@@ -63,14 +63,14 @@ def test_a_slower_level_is_a_regression() -> None:
     found = find_changes([levels((20, 1.0), (5, 1.1))])
     change = only(found)
     one = change.comparison
-    assert (one.since, one.until, change.first) == (commit(19), commit(20), commit(20))
-    assert (change.commits, change.unmeasured, change.state) == (1, 0, ChangeState.OPEN)
+    assert (one.since, one.until, change.first_commit) == (commit(19), commit(20), commit(20))
+    assert (change.commit_count, change.unmeasured_count, change.state) == (1, 0, ChangeState.OPEN)
     assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
     assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
     assert one.ratio.low < 1.1 < one.ratio.high
     assert one.p_value is not None and one.p_value < 1e-9
-    assert (found.looked_at, not found.left) == (1, True)
+    assert (found.searched_count, not found.skip_counts) == (1, True)
 
 
 def test_a_step_of_energy_is_shown_and_judged_in_joules(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_unmeasured_commits_are_in_the_range_of_a_step() -> None:
     figures[21] = replace(figures[21], hasty=True)
     change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(19), commit(22))
-    assert (change.commits, change.unmeasured) == (3, 2)
+    assert (change.commit_count, change.unmeasured_count) == (3, 2)
 
 
 @for_each("changed", [{"version": "1.2"}, {"under": OLD}, {"hasty": True}])
@@ -144,13 +144,13 @@ def test_figures_that_are_not_comparable_have_no_step(changed: dict[str, Any]) -
     figures = list(levels((20, 1.0), (20, 2.0)).figures)
     figures[20:] = [replace(one, **changed) for one in figures[20:]]
     found = find_changes([trend(*figures)])
-    assert not found.changes and found.looked_at == 1
+    assert not found.changes and found.searched_count == 1
 
 
 def test_improvements_and_old_versions_raise_no_alarm() -> None:
     for flat in (levels((20, 1.0), (20, 1.008)), trend(*(figure(number, 0.0) for number in range(20)))):
         found = find_changes([flat])
-        assert not found.changes and found.looked_at == 1
+        assert not found.changes and found.searched_count == 1
     change = only(find_changes([levels((20, 1.0), (5, 0.9))]))
     assert change.comparison.direction is Direction.BETTER and change.state is ChangeState.OPEN and not change.alarms
     figures = [replace(one, version="1.0") for one in levels((20, 1.0), (5, 1.1)).figures]
@@ -162,7 +162,7 @@ def test_figures_under_other_conditions_hide_no_step() -> None:
     figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
     change = only(find_changes([trend(*figures)]))
     assert (change.comparison.since, change.comparison.until) == (commit(11), commit(18))
-    assert (change.commits, change.unmeasured, change.current) == (7, 6, True)
+    assert (change.commit_count, change.unmeasured_count, change.current) == (7, 6, True)
     figures = [replace(one, under=OLD) for one in levels((20, 1.0), (5, 1.1)).figures]
     change = only(find_changes([trend(*figures, *(figure(25 + number, 1.0) for number in range(3)))]))
     assert change.alarms and not change.current
@@ -172,11 +172,13 @@ def test_too_few_figures_since_a_change_are_reported() -> None:
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
     for count, left in ((10, {TOO_FEW_SINCE_CHANGE: 1}), (11, {})):
         found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
-        assert (found.looked_at, found.left, found.changes) == (1, left, ())
+        assert (found.searched_count, found.skip_counts, found.changes) == (1, left, ())
 
 
 def test_a_reverted_change_is_no_longer_open() -> None:
-    worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
+    worse, better = sorted(
+        find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first_commit
+    )
     assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
     assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
     in_part = find_changes([levels((20, 1.0), (20, 1.3), (20, 1.2))])  # less than half of it
@@ -195,12 +197,12 @@ def test_the_worst_change_comes_first_and_skipped_trends_are_counted() -> None:
     below = trend(*(figure(number, -1.0) for number in range(20)))
     failed = trend(*(figure(number, None, status=Status.FAILED) for number in range(20)))
     found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
-    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, NEGATIVE_VALUES: 1}
-    assert find_changes([]) == Found((), 0, found.left.__class__())
+    assert found.searched_count == 1 and found.skip_counts == {TOO_FEW_COMMITS: 2, NEGATIVE_VALUES: 1}
+    assert find_changes([]) == FoundChanges((), 0, found.skip_counts.__class__())
 
 
-def states(found: Found) -> list[ChangeState]:
-    return [one.state for one in sorted(found.changes, key=lambda one: one.first)]
+def states(found: FoundChanges) -> list[ChangeState]:
+    return [one.state for one in sorted(found.changes, key=lambda one: one.first_commit)]
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
@@ -248,7 +250,7 @@ def test_a_change_from_or_to_zero_has_no_ratio(before: float, after: float, dire
     one = change.comparison
     assert (one.before, one.after, one.direction, one.ratio) == (before, after, direction, None)
     assert one.why and (one.since, one.until) == (commit(19), commit(20))
-    assert other.comparison.ratio is not None and found.looked_at == 2
+    assert other.comparison.ratio is not None and found.searched_count == 2
     ack = make_ack(change, "2026-01-05T12:00:00+00:00", "")
     assert change in apply_acks(find_changes([seen]), []).changes
     assert states(apply_acks(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
@@ -260,7 +262,7 @@ def test_an_error_that_becomes_nan_alarms_at_once(broken: float) -> None:
     one = only(found).comparison
     assert (
         only(found).alarms
-        and not found.left
+        and not found.skip_counts
         and (one.direction, one.ratio, one.p_value) == (Direction.WORSE, None, None)
     )
     assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
@@ -278,7 +280,7 @@ def test_an_error_that_becomes_nan_alarms_at_once(broken: float) -> None:
 LAUNCHES = replace(SERIES, name="gemm.Gemm.track_launches", metric="launches", unit="count")
 
 
-def counts(*values: float) -> Found:
+def counts(*values: float) -> FoundChanges:
     """The changes of launch counts, one count per commit."""
     return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
 
@@ -287,14 +289,14 @@ def test_any_difference_of_a_count_is_a_certain_step() -> None:
     found = counts(1_000_000, 1_000_001)
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
-    assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
+    assert (one.since, one.until, change.first_commit) == (commit(0), commit(1), commit(1))
     assert one.p_value is None and one.ratio.low == one.ratio.high and one.ratio.level == 1
-    assert (found.looked_at, found.counted) == (0, 1) and exceeds_threshold(one, find_threshold(one))
+    assert (found.searched_count, found.exact_count_trends) == (0, 1) and exceeds_threshold(one, find_threshold(one))
     assert value(one, one.after) == "1,000,001"
     known = make_ack(change, "2026-01-05", "")
     assert ack_covers(known, change) and only(apply_acks(found, [known])).state is ChangeState.ACKNOWLEDGED
     assert not ack_covers(known, only(counts(1_000_000, 1_000_002)))
-    assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
+    assert counts(7).skip_counts == {TOO_FEW_COUNTED_COMMITS: 1} and not counts(7, 7, 7).changes
 
 
 @for_each(

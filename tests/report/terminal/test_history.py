@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from fp8bench.analysis.steps.changes import Found
+from fp8bench.analysis.steps.changes import FoundChanges
 from fp8bench.model import Fault, Figure, Series, Trend
 from fp8bench.report.terminal.changes import changes_page
 from fp8bench.report.terminal.history import (
@@ -105,7 +105,7 @@ def test_pages_of_stores() -> Told:
 
 
 def test_the_headline_counts_series_that_were_not_looked_at() -> None:
-    regressions = Found((), 3, Counter({"fewer than 11 commits": 105}), counted=3)
+    regressions = FoundChanges((), 3, Counter({"fewer than 11 commits": 105}), exact_count_trends=3)
     assert changes_page(regressions, ".fp8bench").title == (
         ".fp8bench: 0 regressions and 0 improvements in 6 series; 105 series not looked at"
     )
