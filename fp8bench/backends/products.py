@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @backends.register("emulated")
 class EmulatedProducts(Backend):
-    """Emulates products. It works on every device, also if the device has hardware for the format."""
+    """Emulates products on every device, also if the device has hardware for the format."""
 
     name = "emulated"
-    summary = "values rounded by fp8bench, products in fp32: any recipe, any shape, and no speed"
+    summary = "values rounded by fp8bench, products in fp32: any recipe and shape, but not faster"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.accelerated and not (is_nvidia(facts) or is_amd(facts)):
@@ -51,7 +51,7 @@ class TorchProducts(Backend):
     """Multiplies with torch's scaled products. Unlike the backend `auto` it never falls back to emulation."""
 
     name = "torch"
-    summary = "torch's scaled products alone: refused where torch has none"
+    summary = "only torch's scaled products: refused where torch has none"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
@@ -98,7 +98,7 @@ class Torchao(Backend):
         return support
 
     def imported(self) -> None:
-        # torchao warns of kernels that were built for other versions of Python and torch
+        # Silence torchao's warnings about kernels that were built for other versions of Python and torch.
         logging.disable(logging.WARNING)
         try:
             with warnings.catch_warnings():
@@ -174,7 +174,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
         cast_config = cast_configs[role, transposed]
         if cast_config.scaling_type is ScalingType.DISABLED:
             return tensor
-        quantised: Tensor = hp_tensor_to_float8_dynamic(
+        quantised_tensor: Tensor = hp_tensor_to_float8_dynamic(
             tensor,
             cast_config.target_dtype,
             mm_config,
@@ -183,7 +183,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
             axiswise_dim=get_maybe_axiswise_dim(-1, cast_config.scaling_granularity),
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
-        return quantised
+        return quantised_tensor
 
     def restore(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Float8TrainingTensor):
@@ -212,14 +212,14 @@ class DeepGemm(Backend):
             return refuse_pairing(self.name, precision, ("fp8-block",))
         if not has_hopper_units(facts):
             return refused(
-                "DeepGEMM takes float32 scales of blocks on capability 9.0 (H100, H200) alone: choose backend=auto"
+                "DeepGEMM takes float32 scales of blocks only on capability 9.0 (H100, H200): choose backend=auto"
             )
         return native("DeepGEMM's products of blocks, fp8bench's casts")
 
     def imported(self) -> None:
         try:
             import deep_gemm  # noqa: F401
-        # deep_gemm asserts that there is a CUDA toolkit
+        # deep_gemm raises AssertionError without a CUDA toolkit
         except (ImportError, AssertionError, RuntimeError, OSError) as error:
             raise BackendMissing(self.name, error) from error
 

@@ -61,7 +61,8 @@ class TransformerEngine(Backend):
     name = "te"
     summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
     package = "transformer_engine"
-    install = "transformer-engine[pytorch]"  # Without [pytorch] the package is empty and raises when it is imported
+    # Without the extra [pytorch] the package is empty, and its import raises an error.
+    install = "transformer-engine[pytorch]"
     least = "2.0"
     whole_layers = True
     caches_weights = True
@@ -170,15 +171,13 @@ class TransformerEngine(Backend):
         if precision.name in _SEPARABLE_MODES:
             return ""
         return (
-            f"Transformer Engine casts for {precision.name} within its layers alone: choose suite transformer, or "
+            f"Transformer Engine casts for {precision.name} only within its layers: choose suite transformer, or "
             f"{', '.join(_SEPARABLE_MODES)} here"
         )
 
 
 def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
-    """Returns the quantisers and the product that Transformer Engine's layers use, as separate functions. They are
-    those of version 2.20.
-    """
+    """Returns the quantisers and the product that the layers of Transformer Engine 2.20 use, as separate functions."""
     import torch
 
     from fp8bench.nn.whole_layers import SingleProducts
@@ -197,8 +196,8 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
         quantiser.set_usage(rowwise=True, columnwise=False)  # in every operand the last dimension is the contraction
 
     def quantise(tensor: Tensor, role: Role, transposed: bool) -> Tensor:
-        quantised: Tensor = quantisers[role](tensor.contiguous())
-        return quantised
+        quantised_tensor: Tensor = quantisers[role](tensor.contiguous())
+        return quantised_tensor
 
     def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
         gemm_options = getattr(recipe, "fp8_gemm_dgrad" if gradient else "fp8_gemm_fprop", None)
@@ -258,7 +257,7 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         arguments["fp8_format"] = getattr(recipe.Format, arguments["fp8_format"])
     try:
         return getattr(recipe, RECIPE_CLASSES[precision.name])(**arguments)
-    except (AttributeError, TypeError) as error:  # This version lacks the class or one of its arguments
+    except (AttributeError, TypeError) as error:  # this version's recipe class is missing or lacks an argument
         raise BackendMissing("te", error) from error
 
 
@@ -268,17 +267,19 @@ _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, 
 
 
 def _read_history_scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
-    """Returns part, role, largest magnitude and scale for each amax history of a module. The result is empty without
-    delayed scaling.
+    """Returns four values for each amax history of a module: part, role, largest magnitude and scale. The list is
+    empty without delayed scaling.
     """
     scales = []
     for part, layer in module.named_modules():
         for key, (columns, roles) in _HISTORY_COLUMNS.items():
-            meta: Any = getattr(layer, "fp8_meta", {}).get(key)
-            if not hasattr(meta, "amax_history"):
+            fp8_meta: Any = getattr(layer, "fp8_meta", {}).get(key)
+            if not hasattr(fp8_meta, "amax_history"):
                 continue
-            pairs = enumerate(zip(meta.amax_history.amax(0).tolist(), meta.scale.tolist(), strict=True))
-            for index, (amax, scale) in pairs:
+            amaxes_and_scales = enumerate(
+                zip(fp8_meta.amax_history.amax(0).tolist(), fp8_meta.scale.tolist(), strict=True)
+            )
+            for index, (amax, scale) in amaxes_and_scales:
                 product, operand_index = divmod(index, columns)
                 if operand_index < len(roles):
                     role = roles[operand_index] if not product else f"{roles[operand_index]} of product {product + 1}"

@@ -85,14 +85,15 @@ class Cpu(Device):
         return ProfilerMeter("cpu") if kineto_available() else "torch was built without its profiler (kineto)"
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The first text is torch's. The other two come from C++ libraries.
+        # The first message is torch's. The other two are errors of C++ libraries.
         messages = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "dnnl_out_of_memory")
         return isinstance(error, MemoryError) or any(word in str(error) for word in messages)
 
     @contextlib.contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """Sets RLIMIT_DATA to twice the limit plus 256 MiB, because the kernel counts all private writable memory. So
-        the machine does not run out of memory. A caller that needs an exact limit must count tensors.
+        """Lets the process allocate twice the limit plus 256 MiB (RLIMIT_DATA), because the kernel counts more than
+        tensors. This keeps the machine from running out of memory. A caller that needs an exact limit must count
+        tensors.
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
@@ -106,15 +107,17 @@ class Cpu(Device):
         return free_bytes()
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Limits memory to what is free. Without a limit the kernel would kill this process or another one."""
+        """Limits this process to the free memory, divided by the number `shared_by` of processes that share it.
+        Without a limit the kernel would kill this process or another one.
+        """
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
                 _limit_data(read_data_bytes() + free // shared_by)
 
 
 def _limit_data(allowed: int) -> tuple[int, int]:
-    """Lowers RLIMIT_DATA to `allowed` bytes and returns the limits that it had before. If the limit was lower
-    already, it stays.
+    """Lowers RLIMIT_DATA to `allowed` bytes, unless it is lower already. Returns the soft and the hard limit that it
+    had before.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     finite_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]

@@ -20,8 +20,9 @@ _OUT_OF_MEMORY_PATTERN = re.compile(
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch found no process that owns the memory
 )
-# Such errors can have other causes. If at least this many bytes are free, lack of memory is not the cause.
-_NOT_INITIALIZED = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+# Libraries raise these errors when memory is exhausted, but also for other causes. If at least this many bytes are
+# free, lack of memory is not the cause.
+_NOT_INITIALIZED_PATTERN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _ENOUGH_FREE_BYTES = 1 << 30
 # No GPU has more cycles per second. torch's sleep counts clock cycles, so at a lower clock it lasts longer.
 _CYCLES_PER_SECOND = 3e9
@@ -53,11 +54,11 @@ def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
     the architecture for which it was built.
     """
     device = _parse_architecture(arch)
-    is_named = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
+    is_built_in = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
     built_architectures = filter(None, map(_parse_architecture, built))
     if (
         not built
-        or is_named
+        or is_built_in
         or (device is not None and any(_can_run(device, target) for target in built_architectures))
     ):
         return ""
@@ -83,8 +84,8 @@ def _can_run(device: _Architecture, built: _Architecture) -> bool:
     """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `built`."""
     if built.suffix == "a":
         return (device.major, device.minor) == (built.major, built.minor)
-    is_later = (device.major, device.minor) >= (built.major, built.minor)
-    return is_later and (device.major == built.major or not (built.machine_code or built.suffix))
+    is_same_or_later = (device.major, device.minor) >= (built.major, built.minor)
+    return is_same_or_later and (device.major == built.major or not (built.machine_code or built.suffix))
 
 
 class QueueFiller(NamedTuple):
@@ -104,29 +105,31 @@ class Cuda(Gpu):
 
     kind = "cuda"
     # For each index of a device: its queue filler, or the reason why products could not be captured.
-    _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
+    _filler_by_index: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
 
-        properties = torch.cuda.get_device_properties(index)
-        architecture = f"sm_{properties.major}{properties.minor}"
+        device_properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{device_properties.major}{device_properties.minor}"
         if torch.version.hip:  # a CUDA build has gcnArchName too, but that contains the name of the device
-            architecture = getattr(properties, "gcnArchName", architecture)
+            architecture = getattr(device_properties, "gcnArchName", architecture)
         return DeviceFacts(
             "cuda",
             index,
-            properties.name,
-            properties.total_memory,
+            device_properties.name,
+            device_properties.total_memory,
             str(torch.__version__),
-            capability=(properties.major, properties.minor),
+            capability=(device_properties.major, device_properties.minor),
             cuda=torch.version.cuda,
             hip=torch.version.hip,
             arch=architecture,
-            uuid=str(getattr(properties, "uuid", "")),
-            pci=format_pci_address(properties),
+            uuid=str(getattr(device_properties, "uuid", "")),
+            pci=format_pci_address(device_properties),
             unusable=explain_missing_kernels(architecture, torch.cuda.get_arch_list()),
-            cache_bytes=_LAST_CACHE_BYTES.get(architecture.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
+            cache_bytes=_LAST_CACHE_BYTES.get(
+                architecture.partition(":")[0], getattr(device_properties, "L2_cache_size", 0)
+            ),
             cache_shared=1,
         )
 
@@ -135,10 +138,11 @@ class Cuda(Gpu):
 
         if isinstance(error, torch.cuda.OutOfMemoryError) or _OUT_OF_MEMORY_PATTERN.search(str(error)):
             return True
-        if not _NOT_INITIALIZED.search(str(error)):
+        if not _NOT_INITIALIZED_PATTERN.search(str(error)):
             return False
         try:
-            return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES  # this counts the memory of other processes too
+            # The driver counts the memory of other processes as used.
+            return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES
         except Exception:  # noqa: BLE001 - a broken device was not out of memory
             return False
 
@@ -169,9 +173,9 @@ class Cuda(Gpu):
         """
         import torch
 
-        if index not in self._fillers:
-            self._fillers[index] = self._make_filler(index)
-        filler = self._fillers[index]
+        if index not in self._filler_by_index:
+            self._filler_by_index[index] = self._make_filler(index)
+        filler = self._filler_by_index[index]
         if isinstance(filler, str) or seconds < filler.seconds:
             torch.cuda._sleep(round(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             return
@@ -179,12 +183,12 @@ class Cuda(Gpu):
             filler.launch()
 
     def why_idle(self, index: int) -> str:
-        filler = self._fillers.get(index, "")
+        filler = self._filler_by_index.get(index, "")
         return filler if isinstance(filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
-        """Captures products of random numbers and times one launch of them. Returns the reason if that fails. torch's
-        dispatch modes do not count captured products as operations of a step.
+        """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if
+        that fails. torch's dispatch modes do not count captured products as operations of a step.
         """
         import torch
 
@@ -201,7 +205,7 @@ class Cuda(Gpu):
                     torch.mm(a, b, out=product)
 
             launch = self.captured(index, multiply)
-        except (CannotCapture, RuntimeError) as failure:  # there is too little memory, or the device has no graphs
+        except (CannotCapture, RuntimeError) as failure:  # memory does not suffice, or the device has no CUDA graphs
             return next(iter(str(failure).splitlines()), type(failure).__name__)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()

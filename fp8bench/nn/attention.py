@@ -77,7 +77,7 @@ class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
 
     largest_bytes = 0
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
         if func._schema.name in ("aten::_softmax", "aten::_safe_softmax"):
             self.largest_bytes = max(self.largest_bytes, result.nbytes)

@@ -174,8 +174,8 @@ class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def check_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._check_layouts(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        result = super().see(func, args, named)
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = super().watch_operator(func, args, named)
         name = func.overloadpacket.__name__
         if "convolution" in name:
             self._check_layouts(name, [*args, *(result if isinstance(result, tuple) else (result,))])

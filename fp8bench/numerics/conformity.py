@@ -36,7 +36,7 @@ _MIN_SUM_BITS = 8
 # within a factor of _MEAN_SQUARE_RATIO.
 _BIAS_ERRORS = 6.0
 _MEAN_SQUARE_RATIO = 3.0
-# A factor is not a scale if it is nearer to 1 than this, or within the rounding of the result.
+# A fitted factor that differs from 1 by less than this is rounding, not a scale.
 _SCALE_TOLERANCE = 2.0**-7
 _SCALED_PARTS = (
     ("the tensor", False, False),
@@ -49,14 +49,14 @@ _BLOCK_SIZES = (128, 32, 16)
 # iterations.
 _RESULTS_PER_FACTOR = 8
 _FIT_ITERATIONS = 30
-# How many values share a scale in a run of values, and how many runs are examined at most.
+# Each run of _RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
 _RUN_LENGTH = 128
 _MAX_EXAMINED_RUNS = 32
 # The relative float32 error of a value that was divided by its scale and multiplied by it again.
 _VALUE_TOLERANCE = 2.0**-18
 _INTEGER_BY_BYTES = {2: torch.int16, 4: torch.int32}
 
-Explanation = tuple[Difference, str]
+ExplainedDifference = tuple[Difference, str]
 
 
 def have_different_bits(native: Tensor, emulated: Tensor) -> Tensor:
@@ -70,12 +70,12 @@ def count_steps_between(native: Tensor, emulated: Tensor) -> Tensor:
 
     Returns infinity where the results differ and one of them is not finite.
     """
-    ordinals = []
+    float_ordinals = []
     for tensor in (native, emulated):
         bits = tensor.contiguous().view(_INTEGER_BY_BYTES[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
-        ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
-    distance = (ordinals[0] - ordinals[1]).abs().to(torch.float64)
+        float_ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
+    distance = (float_ordinals[0] - float_ordinals[1]).abs().to(torch.float64)
     both_finite = native.isfinite() & emulated.isfinite()
     return torch.where(both_finite, distance, torch.where(have_different_bits(native, emulated), math.inf, 0.0))
 
@@ -116,8 +116,8 @@ class ConformitySums:
         )
 
     def is_within_bound(self, result: Tensor, toward_zero: bool = False) -> bool:
-        """Returns whether every element could result from a sum within the bound by rounding to nearest, or toward 0
-        if `toward_zero`.
+        """Returns whether every element could be a rounded sum whose error is within `bound`. Sums are rounded to
+        nearest, or toward 0 with `toward_zero`.
         """
         round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
         smallest_result = round_values(self.exact - self.bound)
@@ -125,7 +125,7 @@ class ConformitySums:
         return bool(((result >= smallest_result) & (result <= largest_result)).all())
 
     def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
-        """Returns whether every element could result from a sum within the bound by rounding up or down."""
+        """Returns whether every element could be a sum whose error is within `bound`, rounded up or down."""
         return bool(((result - exact).abs() <= bound + self.spacing(exact.abs() + bound)).all())
 
     def spacing(self, values: Tensor) -> Tensor:
@@ -138,8 +138,10 @@ class ConformitySums:
     def _round_toward_zero(self, values: Tensor) -> Tensor:
         nearest = values.to(self.dtype)
         bits = _INTEGER_BY_BYTES[nearest.element_size()]
-        next_smaller = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
-        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller, nearest).to(torch.float64)
+        next_smaller_values = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
+        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest).to(
+            torch.float64
+        )
 
     def is_unbiased(self, result: Tensor) -> bool:
         """Returns whether the errors are as small as rounding makes them, and centred around 0. Small deviations may
@@ -165,7 +167,7 @@ class ConformitySums:
         return -float(((result - self.exact) / self.magnitude * self.exact.sign()).mean())
 
 
-def explain_product(result: Tensor, sums: ConformitySums) -> Explanation:
+def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference:
     """Explains why a product differs in bits from another product of the same operands."""
     result64 = result.to(torch.float64)
     if not bool(sums.exact.isfinite().all()) or not bool(result64.any()):
@@ -227,7 +229,7 @@ def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     loss = sums.mean_magnitude_loss(result)
     short_sums_loss = sums.mean_magnitude_loss(short_sums)
-    # The loss is NaN or infinite if a result is not 0 but its products are.
+    # The loss is infinite or NaN if an element of the result is not 0 although all its products are 0.
     if not (0 < loss < math.inf and short_sums_loss > 0):
         return FLOAT32_BITS
     ratio = loss / short_sums_loss
@@ -254,45 +256,47 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
 
 
 def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the correct values after rearranging their rows or columns to fit the result. Yields nothing for rows or
-    columns that are already in order, or of which several are nearest to the same correct one.
+    """Yields the correct values with their rows in the order that fits the result, then the same for columns. Yields
+    nothing for rows that are already in order, and nothing if two rows are nearest to the same correct row.
     """
     for words, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
-        order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
-        if sorted(order) == list(range(len(order))) != order:
-            permuted = correct_lines[order]
-            yield f"{words} are permuted", permuted if words == "rows" else permuted.t()
+        line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
+        if sorted(line_order) == list(range(len(line_order))) != line_order:
+            permuted_lines = correct_lines[line_order]
+            yield f"{words} are permuted", permuted_lines if words == "rows" else permuted_lines.t()
 
 
 def matches_hopper_units(
     result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool
 ) -> bool:
-    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), which have a
-    scale per element.
+    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K). `scales` have
+    the shapes of the codes.
 
-    The sums of these units are known to the bit. Unknown is the order in which scales and promotions to float32 are
-    applied.
+    The sums of these units are known to the bit. The order in which scales and promotions to float32 are applied is
+    not known, so results may differ by its rounding.
     """
     length = PROMOTION_LENGTH if promoted else codes[0].shape[1]
-    total = magnitude = torch.zeros((), dtype=torch.float64)
+    total_products = magnitude = torch.zeros((), dtype=torch.float64)
     for start in range(0, codes[0].shape[1], length):
-        piece = slice(start, start + length)
-        row_scales, column_scales = (scale[:, piece].to(torch.float64) for scale in scales)
+        piece_slice = slice(start, start + length)
+        row_scales, column_scales = (scale[:, piece_slice].to(torch.float64) for scale in scales)
         if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (row_scales, column_scales)):
             return False
         scaled = (
-            sum_like_hopper_units(*(code[:, piece] for code in codes)) * row_scales[:, :1] * column_scales[:, :1].t()
+            sum_like_hopper_units(*(code[:, piece_slice] for code in codes))
+            * row_scales[:, :1]
+            * column_scales[:, :1].t()
         )
-        total = total + scaled
+        total_products = total_products + scaled
         magnitude = magnitude + scaled.abs()
     bound = (codes[0].shape[1] // length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
-    low, high = ((total + side * bound).to(result.dtype) for side in (-1, 1))
+    low, high = ((total_products + side * bound).to(result.dtype) for side in (-1, 1))
     return bool(((result >= low) & (result <= high)).all())
 
 
 class _Fit(NamedTuple):
-    """A product after multiplication by fitted factors. Has a description of the factors, the scaled product, and its
-    magnitude.
+    """A product that is multiplied by fitted factors. `words` describes the factors, `scaled` is the multiplied
+    product, and `magnitude` is the sum of its terms' magnitudes.
     """
 
     words: str
@@ -301,8 +305,8 @@ class _Fit(NamedTuple):
 
 
 def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Yields products with fitted factors that are not 1. A factor belongs to the tensor, to a row or column, or to a
-    block along the contraction.
+    """Yields the product with fitted factors, if they are not 1: one factor for the tensor, one for each row or
+    column, or one for each block along the contraction.
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
@@ -356,16 +360,16 @@ def _fit_ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
     return (result * exact).sum(dimension, keepdim=True) / sum_of_squares
 
 
-def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explanation:
+def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> ExplainedDifference:
     """Explains why a cast of `source` differs in bits from the correct cast. All tensors are float32 matrices."""
     # 1. Check values beyond the largest number of the format.
-    is_different = have_different_bits(result, correct)
+    has_different_bits = have_different_bits(result, correct)
     largest_value = correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
     overflows = (
         ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == largest_value) & (source.abs() > largest_value))
     )
-    if bool((overflows | ~is_different).all()):
-        first_index = tuple(int(place) for place in is_different.nonzero()[0])
+    if bool((overflows | ~has_different_bits).all()):
+        first_index = tuple(int(place) for place in has_different_bits.nonzero()[0])
         example = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
         return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
     if not bool(result.any()):
@@ -395,9 +399,9 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
         & (distance > min_distance)
         & (distance < 1 + _VALUE_TOLERANCE)
     )
-    if not bool((is_neighbour | ~is_different).all()):
+    if not bool((is_neighbour | ~has_different_bits).all()):
         return Difference.UNEXPLAINED, ""
-    is_truncated = bool((values.abs() <= original.abs())[is_different].all())
+    is_truncated = bool((values.abs() <= original.abs())[has_different_bits].all())
     return Difference.ROUNDING, "truncated toward 0" if is_truncated else "to a neighbour that is not the nearest"
 
 
@@ -416,9 +420,9 @@ def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str,
 
 
 def estimate_mantissa_bits(values: Tensor) -> int:
-    """Returns the mantissa bits of values. They are estimated from the number of distinct magnitudes between a number
-    and its double. Each run of 128 values may have its own scale. The estimate is too small if the values do not
-    cover such a range.
+    """Estimates the number of mantissa bits of values, from the number of distinct magnitudes between a value and its
+    double. Each run of 128 values may have its own scale. The estimate is too small if few values are in each such
+    range.
     """
     length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]
     runs = values.detach().abs().reshape(-1, length)
@@ -440,19 +444,17 @@ def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Ten
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * largest_value / fmt.largest)
 
 
-# Maps the name of a precision to both operands as this precision would round them.
-Guesses = Mapping[str, tuple[Tensor, Tensor]]
-# A product was computed in the nearest precision if its mean square error there is smaller than in the promised
-# precision by this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 result from
+# Maps the name of each precision to both operands, rounded to this precision.
+OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
+# A product counts as computed in another precision than the promised one if this makes its mean square error smaller
+# by more than this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 result from
 # bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER_RATIO = 2.0
 
 
-def find_nearest_guess(product: Tensor, promised: str, guesses: Guesses) -> str:
-    """Returns the precision that a product (M, N) of operands (M, K) and (N, K) fits clearly better than the promised
-    precision.
-
-    Returns '' if no precision fits better.
+def find_nearest_precision(product: Tensor, promised: str, operands_by_precision: OperandsByPrecision) -> str:
+    """Returns the precision in which a product (M, N) of operands (M, K) and (N, K) seems to be computed. Returns ''
+    if no precision explains the product clearly better than the promised one.
     """
     if not bool(product.isfinite().all()):
         return ""
@@ -461,7 +463,11 @@ def find_nearest_guess(product: Tensor, promised: str, guesses: Guesses) -> str:
         name: ConformitySums(
             a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype
         ).mean_square_error(result)
-        for name, (a, b) in guesses.items()
+        for name, (a, b) in operands_by_precision.items()
     }
-    nearest_guess = min(mean_square_errors, key=lambda name: mean_square_errors[name])
-    return nearest_guess if mean_square_errors[nearest_guess] * _NEARER_RATIO < mean_square_errors[promised] else ""
+    nearest_precision = min(mean_square_errors, key=lambda name: mean_square_errors[name])
+    return (
+        nearest_precision
+        if mean_square_errors[nearest_precision] * _NEARER_RATIO < mean_square_errors[promised]
+        else ""
+    )

@@ -133,7 +133,7 @@ def apply_layout(matrix: Tensor, layout: str) -> Tensor:
         return matrix.t().contiguous().t()
     columns = matrix.shape[1]
     if layout == PADDED:
-        padded = torch.cat([matrix, matrix[:, torch.arange(PADDING_COLUMNS, device=matrix.device) % columns]], 1)
-        return padded[:, :columns]
+        padded_matrix = torch.cat([matrix, matrix[:, torch.arange(PADDING_COLUMNS, device=matrix.device) % columns]], 1)
+        return padded_matrix[:, :columns]
     assert layout == STRIDED, layout
     return matrix.repeat_interleave(2, 1)[:, ::2]

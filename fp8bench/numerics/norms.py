@@ -66,12 +66,12 @@ def compute_vanished_share(values: Sequence[Tensor], references: Sequence[Tensor
 
     Norms depend on the largest values, so they would not show that most small values vanished.
     """
-    vanished = count = 0
+    vanished_count = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)
-        vanished += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
+        vanished_count += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
         count += value.numel()
-    return vanished / count if count else 0.0
+    return vanished_count / count if count else 0.0
 
 
 def _sum_squares(value: Tensor, reference: Tensor) -> tuple[float, float]:

@@ -1,9 +1,9 @@
-"""Programs of ranks. Each yields its exchanges with other ranks, so that the same code runs in processes and in a
-simulation.
+"""Programs that ranks run together. The same program runs in processes that communicate and in a simulation.
 
-The program of one rank is a generator. It yields each exchange, receives the answer, and returns its result.
-`simulate` runs the programs of all ranks in this process. `run_on_this_rank` runs the program of this process in a
-process group. FP8 payloads are sent as bytes (uint8), which every backend of torch accepts.
+The program of one rank is a generator. It yields each exchange with other ranks, receives what they sent, and returns
+its result. `simulate` runs the programs of all ranks in this process. `run_on_this_rank` runs one rank's program and
+communicates with the other processes of a group. FP8 payloads are sent as bytes (uint8), which every backend of torch
+accepts.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Exchange:
     payload: Tensor
 
     def sent(self, size: int) -> float:
-        """Returns the bytes that a rank sends in the exchange. By default it is a round of a ring, in which all but
-        the last rank pass on a part.
+        """Returns the bytes that one of `size` ranks sends in the exchange. By default that is the payload without
+        one of its `size` equal parts, as in one round of a ring.
         """
         return self.bytes * (size - 1) / size
 
@@ -102,8 +102,8 @@ class SentBytes:
 
 
 def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
-    """Returns the results of the programs of all ranks, run in lockstep in this process. `counted` counts the bytes
-    that rank 0 sends.
+    """Runs the programs of all ranks in lockstep in this process, and returns their results. `counted` counts the
+    bytes that rank 0 sends.
     """
     answers: list[Any] = [None] * len(programs)
     while True:
@@ -181,10 +181,11 @@ def run_on_this_rank(
     group: ProcessGroup | None = None,
     answer: Any = None,
 ) -> T:
-    """Returns the result of the program of this process's rank. The ranks are those of `group`, or all ranks.
+    """Runs the program of this process's rank and returns its result. It communicates with the ranks of `group`, by
+    default with all ranks.
 
-    `marker` is entered for each exchange. If the program was already started, `answer` is the answer to its last
-    exchange.
+    Each exchange runs inside `marker`. If the program was already started, `answer` is what this rank received in its
+    last exchange.
     """
     marker = marker or nullcontext()
     while True:
@@ -201,8 +202,8 @@ def run_on_this_rank(
 
 
 def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous: bool) -> tuple[Sequence[Waits], Any]:
-    """Starts an exchange. Returns the operations to wait for, and the tensor that will hold the answer. Unless
-    `asynchronous`, the exchange is already complete on return.
+    """Starts an exchange. Returns the operations to wait for, and the tensors that will hold what this rank
+    receives.
     """
     import torch.distributed as dist
 

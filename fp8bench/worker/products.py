@@ -23,8 +23,8 @@ from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, GivenTensors, Products
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.numerics.conformity import find_nearest_guess
-from fp8bench.numerics.operands import ProductWatch, has_dtype_of, has_format
+from fp8bench.numerics.conformity import find_nearest_precision
+from fp8bench.numerics.operands import ProductWatch, has_format, has_format_dtype
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
@@ -102,7 +102,7 @@ class _HeldWeights:
         gradients with the inputs of forward.
         """
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
-            if any(has_dtype_of(weight, fmt) for fmt in self._formats):
+            if any(has_format_dtype(weight, fmt) for fmt in self._formats):
                 self._read.add(get_address(weight))
 
     def find_unwritten(self) -> set[int]:
@@ -181,7 +181,7 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
         )
     except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
         return ""
-    return find_nearest_guess(product, precision.mode, guesses)
+    return find_nearest_precision(product, precision.mode, guesses)
 
 
 @dataclass
@@ -209,7 +209,7 @@ class _OperandInspection:
         self.seen.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
         operand_formats = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
-            self.low = any(has_dtype_of(tensor, fmt) for tensor, fmt in operand_formats)
+            self.low = any(has_format_dtype(tensor, fmt) for tensor, fmt in operand_formats)
             self.wide = self.wide or (not self.low and any(has_format(tensor, fmt) for tensor, fmt in operand_formats))
         else:
             reads_float32 = self.reads_float32 and any(operand.dtype == torch.float32 for operand in operands)

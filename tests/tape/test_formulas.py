@@ -196,7 +196,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten.native_layer_norm.default, {}, ShareKind.ELEMENTWISE),
         (aten.bernoulli_.float, {}, ShareKind.ELEMENTWISE),
         (aten._foreach_addcdiv_.ScalarList, {}, ShareKind.ELEMENTWISE),
-        (aten._foreach_addcdiv_.ScalarList, {"optimizing": True}, ShareKind.OPTIMIZER),
+        (aten._foreach_addcdiv_.ScalarList, {"is_optimizing": True}, ShareKind.OPTIMIZER),
         (aten._fused_adamw_.default, {}, ShareKind.OPTIMIZER),
         (aten.add_.Tensor, {"node": "torch::autograd::AccumulateGrad"}, ShareKind.ACCUMULATE),
         (aten.amax.default, {"phase": Phase.CAST}, ShareKind.CAST),

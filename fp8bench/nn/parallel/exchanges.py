@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8bench.numerics.collectives import (
-    POST,
+    POST_SCALING,
     TWOSHOT,
     AutoScale,
-    Pieces,
+    RankTensors,
     average_tensors,
     compute_fp8_mean,
+    find_newest_function,
     gather_parts,
     gather_tensors,
-    newest_function,
 )
 from fp8bench.numerics.rank_programs import Program, run_on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
@@ -84,14 +84,14 @@ class RankGroup:
     def all_parts(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
-            gather = newest_function("all_gather_single", "all_gather_into_tensor")
+            gather = find_newest_function("all_gather_single", "all_gather_into_tensor")
             gather(parts, x.contiguous()[None], group=self.handle)
             return parts
 
     def own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
             part = parts.new_empty(1, *parts.shape[1:])
-            newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
+            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
             return part[0]
 
     def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -209,11 +209,13 @@ class FP8Wire:
 
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
-        mean = yield from compute_fp8_mean(self.algorithm, padded, POST, rank, self._size, AutoScale())
+        mean = yield from compute_fp8_mean(self.algorithm, padded, POST_SCALING, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
 
     def part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        mean = yield from compute_fp8_mean(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole_vector=False)
+        mean = yield from compute_fp8_mean(
+            TWOSHOT, values, POST_SCALING, rank, self._size, AutoScale(), whole_vector=False
+        )
         return mean.values
 
     def join(self, part: Tensor, rank: int) -> Program[Tensor]:
@@ -295,7 +297,7 @@ class OwnedTensors:
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
         owned = [self.select(owner, sizes) for owner in range(group.size)]
-        self._pieces = [Pieces(items, max(map(len, owned))) for items in owned]
+        self._tensors_by_rank = [RankTensors(items, max(map(len, owned))) for items in owned]
 
     def select(self, owner: int, items: Sequence[T]) -> list[T]:
         return [value for value, place in zip(items, self.owners, strict=True) if place == owner]
@@ -307,7 +309,7 @@ class OwnedTensors:
         """Returns the mean over all ranks of each tensor that this rank owns. `gradients` may be overwritten."""
         if self.fp8 is not None:
             gradients_by_owner = [_flatten_tensors(self.select(owner, gradients)) for owner in range(self._group.size)]
-            mean = partial(average_tensors, pieces=self._pieces)
+            mean = partial(average_tensors, tensors_by_rank=self._tensors_by_rank)
             return _split_like(
                 self.fp8.send(mean, torch.cat(gradients_by_owner), phase), self.select_own_items(gradients)
             )
@@ -324,8 +326,12 @@ class OwnedTensors:
         on the owner too.
         """
         if self.fp8 is not None:
-            all_values = self.fp8.send(partial(gather_tensors, pieces=self._pieces), _flatten_tensors(owned), phase)
-            for owner, row in enumerate(torch.split(all_values, [items.size for items in self._pieces])):
+            all_values = self.fp8.send(
+                partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
+            )
+            for owner, row in enumerate(
+                torch.split(all_values, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
+            ):
                 owner_tensors = self.select(owner, all_tensors)
                 torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))
             return

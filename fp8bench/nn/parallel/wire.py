@@ -79,7 +79,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._recorded_calls: list[tuple[Any, Any]] = []
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         # Operations of DTensor call these operators.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]

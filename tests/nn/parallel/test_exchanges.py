@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, RankProgram
-from fp8bench.numerics.collectives import Pieces, average_tensors, gather_tensors
+from fp8bench.numerics.collectives import RankTensors, average_tensors, gather_tensors
 from fp8bench.numerics.rank_programs import simulate
 from tests.nn.parallel.ranks import Board, Place
 
@@ -45,7 +45,7 @@ def test_what_is_joined_has_a_scale_for_each_part() -> None:
 
 # Tensors of three owners, with very different sizes.
 LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 2))
-PIECES = [Pieces(some, 4) for some in LENGTHS]
+PIECES = [RankTensors(some, 4) for some in LENGTHS]
 WIDE = [10.0**number for number in (-6, 4, 0, 2, -3, 5, -5, 1, 3)]
 
 
