@@ -89,7 +89,7 @@ def count_casts(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
         assert source is not None
         ledger.add(kind, role.value, source)
 
-    # count no transposed operand, because it was counted when it was cast
+    # Do not count transposed operands, because the same tensors were counted when they were cast.
     return WatchedArithmetic(inner, record_cast, turned=False)
 
 
@@ -110,7 +110,7 @@ class RecipeArithmetic(Arithmetic):
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
-        # A delayed scale exists before its tensor. Then no caller needs to compute the tensor's largest magnitude.
+        # A delayed scale does not depend on the tensor that is cast, so no caller computes its largest magnitude.
         self.takes_amax = self._cast_reads_amax and scales is None
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
@@ -156,7 +156,7 @@ class RecipeArithmetic(Arithmetic):
             stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
 
     def _list_stateful_parts(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
-        """Returns the scales and seeds that last from cast to cast, by role and kind."""
+        """Returns the scales and seeds that persist between casts, by role and kind."""
         stateful: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
         for role, scale in self.scales.items():
             if isinstance(scale, DelayedScale | StaticScale):
@@ -198,7 +198,7 @@ class RecipeArithmetic(Arithmetic):
         return not (transpose_differs or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        if a.data.dtype == b.data.dtype == self.carrier:  # in such recipes weight gradients are computed in the carrier
+        if a.data.dtype == b.data.dtype == self.carrier:  # a weight gradient that the recipe keeps in high precision
             return to_dtype(torch.mm(a.data, b.data.t()), dtype)
         if self.recipe.accumulator is Accumulator.FP32:
             return multiply_in_float32(a.data, b.data, dtype)
@@ -220,8 +220,8 @@ class RecipeArithmetic(Arithmetic):
 
 
 def _is_recast(role: Role) -> bool:
-    """Returns whether a cast repeats one of the forward pass. Inputs and weights are cast during backward only if a
-    block is recomputed there.
+    """Returns whether a cast repeats a cast of the forward pass. During backward, inputs and weights are cast only if
+    their block is recomputed.
     """
     return role is not Role.GRADIENT and backward_is_running()
 
@@ -241,8 +241,8 @@ class _SeedSequence:
         return self._seed
 
     def reserve_seeds(self, device: torch.device, count: int, repeat: bool = False) -> Draw:
-        """Reserves the next `count` seeds of the sequence for a kernel that adds the steps itself. With `repeat` the
-        kernel uses the last seed again.
+        """Reserves the next `count` seeds of the sequence for a kernel, which computes them from the last seed. With
+        `repeat` the kernel uses the last seed again.
         """
         previous = self._seed
         last = (
@@ -276,7 +276,7 @@ class ScaledArithmetic(RecipeArithmetic):
     not, as in Transformer Engine and torchao.
     """
 
-    # The only output dtype of products with row scales. It is None if the device supports any output dtype.
+    # The only output dtype that products with row scales can have, or None if they can have any.
     row_output_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
     @property
@@ -289,8 +289,8 @@ class ScaledArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        # If the two products need different casts, there are two ways. Either cast for the first product only, or
-        # cast by rows and by columns in one call.
+        # If the two products need different casts, cast for the first product only, unless a single call can cast
+        # both by rows and by columns.
         if not self._can_share_cast(role):
             if treatment.scaling is None or not self._has_equal_casts(role):
                 return self.cast(tensor, role), None
@@ -381,8 +381,8 @@ class ScaledArithmetic(RecipeArithmetic):
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        # This operator also works on meta tensors, unlike the one that functional.scaled_grouped_mm calls. It takes
-        # scales as vectors.
+        # functional.scaled_grouped_mm calls another operator, which does not work on meta tensors. This operator takes
+        # the scales as vectors.
         scales = (a.scale.squeeze(-1), b.scale.squeeze(-1))
         accumulates_fast = not (a.gradient or b.gradient)
         return torch.ops.aten._scaled_grouped_mm.default(

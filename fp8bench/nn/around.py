@@ -58,8 +58,8 @@ def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -
 
 @torch.no_grad()
 def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
-    """Sets the arithmetics of the layers around products. `arithmetics` are by name. A name is the path of a norm, or
-    a key in the `around` dictionary of one of the model's modules.
+    """Sets the arithmetics of the layers around products. `arithmetics` maps a layer's name to its arithmetic. The
+    name is the path of a norm, or a key in the `around` dictionary of one of the model's modules.
     """
     for name, arithmetic in arithmetics.items():
         modules = [part for part in model.modules() if name in getattr(part, "around", ())]
@@ -77,8 +77,8 @@ def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
 
 
 def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    """Returns a forward pass for an embedding or a norm that computes in an arithmetic and returns the usual dtype.
-    That is the input's dtype, or the parameters' dtype if the input is not floating-point.
+    """Returns a forward pass for an embedding or a norm that computes in an arithmetic. Its result has the input's
+    dtype, or the parameters' dtype if the input is not floating-point.
     """
     # The copy shares its tensors with the module. It keeps this forward pass when the module's own is replaced.
     module_copy = copy.copy(module)

@@ -37,7 +37,7 @@ class Cache(Protocol):
 
 
 def select_attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Makes torch use the named attention kernel inside the body. The body must include the backward pass, because
+    """Returns a context in which torch uses the named attention kernel. It must include the backward pass, because
     recomputed blocks choose a kernel there.
     """
     if name == "auto":
@@ -105,7 +105,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Returns run(*inputs), but keeps only the inputs for backward, which calls `run` again. `run` must be
     deterministic.
 
-    Untimed references use it. Timed steps use torch's checkpoints, which import the compiler.
+    Untimed references use this function. Timed steps use torch's checkpoints, which import the compiler.
     """
     return _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
@@ -114,8 +114,8 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 class HeadwiseCore:
     """Runs another attention core for one query head of one sequence at a time, and computes it again in backward.
 
-    fp64 references use it, because no fused GPU kernel computes fp64. Without it the fp64 scores of all heads would
-    not fit into memory.
+    fp64 references use this core, because no fused GPU kernel computes fp64, and because the fp64 scores of all heads
+    together would not fit into memory.
     """
 
     inner: AttentionCore
@@ -204,8 +204,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _join_heads(x: Tensor, shared: Tensor) -> Tensor:
-    """Joins query heads that share a key head into one matrix. `x` is (batch, heads, tokens, n), and the joined heads
-    follow each other along the tokens.
+    """Joins the query heads that share a key head into one matrix, one after the other along the tokens. `x` is
+    (batch, heads, tokens, n), and `shared` has the number of key heads.
     """
     return x.reshape(*shared.shape[:2], -1, x.shape[-1])
 

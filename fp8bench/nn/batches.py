@@ -28,8 +28,8 @@ def make_loader(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> T
 
 
 class TokenLoader:
-    """Loads random windows of the token file, the same for the same seed. Each batch is copied to the device
-    immediately.
+    """Loads batches of random windows of the token file. The windows follow from the seed. Each batch is copied to the
+    device immediately.
 
     A token of the file is a byte. For a vocabulary of more than 256 ids, an id combines a byte with the next one, so
     that some thousand ids occur. With only 256 of 50304 ids nearly all rows of an embedding's gradient would be zero.
@@ -62,8 +62,8 @@ class TokenLoader:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
-        """Copies this many batches to the device. They overwrite batches that were loaded before. `next` then returns
-        them in turn.
+        """Copies this many batches to the device, in place of those that were loaded before. `next` then returns these
+        batches again and again.
         """
         for index in range(batches):
             host_batch = self._draw_windows()
@@ -128,8 +128,8 @@ class CompressedRecords:
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
     def read_batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
-        """Decodes the records with these indices. If `into`, an earlier batch of the same size, is given, they are
-        written to it.
+        """Returns the decoded records with these indices. With `into`, an earlier batch of the same size, they are
+        written to that batch.
         """
         batch = torch.empty(len(indices), self._size) if into is None else into
         for row, index in zip(batch.numpy(), indices, strict=True):

@@ -108,9 +108,9 @@ class BlockArithmetic(RecipeArithmetic):
         return role is not Role.WEIGHT and self.recipe.hadamard
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
-        """Returns whether one cast of both orientations draws the same seeds as two separate casts. It does for
-        gradients, whose two casts always follow each other directly. An operand of a different role may have other
-        casts between its two.
+        """Returns whether one cast of both orientations draws the same random numbers as two separate casts. It does
+        for gradients, because their second cast always follows the first one directly. Between the two casts of
+        another operand there may be other casts.
         """
         keeps_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not keeps_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)
@@ -130,15 +130,15 @@ class BlockArithmetic(RecipeArithmetic):
             return super().product(a, b, dtype)
         scales_a, kinds_a, swizzles = _unpack_scales(a)
         scales_b, kinds_b, _ = _unpack_scales(b)
-        # Fast accumulation is off. Kernels with block scales either refuse it, or add their parts in float32 anyway.
+        # Do not ask for fast accumulation: kernels with block scales refuse it, or add blocks in float32 anyway.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
         )
         return to_dtype(product, dtype)
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Multiplies groups. Only MX operands and operands in the carrier's dtype are possible. The scales of each
-        part fill whole tiles, and parts follow each other.
+        """Multiplies each group of rows of `a` by its matrix in `b`. Only MX operands and operands in the carrier's
+        dtype are possible. The scales of each group fill whole tiles, and follow those of the group before.
         """
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
@@ -209,8 +209,8 @@ def _split_nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
-    """Returns whether float32 scales belong to 1x128 blocks. If not, they belong to 128x128 squares and have another
-    shape.
+    """Returns whether float32 scales belong to 1x128 blocks. Otherwise they belong to 128x128 squares, and have
+    another shape.
     """
     return tuple(scale.shape) == (data.shape[0], count_blocks(data.shape[1], _FP8_BLOCK))
 

@@ -58,8 +58,8 @@ class _Adam:
 
 @lru_cache(maxsize=2)
 def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
-    """Trains a small model, and returns the tensors of the last training steps by the names in `CAPTURED`. The newest
-    tensor of a name comes last.
+    """Trains a small model, and returns the tensors of the last training steps by their names in `CAPTURED`. The
+    tensors of a name are in the order of steps.
 
     The training is fp32. The tensors depend only on the text and the seed, because the training always runs on the
     CPU. It runs once in each process and takes one or two seconds.

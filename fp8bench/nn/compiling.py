@@ -61,8 +61,9 @@ def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> Forward:
 def _compile_by_first_call(
     compiled_forward: Forward, model: nn.Module, tokens: Tensor, targets: Tensor, graphs: int
 ) -> Forward:
-    """Calls a function that torch compiles at its first call, and drops this call's gradients. Returns the function
-    without phases. Raises an error unless torch compiled between one and `graphs` graphs.
+    """Calls a function that torch compiles at its first call, and drops the gradients of this call. Returns a function
+    that calls it without phase markers. Raises an error unless torch compiled at least one and at most `graphs`
+    graphs.
     """
     from torch._dynamo.utils import counters
 

@@ -56,10 +56,10 @@ class Conversion:
             loss = model(**batch).loss
 
     `held` lists all weights that the model multiplies by, with a reason for each that is not converted. `multiples`
-    are the multiples that native products on this device require of K and N: a layer whose sides do not fit is not
-    converted, and rows are padded. With `shown` each converted module gets its arithmetic as an attribute, so that
-    other code can watch its casts. `keys` are the keys of the precision map behind `choose`. A layer with two paths
-    is looked up by the path that the map names.
+    are two numbers: on this device, K and N of native products must be multiples of these. A layer whose sides do not
+    fit is not converted, and rows are padded. With `shown` each converted module gets its arithmetic as an attribute,
+    so that other code can watch its casts. `keys` are the keys of the precision map that `choose` uses. If a layer has
+    two paths, `choose` gets the path that the map names.
 
     Raises UsageError if no layer would be converted, and UnknownName for a pattern or key that matches no layer. The
     model does not change until the context is entered. Copy a model before converting it, because replacements refer
@@ -148,7 +148,7 @@ class Conversion:
             self._replaced.pop()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append(module)  # first of all, so that an interrupt before the next line can be undone
+        self._replaced.append(module)  # before the replacement, so that `undo` works after an interrupt in between
         vars(module)["forward"] = forward
 
     def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
@@ -191,10 +191,10 @@ def _apply_rules(held: ProductWeight, arithmetic: Arithmetic | None, multiples: 
 
 
 def explain_misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
-    """Returns why native products refuse a layer, because of its numbers of inputs and outputs. Returns '' if they
-    accept it. The number of rows is not checked, because rows can be padded.
+    """Returns why native products refuse a layer with these numbers of inputs and outputs, or '' if they accept it.
+    The number of rows is not checked, because rows can be padded.
     """
-    multiple = max(multiples)  # inputs and outputs are each K of one product of the layer and N of another
+    multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in another product
     outputs, inputs = held.sides
     misfits = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % multiple]
     verb_text = "is no multiple" if len(misfits) == 1 else "are no multiples"
@@ -243,10 +243,10 @@ class LayerProducts:
             return y[: len(flat)].view(*x.shape[:-1], -1).to(dtype)
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Multiplies parts of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied by the
-        first weight, and so on.
+        """Multiplies groups of rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied
+        by the first weight, and so on.
 
-        All parts run as one grouped product if the arithmetic has one and if at least half of the padded rows hold
+        All groups run as one grouped product, if the arithmetic has one and if at least half of the padded rows hold
         tokens.
         """
         multiple = self.arithmetic.groups
@@ -288,7 +288,7 @@ class LayerProducts:
                 return multiply(x_carrier).to(dtype)
 
     def convolve_images(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
-        # torch gives the result the memory layout of the input, and a later layer may rely on it. So do the same.
+        # Return the result in the memory layout of the input, as torch does: a later layer may rely on it.
         channels_last = any(
             tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
             for tensor in (x, weight)

@@ -49,7 +49,7 @@ Layout = torch.memory_format
 
 
 def casts_in_memory_order(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Returns whether casts of images and weights work element by element, in the order of memory. Otherwise casts
+    """Returns whether casts of images and weights work element by element, in the order of their memory. Otherwise they
     work row by row.
     """
     return arithmetic.plain and layout == torch.contiguous_format
@@ -105,8 +105,8 @@ class _OperandForm(NamedTuple):
         return self.decode_values(self.arithmetic.turn(operand, source, role)).t()
 
     def compute_gradient(self, output_gradient: Tensor, images: Tensor, windows: Tensor, for_windows: bool) -> Tensor:
-        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. It reads only
-        the shape of that operand.
+        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. Of the operand
+        whose gradient is computed, only the shape is read.
         """
         stride, padding, dilation = self.geometry[1:]
         mask = [not for_windows, for_windows, False]
@@ -230,7 +230,7 @@ def convolve(
     operands.
     """
     x = x.to(arithmetic.carrier)
-    # Without rotations or short sums, the convolution can be torch's own, on the rounded values of the operands.
+    # Without rotations or short sums, torch's own convolution can compute the product of the rounded operands.
     if not arithmetic.explicit:
         form = _OperandForm(arithmetic, geometry, layout)
         return _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]

@@ -103,8 +103,9 @@ class ServedNorm:
 class Decoder(nn.Module):
     """A GPT for serving. `weight(name)` reads each parameter, and `kv` is the format of the cache.
 
-    The two `sizes` are the number of sequences and the number of positions in each sequence's cache. A pass with
-    `calibrates` computes the scales of the cache, which later passes keep. In serving, the first prompt does this.
+    The two `sizes` are the number of sequences and the number of positions in each sequence's cache. While
+    `calibrates` is set, each pass computes the scales of the cache. Later passes keep these scales. In serving, the
+    first prompt determines them.
     """
 
     blocks: Iterable[Block]
@@ -247,8 +248,7 @@ class Decoder(nn.Module):
         loads = self.loads
         total = 0
         for path, stored in self.layers.items():
-            # Only experts are counted. The path of an expert's layer contains the number of the block and the number
-            # of the expert.
+            # Count experts only: the path of an expert's layer has the number of the block and that of the expert.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
             if expert and loads[int(block)][int(expert.partition(".")[0])]:
                 total += sum(tensor.nbytes for tensor in stored.tensors())

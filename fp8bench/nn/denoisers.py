@@ -129,8 +129,8 @@ class TimedResidual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Residual blocks at three stages: at full resolution, at half resolution with twice the channels and attention,
-    and at full resolution again.
+    """A UNet: residual blocks at full resolution, at half resolution with twice the channels and attention, and at full
+    resolution again.
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
@@ -154,7 +154,7 @@ class UNet(nn.Module):
         heads = count_heads(2 * width)
         self.attn = SelfAttention(2 * width, heads, heads, 1.0, prefix_names(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
-        # The blocks on the way up also read the output of the way down. So the first of them has more inputs.
+        # The first block of `up` reads the output of `middle` and that of `down`, so it has more inputs.
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )

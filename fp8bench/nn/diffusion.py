@@ -48,8 +48,9 @@ def compute_noise_angle(time: int) -> float:
 
 @dataclass
 class Sampling(Exercise):
-    """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the high-precision
-    steps of the `plan`, all layers use the arithmetic `high`. Weights are cast once before all steps, as in serving.
+    """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the steps that `plan`
+    runs in high precision, all layers use the arithmetic `high`. Weights are cast once before all steps, as in
+    serving.
     """
 
     plan: SamplerPlan
@@ -202,8 +203,9 @@ class DenoiserTraining(Exercise):
 def make_denoiser_state(
     setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
 ) -> Sampling | DenoiserTraining:
-    """Makes a sampling if there is a plan, and otherwise a training step. Noise, images, conditions and times come
-    from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the carrier.
+    """Returns a Sampling if there is a plan, and otherwise a DenoiserTraining. Noise, images, conditions and times
+    follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the
+    carrier.
     """
     input_dtype = widen_dtype(carrier)
     core: AttentionCore = FusedCore(causal=False)

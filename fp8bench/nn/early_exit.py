@@ -1,9 +1,8 @@
 """Feed-forward blocks with early exits: a row leaves as soon as a classifier head is confident about it. So the
 amount of work depends on the data and on the precision.
 
-After each block a fixed fraction of the rows leaves. Which rows leave is decided in one of two ways: by thresholds of
-confidence, or by a schedule that ignores the data. The thresholds are such that this fraction leaves in the exact
-pass.
+After each block a fixed fraction of the rows leaves. Either thresholds of confidence decide which rows leave, or a
+schedule that ignores the data. The thresholds are chosen so that this fraction leaves in the exact pass.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def compute_confidence(logits: Tensor) -> Tensor:
 
 
 def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exits:
-    """Returns exits by a schedule. After each block random rows stay. Their number is the one that `rows` has for the
-    next block.
+    """Returns exits by a schedule: after each block, a random choice of rows stays. `rows` has the number of rows that
+    each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
     staying = []
@@ -110,8 +109,8 @@ def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -
 
 
 def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
-    """Returns exits by thresholds of confidence. With these thresholds, each block of the exact pass gets the number
-    of rows that `rows` has for it.
+    """Returns exits by thresholds of confidence. In the exact pass, these thresholds give each block as many rows as
+    `rows` states for it.
     """
     thresholds: list[float] = []
     staying = torch.arange(len(x), device=x.device)

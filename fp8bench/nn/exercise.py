@@ -35,7 +35,7 @@ class Exercise:
         with phase.elementwise:
             output = self.layer(*self.inputs, phase)
         with phase.elementwise:
-            # autograd.grad, because backward() would copy gradients that a layer passes on unchanged.
+            # Use autograd.grad: backward() would copy the gradients that a layer passes on unchanged.
             torch.autograd.grad(output, self.leaves(), self.output_gradient)
             del output
 

@@ -134,7 +134,7 @@ class Experts(nn.Module):
         return torch.cat(self._run_parts(rows_by_expert, counts, phase))
 
     def _run_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Returns one output for each expert: the result for the rows that the expert gets."""
+        """Returns the results of each expert for its part of the rows."""
         # 1. Pad each part with zeros to the multiple that products require.
         grouped = self._are_groupable()
         multiple = self._get_row_multiple(grouped)
@@ -187,8 +187,8 @@ def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
 
 
 def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
-    """Returns the loss with the gradients of the balancing losses, if it is trained. The value of the loss does not
-    change. The balancing losses are cleared.
+    """Returns the loss, and makes its backward pass also compute the gradients of the balancing losses if `is_trained`.
+    The value of the loss does not change. The balancing losses are cleared.
     """
     balancing_losses = [layer.balance for layer in experts if layer.balance is not None]
     for layer in experts:

@@ -104,8 +104,8 @@ class ProductWeight:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Returns the numbers of outputs and inputs of one forward product with this weight. If the weight is a stack
-        or has groups, that is the product with one matrix or group.
+        """Returns the numbers of output and input features of one forward product with this weight. If the weight is
+        a stack of matrices or a convolution with groups, that is the product with one matrix or one group.
         """
         first, *other_sides = self.shape
         if self.kind == CONV1D:
@@ -344,15 +344,15 @@ class Multiplier(Protocol):
         """Returns x (..., K) times a transposed weight (N, K)."""
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Multiplies rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied by the
-        first weight, and so on.
+        """Multiplies groups of rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied
+        by the first weight, and so on.
         """
 
 
 class StackedWeightWatch(TorchFunctionMode):
-    """Watches a module's forward pass for products with its stacked parameters. `products` has a replacement for the
-    products of each parameter, by the parameter's name. Without `products` torch computes them, and `around` is
-    called for each.
+    """Watches a module's forward pass for products with its stacked parameters. `products` maps a parameter's name to
+    the Multiplier that computes its products in place of torch. Without `products`, torch computes each product inside
+    the callback `around`.
     """
 
     def __init__(
@@ -377,7 +377,7 @@ class StackedWeightWatch(TorchFunctionMode):
         if position is None:
             return func(*args, **named)
         name = self._find_name(args[position])
-        # Replace a recognised product, or report it to the callback.
+        # Replace a product of the weight, or run it inside the callback.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
             is_product = _is_replaceable(func, args, named, position)
             if is_product and self._products is not None:
@@ -433,7 +433,7 @@ def _is_replaceable(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], 
         return False
     weight = args[position]
     operand = args[1 - position]
-    # Each function has its weight at a different position.
+    # The function decides where the weight must be and how many dimensions it must have.
     if func in _LINEAR_FUNCTIONS:
         return position == 1 and weight.dim() == 2
     if func in _GROUPED_FUNCTIONS:

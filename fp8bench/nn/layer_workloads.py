@@ -31,7 +31,7 @@ class LayerWorkload(Workload):
         raise NotImplementedError
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Makes the layer and its inputs in the carrier."""
+        """Makes the layer, and its inputs in the dtype `carrier`."""
         from fp8bench.nn.exercise import make_exercise
 
         params = setup.params

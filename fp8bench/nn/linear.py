@@ -6,14 +6,15 @@ output features. The weight gradient contracts gradients and inputs over the tok
 dimension that its product contracts. The master weight stays fp32. It is cast in every forward pass, as under
 autocast, unless the layer already has its operands.
 
-A region is a phase around operators that torch differentiates itself. It has an identity Function at each end. In
-backward the Function at the end runs first and opens the phase. The Function at the beginning runs last and closes
-it. If an input needs no gradient, the closing Function might never run, so such inputs are refused.
+A region is a phase around operators that torch differentiates itself. An autograd Function that changes nothing stands
+at each end of the region. In backward the Function at the end runs first and opens the phase. The Function at the
+beginning runs last and closes the phase. If an input needs no gradient, this Function might never run, so such inputs
+are refused.
 
-A grouped product is one product for many weights, each with its own rows, for example the experts of a block. The
-operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one call.
-Weights and transposes are cast separately. For the weight gradient, the codes of all parts are adjacent along the
-contraction, and each part contracts only over its own codes.
+A grouped product is one product for many weights, each with its own group of rows, for example for the experts of a
+block. The operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one
+call. Weights and transposes are cast separately. For the weight gradient, the codes of all groups are adjacent along
+the contraction, and each group contracts only over its own codes.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ _NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
 def prefix_names(choose: Choose, part: str) -> Choose:
-    """Returns a function that chooses arithmetics for the layers inside a part of a model. It calls `choose` with the
-    part's name before each layer's name.
+    """Returns a function that chooses the arithmetics of the layers inside a part of a model. It calls `choose` with
+    names such as `part.layer`.
     """
     return lambda name: choose(f"{part}.{name}")
 
 
 def number_parts(choose: Choose, part: str, count: int) -> list[Choose]:
-    """Returns a function for each of the equal parts `part.0`, `part.1` and so on, as `prefix_names` makes it."""
+    """Returns one function of `prefix_names` for each of the equal parts `part.0`, `part.1` and so on."""
     return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
 
 
@@ -117,9 +118,9 @@ class _LinearProduct(torch.autograd.Function):
     """Returns x (T, I) times transposed w (O, I). It marks phases in backward, which autograd may run on another
     thread.
 
-    For backward it keeps one orientation of each operand that some gradient needs. That is the transposed one if both
-    were cast together. Otherwise it is the forward one. If the arithmetic must cast again, it also keeps the tensor
-    that the operand was cast from.
+    For backward it keeps one orientation of each operand that a gradient needs: the transposed one if both were cast
+    together, and otherwise the one of forward. If the arithmetic must cast the tensor again for its transpose, the
+    tensor is kept too.
     """
 
     @staticmethod
@@ -177,7 +178,8 @@ class _LinearProduct(torch.autograd.Function):
             assert g_turned is not None
             with phase.gemm:
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            # The master weight is fp32. Without this conversion autograd would convert outside of any phase.
+            # The master weight is fp32. Without this conversion autograd would convert the gradient outside of any
+            # phase.
             with cast_marker(arithmetic, phase):
                 weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None, None
@@ -204,7 +206,7 @@ def linear(
     `operands` are its operands.
     """
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    # Ask here whether gradients are recorded. The Function itself cannot see it, because weights require gradients
+    # Pass the Function whether gradients are recorded. It cannot see this itself, because weights require gradients
     # under no_grad too.
     records_gradients = torch.is_grad_enabled()
     y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
@@ -271,14 +273,14 @@ def free_weight(weight: nn.Parameter) -> None:
 
 @contextmanager
 def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
-    """Makes the layers at these paths multiply in other arithmetics inside the body. Each of these layers casts its
-    own weight there.
+    """Makes the layers at these paths multiply in other arithmetics during the `with` block. Each of these layers then
+    casts its own weight, also if the weight was cast once before.
     """
     original_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
-            # Save and restore only attributes of the instance. The others come from its class.
+            # Save and restore only the layer's own attributes, not those of its class.
             multiplier = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
             original_attributes.append((layer, multiplier))
             vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
@@ -289,7 +291,7 @@ def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> 
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies parts of x (T, I) by transposed weights (O, I), one for each part. It marks phases in backward."""
+    """Multiplies each group of rows of x (T, I) by its transposed weight (O, I). It marks phases in backward."""
 
     @staticmethod
     def forward(
@@ -337,7 +339,7 @@ class _GroupedProduct(torch.autograd.Function):
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
             weight_gradients = arithmetic.multiply_groups(g_turned, a_turned, ends)
-        with casting:  # autograd would convert outside of any phase, as in a linear product
+        with casting:  # otherwise autograd would convert the gradients to fp32 outside of any phase
             widened_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
         return input_gradient, None, None, None, None, None, *widened_gradients.unbind()
 
@@ -351,12 +353,12 @@ def grouped_linear(
     phase: Phases,
     operands: Sequence[OperandPair | None],
 ) -> Tensor:
-    """Multiplies the rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows are
-    multiplied by the first weight, and so on.
+    """Multiplies groups of rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows
+    are multiplied by the first weight, and so on.
 
-    `ends` (int32 on the device) are the rows at which the parts end. Inputs and outputs must be multiples of the
-    arithmetic's `groups`, and the rows of parts of its `part_rows` (plain products need only `groups`). `operands`
-    are those of weights that were already cast.
+    `ends` (int32 on the device) has the row at which each group ends. I and O must be multiples of the arithmetic's
+    `groups`. The number of rows of each group must be a multiple of its `part_rows` (for plain products, of `groups`).
+    `operands` has the operands of weights that were already cast, and None for the others.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
@@ -374,8 +376,8 @@ def stack_operands(operands: Sequence[Operand]) -> Operand:
 def transpose_parts(
     arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]
 ) -> Operand:
-    """Transposes each part separately, and joins the results side by side. The joined matrix is (columns, rows of all
-    parts). The scales of the parts follow each other.
+    """Transposes each group of rows separately, and joins the results to a matrix (columns, rows of all groups). The
+    scales of the groups are one after the other.
     """
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)

@@ -1,5 +1,5 @@
-"""Finds out how a batch is passed to a user's model and what the model's loss is. If it cannot find out, it asks the
-user.
+"""Finds out how a batch is passed to a user's model and what the model's loss is. If that is not clear, an error says
+what the user's function must return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Loss = Callable[..., Tensor]
 _MAX_ERROR_LENGTH = 300
 _WHAT_MAKE_RETURNS = (
     "make() must return (model, batch) with a batch that forward accepts, or (model, batch, loss) with a batch whose "
-    "first or equally named parts forward accepts"
+    "first items or keywords forward accepts"
 )
 
 
@@ -31,7 +31,7 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield path, value
         return
     named_parts: Iterable[tuple[Any, Any]]
-    # The names on the way to a tensor are joined to a path, which messages show.
+    # Messages show a tensor's path, for example `inputs.0`.
     if isinstance(value, Mapping):
         named_parts = value.items()
     elif isinstance(value, list | tuple):
@@ -57,7 +57,7 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
             return moved_tensors[id(part)]
         # Rebuild containers with the moved parts, and keep their class.
         if isinstance(part, Mapping):
-            # A custom mapping class may have attributes.
+            # Copy the mapping, because a custom class may have attributes.
             moved_mapping = shallow(part) if isinstance(part, MutableMapping) else {}
             for name, value in part.items():
                 moved_mapping[name] = move(value)
@@ -120,8 +120,8 @@ def make_arguments(model: nn.Module, batch: Any, has_loss: bool = False) -> Argu
 
 def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[Any], Arguments]:
     """Returns a function that turns batches into arguments of the model's forward pass. All batches must have the
-    form of this one. With the user's loss, which gets the whole batch, forward may get a part of it: the first items
-    of a sequence, or the keywords that it accepts of a mapping.
+    form of this one. If there is a loss function, which gets the whole batch, forward may get a part of the batch: the
+    first items of a sequence, or those entries of a mapping that forward accepts as keywords.
 
     Raises UsageError if forward does not accept the batch.
     """

@@ -30,8 +30,8 @@ WEIGHT_DECAY = 0.1
 class Storage:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
-    `of(name)` returns a separate storage for one tensor. It is None if the storage has no state. `settles` means that
-    the scale depends on earlier tensors, so that a storage fits only after its first cast.
+    `of(name)` returns a separate storage for one tensor, and is None if the storage has no state. `settles` means that
+    the scale comes from earlier casts, so that it does not fit the first tensor.
     """
 
     store: Callable[[Tensor], Operand]
@@ -58,8 +58,8 @@ def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXA
 
 
 def make_arithmetic_storage(arithmetic: Arithmetic) -> Storage:
-    """Returns a storage with an arithmetic's cast and its inverse. A moment has its weight's layout and is rounded
-    like a weight.
+    """Returns a storage that casts and restores moments by an arithmetic. A moment has the layout of its weight and is
+    rounded like a weight.
     """
     return Storage(
         partial(arithmetic.cast, role=Role.WEIGHT),
@@ -112,7 +112,7 @@ class Bucket:
         # torch reads the step count on the host, or on the device if the step is fused.
         count_device = parameters[0].device if fused else torch.device("cpu")
         self._steps = [torch.tensor(float(steps), device=count_device) for _ in parameters]
-        # A delayed scale fits only after the cast before it has seen such values. So store the moments twice.
+        # A delayed scale comes from earlier casts. So store the moments twice, to get a scale that fits them.
         if self.plain is None:
             self.store(first, second)
         if any(storage.settles for storage in storages):
@@ -144,7 +144,7 @@ class Bucket:
         If the step is not fused, torch processes whole lists of tensors at once (foreach) on a GPU, and one tensor at
         a time on a CPU.
         """
-        # The functional form takes lists of tensors, so a bucket needs no optimizer object.
+        # This function of torch.optim takes lists of tensors, so a bucket needs no optimizer object.
         adamw(
             self.parameters,
             self.gradients,

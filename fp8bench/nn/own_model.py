@@ -75,7 +75,7 @@ def parse_given(name: str, answer: object, seed: int = 0) -> Given:
 
 
 def _classify_batch(batch: Any) -> dict[str, Any]:
-    """Returns the second result of a user's function under its name. The name is 'batches' for a function, and for an
+    """Returns the second result of a user's function in a dictionary. The key is 'batches' for a function, and for an
     iterable that is neither a tensor nor a container. For anything else it is 'batch'.
     """
     has_several = callable(batch) or (
@@ -103,7 +103,7 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
 
 @contextmanager
 def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
-    """Seeds all random generators for the body, and restores their previous states afterwards."""
+    """Seeds all random generators for the `with` block, and restores their previous states afterwards."""
     numpy = sys.modules.get("numpy")
     # Python's and numpy's random states belong to the user, so restore them too.
     states = random.getstate(), numpy and numpy.random.get_state()
@@ -181,7 +181,7 @@ class OwnModel:
             make_conversion(self.model, setup, multiples) if converts and accelerated_model is None else None
         )
         if self.conversion is not None:
-            self.conversion.__enter__()  # never exited: this copy stays converted
+            self.conversion.__enter__()  # without an exit, so that this copy of the model stays converted
         self.parameters = _find_trained_parameters(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Use --forward.")
@@ -248,8 +248,8 @@ class OwnModel:
             if loss is None:
                 return Outcome(outputs, None, {})
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        # parameters without a gradient count as zero, because another copy's step may use them (experts without
-        # tokens)
+        # A missing gradient counts as zero. For example, this step may give an expert no tokens, while the same step of
+        # another copy gives it some.
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self._loss_scale
             for name, parameter in self.parameters.items()
@@ -267,8 +267,8 @@ class OwnModel:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compile(self, draws_alike: bool) -> Call:
-        """Compiles the model's call by running a first step. It compiles a copy of the function, for the reason that
-        `nn.compiling.copy_function` gives.
+        """Compiles the call of the model by running a first step. It compiles a copy of `call_model`, because torch
+        stores graphs by code object (`nn.compiling.copy_function`).
         """
         # These imports load the compiler, which is slow.
         from torch._dynamo.utils import counters
@@ -295,7 +295,7 @@ def compute_errors(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
     shapes = [tensor.shape for tensor in outcome.outputs]
     expected_shapes = [tensor.shape for tensor in reference.outputs]
-    # outputs whose shape changes cannot be compared, for example rows above a threshold
+    # Outputs can only be compared if their shapes are equal. The number of rows above a threshold may differ.
     if shapes == expected_shapes and shapes:
         errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
     if outcome.loss is not None and reference.loss is not None:

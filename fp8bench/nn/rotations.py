@@ -44,8 +44,8 @@ def rotate(x: Tensor, seed: int) -> Tensor:
 
 
 class RotatedTensor(NamedTuple):
-    """A rotated tensor with the largest magnitudes of its parts in float32, first those after the rotation and then
-    those before.
+    """A rotated tensor, with the largest magnitudes of its parts after the rotation (`amaxes`) and before it. The
+    largest of these is that of the whole tensor.
     """
 
     values: Tensor
@@ -54,12 +54,12 @@ class RotatedTensor(NamedTuple):
 
 
 def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
-    """Rotates a matrix and finds the largest magnitudes that a later cast needs. The result has the matrix's order in
-    memory.
+    """Rotates a matrix and finds the largest magnitudes that a later cast needs. The result has the memory order of
+    the matrix: row-major or column-major.
     """
     padded = _pad_to_runs(x)
     matrix = _make_matrix(seed, x.device)
-    # On a GPU one kernel replaces five operations. On a CPU a matrix product is faster.
+    # On a GPU one kernel is faster than five operations. On a CPU a matrix product is faster.
     uses_matmul = x.device.type == "cpu" or torch.compiler.is_compiling()
     if uses_matmul or not x.numel() or x.dim() != _MATRIX_DIMENSIONS:
         values = _multiply_runs(padded, matrix)
@@ -85,12 +85,13 @@ _UNSPLIT_SUM_OPTIONS = {"realize_opcount_threshold": _MAX_OPERATIONS, "realize_r
 
 @dataclass(frozen=True)
 class RotationKernel(Kernel):
-    """Computes a rotation, and the largest magnitudes of the operand and of the result, in one pass. It adds sixteen
-    products in their order.
+    """Computes a rotation in one pass, and also the largest magnitudes of the result and of the operand. Each sum adds
+    its sixteen products in order.
 
-    Its first argument is the operand's memory, viewed as (rows, runs, 16). If the operand is `turned`, the view is
-    (runs, 16, columns). The other arguments are the matrix, memory for the result in the same shape, and memory for
-    the two largest magnitudes. The first dimension counts parts.
+    The first argument is the operand's memory, viewed as (rows, runs, 16). If the operand is `turned` (column-major),
+    the view is (runs, 16, columns). The other arguments are the matrix, memory for the result in the same shape, and
+    memory for the largest magnitudes of the result and of the operand: one number for each index of the first
+    dimension.
     """
 
     source: torch.dtype
@@ -104,8 +105,8 @@ class RotationKernel(Kernel):
         turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)])
         out.copy_(turned)
         amaxes.copy_(turned.to(torch.float32).abs().amax((1, 2)))
-        # The maximum with the run's first column changes no value. With it both reductions read that column, so that
-        # the compiler puts them into one loop.
+        # Taking the maximum with the first column changes no result. But then both reductions read this column, so the
+        # compiler puts them into one loop.
         amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
         return ()
 
@@ -148,7 +149,7 @@ def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _make_matrix(seed: int, device: torch.device) -> Tensor:
-    """Returns Sylvester's Hadamard matrix of 16, divided by 4 to be orthogonal, with random signs of its rows."""
+    """Returns Sylvester's 16x16 Hadamard matrix, divided by 4 to be orthogonal, and with random signs of its rows."""
     cpu = torch.device("cpu")  # explicit, because the caller may have set another default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
     while len(matrix) < SIZE:

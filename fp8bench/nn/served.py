@@ -27,9 +27,9 @@ CARRIERS = {"fp32": 4, "bf16": 2}
 class StorageFormat:
     """A number format for stored tensors: the bits of each number and the bytes of a scale.
 
-    `shared` describes which numbers share a scale: 'all' of a tensor, those of a 'head', those of a 'row', or a block
-    along the row, given by its length. 0 stands for no scale. `above` is the bytes of one more scale for the whole
-    tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
+    `shared` says which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row', or those
+    of a block along the row, given by its length. 0 stands for no scale. `above` is the bytes of one more scale for
+    the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
     """
 
     bits: int
@@ -67,7 +67,7 @@ WEIGHT_FORMATS: Mapping[str, StorageFormat] = {
     "fp8": _ROWS_IN_FP8,
     **_BLOCK_FORMATS,
 }
-# torch's CPU kernels for these formats. They require bf16 activations.
+# torch's CPU kernels that multiply by int8 or int4 weights. They require bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
 INT4_GROUPS = (128, 64, 32)
 
@@ -97,8 +97,8 @@ class ServedArm:
 
 
 def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
-    """Returns the arm of a case. Its formats come from the case's precision or from its axes. Raises UsageError if
-    precision and axes both specify formats.
+    """Returns the arm of a case. Its formats come from the case's precision or from the axes `kv` and `weights`.
+    Raises UsageError if both specify formats.
     """
     kv = str(params["kv"])
     weights = str(params["weights"])
@@ -239,15 +239,17 @@ class ServedShape:
 
     @property
     def format_matrices(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the block number, outputs and inputs of each matrix that an arm may store in a format."""
+        """Yields the number of the block, the outputs and the inputs of each matrix to which an arm's weight format
+        applies.
+        """
         for name, shape in self.shapes:
             if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER):
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
-    """Raises UsageError if the formats do not fit the weights. Two cases are refused: the rows of a weight cannot be
-    divided into groups of int4, or no weight would have the arm's format.
+    """Raises UsageError in two cases: the rows of a weight cannot be divided into groups of int4, or the arm's weight
+    format applies to no weight.
     """
     if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.format_matrices):
         raise UsageError(
@@ -296,10 +298,10 @@ class StepBytes:
 
 
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
-    """Counts the fewest bytes that a decode step can read. The format of the weights must be one of this module's,
-    and not `own`.
+    """Counts the fewest bytes that a decode step can read. The weight format of the arm must be one of
+    WEIGHT_FORMATS, not `own`.
 
-    `experts` is how many experts of a layer are read on average, by default the expected number.
+    `experts` is how many experts of a layer are read on average. By default it is the expected number.
     """
     # 1. Count the weights: rows of embedding and positions, block matrices in the arm's format, and the rest in the
     # carrier.

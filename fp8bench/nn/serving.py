@@ -1,5 +1,5 @@
-"""The states of the suites prefill and decode: a served model and the tokens of a step. Also the error of a step's
-logits.
+"""The state of a case of the suites prefill and decode: a served model and the tokens of a step. Also measures the
+error of a step's logits.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def make_served_state(
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
     state = ServedState(model, tokens, context - new, logits)
     if isinstance(model, UserDecoder):
-        state.step(SilentPhases())  # run once, so that the logits of masked ids are -inf from the start
+        state.step(SilentPhases())  # run a step, so that `logits` has -inf for the ids that the model masks
     return state
 
 
@@ -118,8 +118,8 @@ def _make_decoder(
 def measure_logits_error(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindMaker
 ) -> dict[str, float]:
-    """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. A model with
-    experts also has their load in the result.
+    """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. For a model with
+    experts, also returns figures of their load.
     """
     exact_setup = replace(
         setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={}

@@ -30,7 +30,7 @@ from fp8bench.protocols.axes import Option, one_of
 
 HIGH_WEIGHT_GRADIENT = Option(
     "weight-gradient",
-    "low, or bf16: the weight gradient's product is computed in bf16",
+    "bf16: the weight gradient's product is computed in bf16; low: as the others",
     "low",
     one_of("low", "bf16"),
     ("gw",),
@@ -38,8 +38,8 @@ HIGH_WEIGHT_GRADIENT = Option(
 
 
 def _parse_accumulator(text: str) -> str:
-    """Returns how a product sums, as one of the words 'fp32', 'short' and 'promoted', or as the number of bits of a
-    short sum. The number of bits that Hopper has is returned as 'short'.
+    """Parses how a product sums: 'fp32', 'short', 'promoted', or the number of bits of a short sum. Returns 'short' for
+    the number of bits that Hopper has.
     """
     if text.isascii() and text.isdigit() and int(text) in SHORT_SUM_BITS:
         return Accumulator.SHORT.value if int(text) == HOPPER_SUM_BITS else str(int(text))
@@ -63,7 +63,8 @@ CASTS = Option(
 )
 MX_SCALE = Option(
     "scale",
-    "rceil: quotient rounded up; floor: down, as OCP; even: down, after rounding the amax; ceil: amax rounded up first",
+    "rceil: quotient rounded up; floor: rounded down, as in OCP; even, ceil: as floor, but the amax is first rounded to "
+    "nearest (even) or up (ceil)",
     ScaleRounding.RCEIL.value,
     one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
 )

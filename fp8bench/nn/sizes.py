@@ -27,7 +27,7 @@ class MoeSizes(NamedTuple):
 CHANNELS = 4
 PATCH = 2
 FREQUENCIES = 256
-# The width of an attention head, if it divides the width.
+# The width of an attention head, if the model's width is a multiple of it.
 HEAD_WIDTH = 64
 TIME_STEPS = 1000
 
@@ -69,8 +69,8 @@ class SamplerPlan(NamedTuple):
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
-        """Returns the time at which a sampling step starts. Times fall evenly. The first is the noisiest one. The
-        time after the last step is -1, which stands for the image.
+        """Returns the noise time at which a sampling step starts. Times fall in equal intervals from the noisiest one.
+        The time after the last step is -1, which stands for the image without noise.
         """
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
@@ -192,8 +192,8 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns two numbers for each kind of layer: how many rows it has for one image, and by how many weights
-        each row is multiplied.
+        """Returns the name of each kind of layer with two numbers: how many rows it has for one image, and by how many
+        weights each row is multiplied.
         """
         width = self.width
         inner_width = self.inner_width
@@ -273,7 +273,7 @@ SIZES = {
 
 # The sizes of the model that fp8bench contains. It was trained on Python's source code, and its ids are ASCII.
 NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
-# Served models. The sequence of each is its longest context.
+# The sizes of served models. The sequence of a model is its longest context.
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
     "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
@@ -410,8 +410,8 @@ def list_model_features(model: str) -> Features:
 
 
 def default_tokens(model: str) -> int:
-    """Returns the rows of activations in a step. A model that can be trained has those of its batch. Other models
-    have the default of the suite gemm on a GPU.
+    """Returns the number of tokens in a step, which are the rows of its activations. For a model of SIZES that is its
+    batch times its sequence. For other models it is the default of the suite gemm on a GPU.
     """
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
@@ -445,8 +445,8 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
     tokens = TRAINED_BATCH * config.sequence
     block = f"blocks.{config.layers - 1}"
-    # The layer with the most typical input of its kind. For attention that is the input after a norm, and for
-    # feed-forward the input after the activation.
+    # For each kind, capture a layer with a typical input: for attention the input after a norm, and for feed-forward
+    # the input after the activation.
     layers = (
         ("attn", f"{block}.attn.qkv", config.width, 3 * config.width),
         ("mlp", f"{block}.mlp.down", config.hidden, config.width),

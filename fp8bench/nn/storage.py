@@ -26,8 +26,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class BlockEncoder:
-    """Encodes rows of numbers in the blocks of MX or NVFP4. Returns packed codes and the scales of the blocks. NVFP4
-    has a further scale for the whole tensor, `above`.
+    """Encodes and decodes rows of numbers in the blocks of MX or NVFP4. The code of a row is packed codes and the
+    scales of its blocks. In NVFP4, `above` is one more scale for the whole tensor.
     """
 
     def __init__(self, number_format: StorageFormat, above: Tensor | None = None) -> None:
@@ -53,8 +53,8 @@ class BlockEncoder:
 
 
 def _find_row_magnitudes(x: Tensor) -> Tensor:
-    """Returns the largest magnitude of each row. For a row of zeros it is a small number, so that one can divide by
-    it.
+    """Returns the largest magnitude of each row, or a small number for a row of zeros, so that one can divide by the
+    result.
     """
     return x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
 
@@ -69,9 +69,9 @@ def _compute_scale(amax: Tensor) -> Tensor:
 class CachedHeads:
     """The cached keys or the cached values of one layer: (batch, key heads, positions, head width) in a format.
 
-    `calibrate` computes scales for the whole cache: one of the tensor or one for each head, as the format requires.
-    These scales do not change afterwards, so larger values saturate. Scales of tokens and of blocks are computed and
-    stored with each token.
+    `calibrate` computes the scales that hold for the whole cache: one for the tensor or one for each head, as the
+    format requires. They do not change afterwards, so larger values saturate. Scales of tokens and of blocks are
+    computed for each token and stored with it.
 
     If `grown` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions and the
     new ones, like a cache that starts empty.

@@ -31,7 +31,7 @@ class ScalePair(NamedTuple):
 
 
 class NextScale(Protocol):
-    """A source of scales that may depend on more than the tensor's current values."""
+    """A source of scales for casts. The scale may depend on earlier tensors, or on other ranks' tensors."""
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         """Returns the scale for a cast of `x`. With `repeat` it returns the last scale again. `amax` is the largest
@@ -40,7 +40,7 @@ class NextScale(Protocol):
 
     @property
     def last(self) -> ScalePair | None:
-        """Returns the scale of the last cast."""
+        """Returns the scale of the last cast, or None if there is no scale yet."""
 
 
 class DelayedScale:
@@ -52,7 +52,7 @@ class DelayedScale:
     `scale` and `history` are float32 on the device, and None before the first cast.
     """
 
-    # Whether the largest magnitude is that on this rank alone. Only then the cast itself can compute it.
+    # Whether the scale depends only on this rank's tensors. Only then the cast itself can find the largest magnitude.
     is_local: ClassVar[bool] = True
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
@@ -74,8 +74,8 @@ class DelayedScale:
         return self.last
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
-        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None in two cases in
-        which one pass is impossible: the scale depends on other ranks, or the last cast is repeated.
+        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None if one pass is
+        impossible, because the scale depends on other ranks or the last cast is repeated.
         """
         if not self.is_local or (repeat and self.last is not None):
             return None
@@ -133,7 +133,7 @@ class StaticScale:
     """
 
     def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, found_amax: float | None = None) -> None:
-        """Makes the scale at once if an earlier calibration found `found_amax`, the largest magnitude. It is made on
+        """Makes the scale at once if an earlier calibration found `found_amax`, the largest magnitude. The scale is on
         torch's default device.
         """
         self._book = book
@@ -170,7 +170,8 @@ class StaticScale:
         saturation_bound = self._book.rule.bound
         if saturation_bound is not None:
             self._renew_saturated_scale(x, self._scale.scale, saturation_bound)
-        # If there is a bound, any cast may renew the scale. So store the scale of this cast for a recomputed block.
+        # With a saturation bound any cast may renew the scale. So store this cast's scale, in case its block is
+        # recomputed.
         if saturation_bound is not None or self._used_scale is not None:
             self._used_scale = None if saturation_bound is None else self._scale
         return self._scale
@@ -255,8 +256,8 @@ class RecipeView:
 
 
 def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> RecipeView:
-    """Returns the format and the scale with which `x` would be cast, after the tensors of earlier steps. The newest
-    of these comes first. A precision without a recipe has only a format.
+    """Returns the format and the scale with which `x` would be cast after the tensors `earlier` of previous steps, of
+    which the newest comes first. For a precision without a recipe, returns only a format.
     """
     recipe = getattr(precision, "recipe", None)
     # A format without a recipe has no scale.

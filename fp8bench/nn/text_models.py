@@ -58,8 +58,8 @@ class CausalBlock(ResidualBlock):
 
     def __init__(self, channels: int, choose: Choose) -> None:
         super().__init__(channels, choose, running=True)
-        # Start small. At full size a new block would add as much as the stream holds, and hide the tokens for many
-        # steps.
+        # Start with a small weight. With 1, a block would at first add as much as the stream holds, and hide the tokens
+        # for many steps.
         nn.init.constant_(self.norm_second.weight, 0.02)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -68,8 +68,8 @@ class CausalBlock(ResidualBlock):
 
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
-    """Returns a causal 3x3 convolution of (batch, lines, positions, channels), in which each position reads only
-    itself and earlier ones.
+    """Returns a 3x3 convolution of (batch, lines, positions, channels), in which each position reads only itself and
+    earlier positions.
     """
     shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
     return convolution(shifted, phase)[:, :-1, :-1]

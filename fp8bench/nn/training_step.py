@@ -37,8 +37,8 @@ _SEED_STRIDE = 0x9E3779B9
 
 @contextmanager
 def seed_weights(setup: Setup) -> Iterator[None]:
-    """Seeds torch's generators in the body, so that weights made there follow from the case's seed and draw. The
-    weights are made on the case's device.
+    """Opens a context for making a model: its weights follow from the case's seed and draw, and are made on the case's
+    device. torch's random state is restored afterwards.
     """
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
@@ -53,11 +53,11 @@ _WRAPPED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_di
 
 @cache
 def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Returns a class like one of torch's optimizers, but without torch's wrappers for its compiler. Results are
+    """Returns a subclass of one of torch's optimizers, whose methods have no wrappers for torch's compiler. Results are
     bit-identical.
 
-    The first call of each wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every
-    process. The class keeps its name, because traces show it.
+    The first call of a wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every process. The
+    subclass keeps the name of the optimizer, because traces show it.
     """
     methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
     return type(optimizer.__name__, (optimizer,), {**methods, "step": torch.no_grad()(methods["step"])})
@@ -66,9 +66,7 @@ def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[.
 def make_adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Makes torch's AdamW. On a GPU its steps can be captured in a CUDA graph. A fused AdamW keeps its step count on
-    the GPU in any case.
-    """
+    """Makes torch's AdamW, whose steps can be captured in a CUDA graph on a GPU."""
     optimizer_class = skip_compiler_wrappers(torch.optim.AdamW)
     return optimizer_class(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
@@ -138,8 +136,8 @@ class TrainingState:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
-            # Add the gradients here. From the second micro-batch on, autograd would add them inside whatever phase is
-            # open then.
+            # Add the gradients in a phase of their own. Otherwise autograd would add those of later micro-batches
+            # inside whatever phase is open.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:

@@ -103,7 +103,7 @@ class UnitProduct:
         total = self.gradient_factor * root_of_inputs * self.loss.factor
         # A weight that was already cast is not read here, so it needs no factor.
         weight_factor = 1.0 if layer.operands is not None else layer.factor
-        # the same phase in which weights are cast once for all micro-batches
+        # Multiply the weight in the phase of its cast, as if it were cast once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
             weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
@@ -123,8 +123,9 @@ def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGr
 
 @dataclass
 class UnitFeedForward:
-    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for a
-    Gaussian. `enter` and `leave` are the factors at the two ends, each for forward and for backward.
+    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for
+    Gaussian inputs. `enter` and `leave` are the factors of the part's input and output, each for forward and for
+    backward.
     """
 
     deviation: float
@@ -215,7 +216,7 @@ class UnitStream:
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     """Makes a model unit-scaled, for sequences of `tokens` tokens. Raises UsageError, before it changes anything, if
-    this kind of model has no constants.
+    this module has no constants for this kind of model.
     """
     if type(model) is FeedForward:
         # A feed-forward part alone has inputs and incoming gradients with a deviation of 1.
@@ -235,7 +236,7 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
 
 
 def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
-    # 1. Scale the head. The weights of a tied head have the deviation of the embedding at first.
+    # 1. Scale the head. The initial weights of a tied head have the standard deviation of the embedding.
     loss = LossGradient(model.head.weight.shape[0])
     head_gain = (
         _EMBEDDING_DEVIATION * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0

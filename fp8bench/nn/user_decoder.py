@@ -47,7 +47,7 @@ _CACHE_ARGUMENT = "past_key_values"
 
 
 class StaticLayerCache:
-    """The cache of one layer of a user's model. `at` is the position of the next keys and values."""
+    """The cache of one layer of a user's model. `at` is the position at which the next keys and values are stored."""
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -86,7 +86,7 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     """Calls a user's function with seeded random generators. Returns the model that it makes, and its tokens (texts,
     positions) if it makes any.
     """
-    # The function is the user's code, so report any error of it with its name.
+    # The function is the user's code, so name it in the report of any error.
     try:
         with seed_generators(seed, facts):
             answer = maker()
@@ -119,7 +119,7 @@ class UserDecoder:
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
         self.calibrates = False
-        # Without a cache every token would read the whole prompt again, unlike on a server.
+        # Refuse a model without a cache. Every token would read the whole prompt again, unlike on a server.
         self._forward_parameters = inspect.signature(model.forward).parameters
         if _CACHE_ARGUMENT not in self._forward_parameters:
             raise UsageError(
@@ -297,8 +297,8 @@ def count_token_positions(model: nn.Module) -> int:
 
 
 class QueryHeads(TorchFunctionMode):
-    """Watches torch's attention and records its number of query heads, which may exceed the number of key heads. The
-    number is 0 until attention was called.
+    """Watches torch's attention and records its number of query heads, which may exceed the number of key heads. It is
+    0 until attention is called.
     """
 
     heads = 0
@@ -353,8 +353,8 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
 
 
 def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
-    """Lists the shapes of parameters under the names by which their bytes are counted. If the head is tied to the
-    embedding, both are listed.
+    """Lists the shapes of a model's parameters, under the names by which `step_bytes` counts their bytes. If the head
+    is tied to the embedding, the weight is listed for both.
     """
     holders = {id(held.weight): held for held in decoder.held}
     embedding_ids = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]

@@ -30,10 +30,10 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 class ImageLoader:
-    """Goes through a pool of batches on the host again and again. The pool is the same for the same seed.
+    """Goes through a pool of batches on the host again and again. The pool follows from the seed.
 
-    It has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch is
-    copied to the device as bytes. The device normalises it and changes its memory layout.
+    A batch has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch
+    is copied to the device as bytes. The device normalises it and changes its memory layout.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ def make_inference_state(model: ImageModel, loader: ImageLoader) -> InferenceSta
 
 
 def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the loss of the first batch and all gradients. For inference it returns the logits. With `settles` a
-    pass runs before the measured one, because scales come from earlier casts.
+    """Returns the loss of the first batch and all gradients, or the logits for inference. With `settles` an additional
+    pass runs first, because the arithmetic's scales come from earlier casts.
     """
-    state.loader.load_ahead(1)  # both passes read the same batch
+    state.loader.load_ahead(1)  # with `settles` both passes read the same batch
     if settles:
         _run_pass(state)
     return _run_pass(state)

@@ -27,8 +27,8 @@ class WholeLayer(NamedTuple):
     """A library's layer.
 
     `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale).
-    `in_step` also multiplies, in a step with several passes. Its second argument is whether this is the first pass of
-    the step, which casts the weights. `in_step` is None if the library casts weights in each pass.
+    In a step with several passes, `in_step` multiplies instead. Its second argument is whether this is the first pass
+    of the step, which casts the weights. `in_step` is None if the library casts weights in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
@@ -41,11 +41,8 @@ BuildLayer = Callable[[nn.Parameter], WholeLayer]
 
 
 class WholeLayers(Arithmetic):
-    """An arithmetic that uses a library's layers. `whole` makes a layer for each weight, which must not be cast
-    before.
-
-    If `around` is given, a model's forward pass must run inside this context. `fuse` makes layers with several
-    products.
+    """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` makes a layer
+    with several products. A model's forward pass must run inside the context `around`, if there is one.
     """
 
     casts = False
@@ -73,7 +70,7 @@ class WholeLayers(Arithmetic):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Marks all passes in the body as one step. Layers may cast their weights in the first pass of a step only."""
+        """Opens a context for all passes of one step. Layers may cast their weights only in the first of these passes."""
         self._passed_layers[0] = set()
         try:
             yield
@@ -97,7 +94,8 @@ class WholeLayers(Arithmetic):
     def _register_layer(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = layer
 
-        def multiply(x: Tensor) -> Tensor:  # a function, because a module inside a module would list its weight twice
+        # Return a function instead of a module, because a module inside a module would list its weight twice.
+        def multiply(x: Tensor) -> Tensor:
             passed_layers = self._passed_layers[0]
             if layer.in_step is None or passed_layers is None:
                 return layer.multiply(x)
@@ -130,8 +128,8 @@ class SingleProducts(Arithmetic):
     """An arithmetic that calls a library's casts and products separately. The data of its operands are tensors of the
     library.
 
-    The last argument of `quantise` is whether the operand is transposed for its product. `multiply` returns a
-    times b transposed. Its last arguments are the dtype of the result, and whether a or b is a gradient.
+    The last argument of `quantise` is whether the operand is transposed for its product. `multiply(a, b, ...)` returns
+    a times b transposed. Its last two arguments are the dtype of the result, and whether a or b is a gradient.
     """
 
     keeps_source = True
@@ -155,7 +153,7 @@ class SingleProducts(Arithmetic):
 
 def wrap_model_forward(model: nn.Module) -> None:
     """Runs each forward pass of a model inside the context that its library's layers need."""
-    # Enter the context once around the whole forward pass, or each layer would enter it again.
+    # Enter the library's context once around the whole forward pass, not once in each layer.
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
         (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
@@ -185,9 +183,10 @@ class CachedWeights:
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:
-        """Casts every weight in both orientations. In the body, layers multiply by these operands.
+        """Opens a context in which layers multiply by weights that are cast now, in both orientations.
 
-        Weights must not change in the body. At its end the operands are dropped, because the weights may change then.
+        Weights must not change inside the context. On exit the operands are dropped, because the weights may change
+        afterwards.
         """
         with ExitStack() as steps:
             for whole_layer in self._library_arithmetics:

@@ -71,7 +71,7 @@ def test_with_a_loss_forward_gets_the_part_of_a_batch_that_it_accepts(batch: Any
     model = nn.Linear(4, 4)
     model.forward = lambda x: x @ model.weight.t()  # type: ignore[method-assign]
     assert torch.equal(make_call(model, batch, has_loss=True)(), model(X))
-    with pytest.raises(UsageError, match="whose first or equally named parts forward accepts"):
+    with pytest.raises(UsageError, match="whose first items or keywords forward accepts"):
         make_call(model, batch)
 
 

@@ -1,9 +1,9 @@
 """Exchanges between the ranks of a group inside a model, in forward and backward, in the phase communication. FP8
 exchanges send codes and sum them in float32.
 
-Each exchange has its reverse in backward. If forward copies a tensor to all ranks, backward sums their gradients. If
-forward sums tensors, each rank gets the whole gradient. To gather tokens and to scatter them are the reverse of each
-other.
+Backward runs the reverse of each exchange. If forward copies a tensor to all ranks, backward sums their gradients. If
+forward sums tensors, each rank gets the whole gradient in backward. If forward gathers tokens, backward scatters their
+gradients, and the other way round.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class RankGroup:
 
 
 def _wait_for_all(works: Iterable[dist.Work | None]) -> None:
-    """Waits for all operations between ranks. It starts all of them before it waits for the first."""
+    """Starts all operations between ranks before it waits for the first one."""
     for work in list(works):
         if work is not None:
             work.wait()
@@ -223,7 +223,7 @@ class FP8Wire:
         return joined.values
 
     def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
-        """Runs an exchange in which all ranks take part. Returns this rank's result."""
+        """Sends `values` to all ranks by the exchange `program`. Returns what this rank receives."""
         with phase.cast:
             received = self._run_program(program(values, self._rank), phase)
         if self._witness is not None:
@@ -264,8 +264,8 @@ class WireWitness:
         self._fault = ""
 
     def compare_exchange(self, values: Tensor, received: Tensor, program: RankProgram) -> None:
-        """Checks one exchange against what every rank has sent. All ranks must call it for every exchange, because
-        the check needs the values of all ranks.
+        """Checks that the values `received` in an exchange follow from the `values` that every rank has sent. All
+        ranks must call it for every exchange, because the check needs the values of all ranks.
         """
         lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
         padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
@@ -287,7 +287,7 @@ T = TypeVar("T")
 
 
 class OwnedTensors:
-    """Tensors that each have one rank as owner. `sizes` are their numbers of elements, and `wire` is the format in
+    """Tensors of which each is owned by one rank. `sizes` are their numbers of elements, and `wire` is the format in
     which they are sent.
     """
 
@@ -322,8 +322,8 @@ class OwnedTensors:
         return means
 
     def distribute(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor], phase: Phases) -> None:
-        """Copies each owner's tensors into `all_tensors` on every rank. They are rounded to the format of the wire,
-        on the owner too.
+        """Sends this rank's tensors `owned` to all ranks, and copies the tensors of all owners into `all_tensors`.
+        The copies are rounded to the format of the wire, on the owner too.
         """
         if self.fp8 is not None:
             all_values = self.fp8.send(
@@ -355,8 +355,8 @@ class OwnedTensors:
 
 
 def assign_owners(elements: Sequence[int], ranks: int) -> list[int]:
-    """Chooses a rank to own each tensor. The largest tensor is assigned first, and each goes to the rank that has the
-    fewest elements by then.
+    """Returns the rank that owns each tensor. Tensors are assigned from the largest to the smallest, each to the rank
+    that has the fewest elements so far.
     """
     owned = [0] * ranks
     owner = [0] * len(elements)

@@ -26,7 +26,7 @@ _EXPERTS_PATH = ".experts."
 
 
 class RankedExperts(Experts):
-    """The experts of a block that this rank has. `rows` are the numbers of rows that each rank multiplied in the last
+    """The experts of a block that this rank has. `rows` has the number of rows that each rank multiplied in the last
     step.
     """
 

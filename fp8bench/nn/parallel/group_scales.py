@@ -59,8 +59,8 @@ class GroupDelayedScale(DelayedScale):
 
 
 def cut_roles(cut: Cut) -> tuple[Role, ...]:
-    """Returns the roles of the operands that are divided among the ranks. All other operands of a product are the
-    same on all ranks.
+    """Returns the roles of a layer's operands that the cut divides among the ranks. The operand of the third role is
+    the same on all ranks.
     """
     return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
 

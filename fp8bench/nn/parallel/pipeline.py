@@ -119,8 +119,7 @@ class GPipe(Division):
         inputs = (tokens,) if self.module.first else ()
         with phase.communication:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-            # The first and the last stage each have a copy of the tied weight, and each has only its own part of the
-            # gradient.
+            # The first and the last stage each have a copy of the tied weight, but only a part of its gradient.
             if self.module.tied:
                 self._sum_head_and_embedding(self.parameters[self.names.index("embedding")])
         # Only the last stage has losses.
@@ -129,8 +128,8 @@ class GPipe(Division):
         return torch.stack(losses).mean().detach() / self.loss_scale
 
     def _sum_head_and_embedding(self, weight: nn.Parameter) -> None:
-        """Adds up the two gradients of the tied weight, which two ranks have. The last rank has that of the head, and
-        the first rank that of the embedding.
+        """Adds up the two parts of the tied weight's gradient. The last rank has the part of the head, and the first
+        rank the part of the embedding.
         """
         assert weight.grad is not None
         peer_gradient = torch.zeros_like(weight.grad)

@@ -47,8 +47,9 @@ _SGD_LEARNING_RATE = 0.05
 
 
 class WeightUpdate(NamedTuple):
-    """Compares how several ranks and how one rank changed a weight. `distance` is the squared distance between the
-    two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two changes.
+    """Compares the change of a weight by several ranks with its change by one rank. `distance` is the squared distance
+    between the two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two
+    changes.
     """
 
     distance: float
@@ -61,8 +62,8 @@ class WeightUpdate(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Returns the factor between the change by several ranks and the change by one rank. It is about 1 if the
-        changes differ only by noise. It is 2 if gradients are added twice.
+        """Returns by what factor the change by several ranks is larger than the change by one rank. The factor is
+        about 1 if the changes differ only by noise, and 2 if gradients are added twice.
         """
         return self.product / self.reference if self.reference else 1.0
 
@@ -106,8 +107,8 @@ class Limits(NamedTuple):
     gain: float
 
     def combine_with(self, second: Limits) -> Limits:
-        """Returns the limits for two independent roundings. Limits of distances are added as squares, limits of gains
-        linearly.
+        """Returns the limits if two independent roundings add up. The squares of the distances' limits are added, and
+        the gains' limits themselves.
         """
         distances = math.hypot(self.update, second.update), math.hypot(self.furthest, second.furthest)
         return Limits(*distances, self.gain + second.gain)
@@ -122,7 +123,7 @@ class Limits(NamedTuple):
         )
         sentences = []
         for figure, value, limit in figures:
-            if not value <= limit:  # NaN counts as an excess
+            if not value <= limit:  # a NaN exceeds the limit too
                 sentences.append(f"{figure} is {value:.3g}, but rounding explains at most {limit:g}")
         return "; ".join(sentences)
 
@@ -139,8 +140,8 @@ _FP8_BITS = 8
 
 
 def find_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
-    """Returns the limits of a case, from the precisions of its products, the format `wire` of its exchanges, and the
-    load of its experts. `wire` is '' without a choice.
+    """Returns the differences from one rank that rounding can explain in a case. They depend on the precisions of its
+    products, the format `wire` of its exchanges ('' without that option), and the load of its experts.
     """
     products = max(map(_find_product_limits, precisions))
     if wire == "fp8":
@@ -206,7 +207,8 @@ def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts
 
 def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps: int) -> RankDifference:
     """Runs this number of steps on several ranks and on one rank, and returns the differences. Also checks scales and
-    exchanges, because a mistake in these may be smaller than rounding. Raises RanksDisagree if one is wrong.
+    exchanges, because a mistake in these may change results less than rounding does. Raises RanksDisagree if a scale
+    or an exchange is wrong.
     """
     # 1. Train with several ranks and with one, and watch exchanges and scales.
     witnesses = parallel.model.witnesses()

@@ -42,9 +42,9 @@ def share_blocks(
     leave: Exchange = add_over_ranks,
     amax: str = OWN,
 ) -> None:
-    """Reduces every block to this rank's share, and adds exchanges before and after its parts. `amax` chooses whether
-    a share is scaled by its own largest magnitude or by that of the whole tensor. Layers keep their paths in the
-    model.
+    """Reduces every block to this rank's share, and adds exchanges before and after attention and the feed-forward
+    part. `amax` chooses whether a share is scaled by its own largest magnitude or by that of the whole tensor. Layers
+    keep their paths in the model.
     """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)

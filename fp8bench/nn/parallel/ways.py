@@ -1,5 +1,5 @@
-"""The methods of training one model on several ranks. For each method: which cases it supports, and which class
-divides the model. Also: how blocks are cut.
+"""The methods of training one model on several ranks: which cases each method supports, and which class divides the
+model. Also defines how tensor parallelism cuts the weights of a block.
 
 A layer that computes features is cut along its outputs. If it joins several parts (queries, keys and values, or gate
 and value), each part is cut separately, so that a rank has whole heads. The layer that reads those features is cut
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 OUTPUTS = 0
 INPUTS = 1
-# The values of option `amax`: a rank's part of a tensor is scaled by the part's own largest magnitude, or by that of
-# the whole tensor on all ranks.
+# The values of option `amax`. A rank scales its part of a tensor by the largest magnitude of this part (own), or by
+# that of the whole tensor on all ranks (group).
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 # Options that only some methods of division have, with their help texts.
 OPTIONS = {
@@ -47,7 +47,9 @@ _TORCHAO_WIRES = ("torchao_fp32", "torchao_fp8")
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """The properties of a case that the rules below use. `batch` is the number of sequences on all ranks together."""
+    """The properties of a case that decide whether a method can divide its model. `batch` is the number of sequences
+    on all ranks together.
+    """
 
     config: GPTConfig
     batch: int
@@ -134,12 +136,14 @@ def find_cut(parameter: str, config: GPTConfig) -> Cut | None:
 
 
 def explain_unequal(count: int, things: str, ranks: int, advice: str = "") -> str:
-    """Returns why things cannot be divided equally among the ranks, or '' if they can. `advice` ends the sentence."""
+    """Returns why `count` things cannot be divided equally among the ranks, or '' if they can. The sentence ends with
+    `advice`.
+    """
     return f"{count} {things} have no equal share for each of {ranks} ranks{advice}" if count % ranks else ""
 
 
 def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
-    """Returns why blocks cannot be cut into equal shares, or ''."""
+    """Returns why tensor parallelism cannot cut blocks into equal shares, or ''."""
     sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for name, size in sizes.items():
         if reason := explain_unequal(size, name, ranks, ": choose another size"):
@@ -274,8 +278,8 @@ WAYS = {
             _divide_by("data_parallel:FSDPModel"),
             {"wire": ("fp32", "bf16", *_TORCHAO_WIRES)},
         ),
-        # It has the same losses and waits as pp_gpipe, but keeps the activations of at most as many microbatches as
-        # stages.
+        # pp_1f1b has the same losses and waiting times as pp_gpipe, but keeps the activations of at most as many
+        # microbatches as there are stages.
         Way(
             "pp_1f1b",
             "a pipeline of blocks, schedule 1F1B: each microbatch runs backward as soon as it can",
@@ -283,7 +287,7 @@ WAYS = {
             _divide_by("pipeline:OneForwardOneBackward"),
             _MICROBATCHES_OPTION,
         ),
-        # It keeps the activations of all microbatches.
+        # pp_gpipe keeps the activations of all microbatches.
         Way(
             "pp_gpipe",
             "a pipeline of blocks, schedule GPipe: all microbatches run forward, then all run backward",
@@ -291,8 +295,8 @@ WAYS = {
             _divide_by("pipeline:GPipe"),
             _MICROBATCHES_OPTION,
         ),
-        # It sends as many bytes as tp, but needs less memory, because tensors between the parts of a block are
-        # divided too.
+        # sp sends as many bytes as tp, but needs less memory, because it also divides the tensors between the parts of
+        # a block.
         Way(
             "sp",
             "tp with sequence parallelism: between a block's parts each rank has only its own tokens",
@@ -300,8 +304,8 @@ WAYS = {
             _divide_by("tensor_parallel:SequenceCut"),
             {"wire": ("stream", "fp8"), **_AMAX_OPTION},
         ),
-        # The exchanges are Megatron-LM's: a sum after attention and after feed-forward, and in backward a sum before
-        # each.
+        # tp has the exchanges of Megatron-LM. In forward, ranks sum the outputs of attention and of feed-forward. In
+        # backward they sum the gradients of the inputs of both.
         Way(
             "tp",
             "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
@@ -309,7 +313,7 @@ WAYS = {
             _divide_by("tensor_parallel:TensorCut"),
             _AMAX_OPTION,
         ),
-        # It is for large trainings: tensor parallelism within a machine, FSDP between machines.
+        # tp_fsdp resembles large trainings, with tensor parallelism within a machine and FSDP between machines.
         Way(
             "tp_fsdp",
             "tp in pairs of ranks, and FSDP2 shards the weights of a pair over all pairs",

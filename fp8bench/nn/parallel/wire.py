@@ -1,5 +1,5 @@
-"""Counts the bytes that a step sends between ranks, by operation and dtype. An operation is one of torch's operators.
-The operations can also be repeated alone.
+"""Counts the bytes that a step sends between ranks, by operation (such as all_reduce) and dtype. The operations of a
+step can also be repeated alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8bench.model.ranks import Sent
 from fp8bench.numerics.operands import OperatorWatch
 
-# How many times its input bytes a rank sends, if n ranks form a ring.
+# Maps an operation to a function of the number n of ranks. It returns the bytes that a rank sends if the ranks form a
+# ring, divided by the bytes of the rank's input.
 _RING_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
@@ -63,7 +64,7 @@ class NotCounted(RuntimeError):
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Watches every operation between ranks in its body, those of torch's c10d and those of DTensor.
+    """Watches every operation between ranks in a `with` block, those of torch's c10d and those of DTensor.
 
     It counts the bytes that ranks in a ring would send. A backend may use another algorithm.
     """
@@ -93,8 +94,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_by_bytes)
 
     def repeat_exchanges(self) -> None:
-        """Repeats the recorded operations on zeros and waits for each. Sends and receives are an exception: they are
-        waited for together, at the end.
+        """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends
+        and receives together at the end.
         """
         open_works = []
         for func, args in self._recorded_calls:

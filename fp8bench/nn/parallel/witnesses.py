@@ -1,8 +1,8 @@
 """Checks the scales with which ranks cast. nn/parallel/exchanges.py checks FP8 exchanges.
 
 A scale that is twice too large changes results less than correct rounding does. A scale of half the right size
-changes almost nothing. So results cannot show a wrong scale. Each scale is computed again from the recorded
-magnitudes and compared bit for bit.
+changes almost nothing. So results cannot show a wrong scale. Instead, the largest magnitudes of all cast tensors are
+recorded, each scale is computed again from them, and both scales are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ SharedRoles = Callable[[str], Collection[Role]]
 
 @dataclass(eq=False)
 class _WatchedScale:
-    """Wraps a source of scales. It records each scale and the magnitude of its tensor, and computes from these the
-    scales that it expects.
+    """Wraps a source of scales. It records each scale and the largest magnitude of the scaled tensor, and computes
+    the expected scales from these magnitudes.
 
-    If it is `shared`, all ranks must have the same scale. Repeated casts are not recorded.
+    If the scale is `shared`, all ranks must have the same one. Repeated casts are not recorded.
     """
 
     source: NextScale
@@ -64,8 +64,8 @@ class _WatchedScale:
 
 
 class ScaleWitness:
-    """Checks the scales of a rank's layers. Scales that depend on the current tensor alone need no check. `sharing`
-    are the ranks that share scales with this rank. By default that is every rank.
+    """Checks the scales of a rank's layers, except those that depend on the current tensor alone. `sharing` are the
+    ranks that share scales with this rank, by default all ranks.
     """
 
     def __init__(
