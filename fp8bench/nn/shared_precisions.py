@@ -63,8 +63,8 @@ CASTS = Option(
 )
 MX_SCALE = Option(
     "scale",
-    "rceil: quotient rounded up; floor: rounded down, as in OCP; even, ceil: as floor, but the amax is first rounded to "
-    "nearest (even) or up (ceil)",
+    "rceil: quotient rounded up; floor: rounded down, as in OCP; even, ceil: as floor, but the amax is first rounded "
+    "to nearest (even) or up (ceil)",
     ScaleRounding.RCEIL.value,
     one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
 )

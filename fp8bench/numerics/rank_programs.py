@@ -28,7 +28,7 @@ class Exchange:
 
     payload: Tensor
 
-    def sent(self, size: int) -> float:
+    def count_sent_bytes(self, size: int) -> float:
         """Returns the bytes that one of `size` ranks sends in the exchange. By default that is the payload without
         one of its `size` equal parts, as in one round of a ring.
         """
@@ -42,7 +42,7 @@ class Exchange:
 class AllGather(Exchange):
     """Every rank receives the payloads of all ranks, in rank order."""
 
-    def sent(self, size: int) -> float:
+    def count_sent_bytes(self, size: int) -> float:
         return self.bytes * (size - 1)
 
 
@@ -52,33 +52,33 @@ class AllToAll(Exchange):
 
 @dataclass(frozen=True)
 class RowsToRanks(Exchange):
-    """Sends each rank a piece of the payload, in rank order. `to` has the length of the piece for each rank, `given`
-    the length of the piece from each rank.
+    """Sends each rank a piece of the payload, in rank order. `sent_lengths` has the length of the piece for each rank,
+    `received_lengths` the length of the piece from each rank.
     """
 
     rank: int
-    to: Sequence[int]
-    given: Sequence[int]
+    sent_lengths: Sequence[int]
+    received_lengths: Sequence[int]
 
-    def sent(self, size: int) -> float:
-        return (sum(self.to) - self.to[self.rank]) * self.payload.element_size()
+    def count_sent_bytes(self, size: int) -> float:
+        return (sum(self.sent_lengths) - self.sent_lengths[self.rank]) * self.payload.element_size()
 
     def split(self) -> Sequence[Tensor]:
-        return torch.split(self.payload, list(self.to))
+        return torch.split(self.payload, list(self.sent_lengths))
 
 
 class Shift(Exchange):
     """The payload goes to the next rank, and each rank receives the payload of the previous one."""
 
-    def sent(self, size: int) -> float:
+    def count_sent_bytes(self, size: int) -> float:
         return self.bytes
 
 
 class Largest(Exchange):
     """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
-    def sent(self, size: int) -> float:
-        return 2 * super().sent(size)
+    def count_sent_bytes(self, size: int) -> float:
+        return 2 * super().count_sent_bytes(size)
 
 
 class FromFirst(Exchange):
@@ -98,18 +98,18 @@ class SentBytes:
     bytes: float = field(default=0.0)
 
     def add(self, exchange: Exchange) -> None:
-        self.bytes += exchange.sent(self.size)
+        self.bytes += exchange.count_sent_bytes(self.size)
 
 
 def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
     """Runs the programs of all ranks in lockstep in this process, and returns their results. `counted` counts the
     bytes that rank 0 sends.
     """
-    answers: list[Any] = [None] * len(programs)
+    received_data: list[Any] = [None] * len(programs)
     while True:
         requests = []
         results = []
-        for program, answer in zip(programs, answers, strict=True):
+        for program, answer in zip(programs, received_data, strict=True):
             try:
                 requests.append(program.send(answer))
             except StopIteration as end:
@@ -120,7 +120,7 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
             return results
         if counted is not None:
             counted.add(requests[0])
-        answers = _answer_exchanges(requests)
+        received_data = _answer_exchanges(requests)
 
 
 def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
@@ -142,7 +142,7 @@ def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
     return [torch.stack(payloads).amax(0) for _ in ranks]
 
 
-class Waits(Protocol):
+class AsyncOperation(Protocol):
     """An asynchronous operation of torch.distributed, with the method `wait`."""
 
     def wait(self) -> object: ...
@@ -155,12 +155,12 @@ class PendingExchange(Generic[T]):
     """
 
     program: Program[T]
-    sent: Sequence[Waits]
+    operations: Sequence[AsyncOperation]
     answer: Any
 
     def wait(self) -> T:
-        for waits in self.sent:
-            waits.wait()
+        for operation in self.operations:
+            operation.wait()
         return run_on_this_rank(self.program, answer=self.answer)
 
 
@@ -169,9 +169,9 @@ def start_program(program: Program[T]) -> PendingExchange[T]:
     while True:
         exchange = program.send(answer)
         asynchronous = not isinstance(exchange, Largest)
-        sent, answer = _start_exchange(exchange, None, asynchronous)
+        operations, answer = _start_exchange(exchange, None, asynchronous)
         if asynchronous:
-            return PendingExchange(program, sent, answer)
+            return PendingExchange(program, operations, answer)
 
 
 def run_on_this_rank(
@@ -196,12 +196,14 @@ def run_on_this_rank(
         if counted is not None:
             counted.add(exchange)
         with marker:
-            sent, answer = _start_exchange(exchange, group, False)
-            for waits in sent:
-                waits.wait()
+            operations, answer = _start_exchange(exchange, group, False)
+            for operation in operations:
+                operation.wait()
 
 
-def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous: bool) -> tuple[Sequence[Waits], Any]:
+def _start_exchange(
+    exchange: Exchange, group: ProcessGroup | None, asynchronous: bool
+) -> tuple[Sequence[AsyncOperation], Any]:
     """Starts an exchange. Returns the operations to wait for, and the tensors that will hold what this rank
     receives.
     """
@@ -211,19 +213,21 @@ def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous
     size = dist.get_world_size(group)
     payload = exchange.payload
     contiguous_payload = payload.contiguous()
-    pending: Waits | None
+    pending_operation: AsyncOperation | None
     answer: Any
     match exchange:
         case AllGather():
             answer = [torch.empty_like(payload) for _ in range(size)]
-            pending = dist.all_gather(answer, contiguous_payload, group, asynchronous)
+            pending_operation = dist.all_gather(answer, contiguous_payload, group, asynchronous)
         case AllToAll():
             answer = torch.empty_like(payload)
-            pending = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
-        case RowsToRanks(to=to, given=given):
-            received = payload.new_empty(sum(given))
-            pending = dist.all_to_all_single(received, contiguous_payload, list(given), list(to), group, asynchronous)
-            answer = torch.split(received, list(given))
+            pending_operation = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
+        case RowsToRanks(sent_lengths=sent_lengths, received_lengths=received_lengths):
+            received = payload.new_empty(sum(received_lengths))
+            pending_operation = dist.all_to_all_single(
+                received, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
+            )
+            answer = torch.split(received, list(received_lengths))
         case Shift():
             answer = torch.empty_like(payload)
             send_and_receive = [
@@ -233,8 +237,8 @@ def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous
             return dist.batch_isend_irecv(send_and_receive), answer
         case FromFirst():
             answer = payload.clone()
-            pending = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
+            pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
         case _:
             answer = payload.clone()
-            pending = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
-    return () if pending is None else (pending,), answer
+            pending_operation = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
+    return () if pending_operation is None else (pending_operation,), answer

@@ -16,7 +16,7 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.nn.parallel.ways import OUTPUTS, Cut
+from fp8bench.nn.parallel.ways import OUTPUT_DIMENSION, WeightCut
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Role
 
@@ -58,11 +58,11 @@ class GroupDelayedScale(DelayedScale):
         return super().next(x, repeat, self._max_over_ranks(largest_magnitude(x) if amax is None else amax))
 
 
-def cut_roles(cut: Cut) -> tuple[Role, ...]:
+def cut_roles(cut: WeightCut) -> tuple[Role, ...]:
     """Returns the roles of a layer's operands that the cut divides among the ranks. The operand of the third role is
     the same on all ranks.
     """
-    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
+    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUT_DIMENSION else Role.INPUT)
 
 
 def use_group_scales(arithmetic: Arithmetic, roles: Iterable[Role], max_over_ranks: MaxOverRanks) -> Arithmetic:

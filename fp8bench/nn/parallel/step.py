@@ -76,22 +76,22 @@ class RankDifference:
 
     loss: float
     weight: float
-    updates: Mapping[str, WeightUpdate]
+    update_by_weight: Mapping[str, WeightUpdate]
 
     @property
     def update(self) -> WeightUpdate:
-        return WeightUpdate(*map(sum, zip(*self.updates.values(), strict=True)))
+        return WeightUpdate(*map(sum, zip(*self.update_by_weight.values(), strict=True)))
 
     @property
-    def furthest(self) -> tuple[str, WeightUpdate]:
-        return max(self.updates.items(), key=lambda named: named[1].error)
+    def furthest_update(self) -> tuple[str, WeightUpdate]:
+        return max(self.update_by_weight.items(), key=lambda named: named[1].error)
 
     def figures(self) -> dict[str, float]:
         return {
             "loss_gap": self.loss,
             "weight_gap": self.weight,
             "update_error": self.update.error,
-            "furthest_error": self.furthest[1].error,
+            "furthest_error": self.furthest_update[1].error,
             "gain_error": abs(self.update.gain - 1),
         }
 
@@ -114,7 +114,7 @@ class Limits(NamedTuple):
         return Limits(*distances, self.gain + second.gain)
 
     def describe_excess(self, difference: RankDifference) -> str:
-        name, furthest = difference.furthest
+        name, furthest = difference.furthest_update
         update = difference.update
         figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
@@ -228,7 +228,7 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
     weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []
-    updates = {}
+    update_by_weight = {}
     for name, tensor in initial_weights.items():
         weight = weights[name].double()
         reference_weight = reference_weights[name].double()
@@ -240,5 +240,5 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
             reference_change.square().sum(),
             (change * reference_change).sum(),
         )
-        updates[name] = WeightUpdate(*map(float, squared_sums))
-    return RankDifference(float(max(loss_differences)), float(max(distances)), updates)
+        update_by_weight[name] = WeightUpdate(*map(float, squared_sums))
+    return RankDifference(float(max(loss_differences)), float(max(distances)), update_by_weight)

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fp8bench.nn.parallel.division import Division
 
 
-OUTPUTS = 0
-INPUTS = 1
+OUTPUT_DIMENSION = 0
+INPUT_DIMENSION = 1
 # The values of option `amax`. A rank scales its part of a tensor by the largest magnitude of this part (own), or by
 # that of the whole tensor on all ranks (group).
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 # Options that only some methods of division have, with their help texts.
-OPTIONS = {
+DIVISION_OPTIONS = {
     "wire": "the format in which gradients, weights or tokens are sent; stream: the format of the model's stream",
     "microbatches": "the number of parts of a batch that follow each other through a pipeline",
     "load": "how tokens get experts: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
@@ -81,22 +81,22 @@ class Job:
 class Way:
     """A method of dividing one model among several ranks.
 
-    `refuse` returns why a case is impossible, or ''. `divide` makes this rank's part of the model, and all ranks call
-    it together. `options` are those of OPTIONS that the method has, with all their values. `experts` is the number of
-    experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
+    `refuse` returns why a case is impossible, or ''. `make_division` makes this rank's part of the model, and all ranks
+    call it together. `options` are those of DIVISION_OPTIONS that the method has, with all their values. `experts` is
+    the number of experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
     """
 
     name: str
     summary: str
     refuse: Callable[[ParallelCase], str]
-    divide: Callable[[Job], Division]
+    make_division: Callable[[Job], Division]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
     experts: int = 0
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightCut:
     """How a weight is cut along dimension `dim`. The weight consists of parts with the sizes `parts`. Each rank gets
     its share of every part.
     """
@@ -119,18 +119,18 @@ class Cut:
         return torch.cat(joined_parts, self.dim)
 
 
-def list_cuts(config: GPTConfig) -> dict[str, Cut]:
+def list_cuts(config: GPTConfig) -> dict[str, WeightCut]:
     keys = config.key_heads * config.head_width
     up_parts = (config.hidden,) * (2 if config.modern else 1)
     return {
-        "attn.qkv": Cut(OUTPUTS, (config.width, keys, keys)),
-        "attn.out": Cut(INPUTS, (config.width,)),
-        "mlp.up": Cut(OUTPUTS, up_parts),
-        "mlp.down": Cut(INPUTS, (config.hidden,)),
+        "attn.qkv": WeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
+        "attn.out": WeightCut(INPUT_DIMENSION, (config.width,)),
+        "mlp.up": WeightCut(OUTPUT_DIMENSION, up_parts),
+        "mlp.down": WeightCut(INPUT_DIMENSION, (config.hidden,)),
     }
 
 
-def find_cut(parameter: str, config: GPTConfig) -> Cut | None:
+def find_cut(parameter: str, config: GPTConfig) -> WeightCut | None:
     path_parts = parameter.split(".")
     return list_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
 
@@ -156,13 +156,13 @@ def _divide_by(path: str) -> Callable[[Job], Division]:
     class needs torch, so it is imported when the function is called.
     """
 
-    def divide(job: Job) -> Division:
+    def make_division(job: Job) -> Division:
         return resolve_name(f"{__package__}.{path}")(job)
 
-    return divide
+    return make_division
 
 
-def refuse_batch(case: ParallelCase) -> str:
+def refuse_uneven_batch(case: ParallelCase) -> str:
     return explain_unequal(case.batch, "sequences", case.ranks, f": choose a multiple of {case.ranks}")
 
 
@@ -185,14 +185,14 @@ def refuse_rows(case: ParallelCase) -> str:
         return f"wire={wire} uses torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
     if wire in _TORCHAO_WIRES and case.facts.version_of("torchao") is None:
         return f"wire={wire} needs the package torchao: pip install torchao"
-    return refuse_batch(case)
+    return refuse_uneven_batch(case)
 
 
 def refuse_owners(case: ParallelCase) -> str:
     weights = 6 * case.config.layers
     if case.ranks > weights:
         return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weights}"
-    return refuse_batch(case)
+    return refuse_uneven_batch(case)
 
 
 def refuse_stages(case: ParallelCase, min_microbatches: int = 1) -> str:
@@ -212,7 +212,7 @@ def refuse_unfilled_stages(case: ParallelCase) -> str:
 
 
 def refuse_experts(case: ParallelCase) -> str:
-    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_batch(case)
+    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_uneven_batch(case)
 
 
 def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
@@ -259,7 +259,7 @@ WAYS = {
         Way(
             "ddp",
             "torch's DistributedDataParallel: every rank has the whole model, and ranks average their gradients",
-            refuse_batch,
+            refuse_uneven_batch,
             _divide_by("data_parallel:DDPModel"),
             {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
         ),

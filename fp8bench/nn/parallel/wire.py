@@ -89,7 +89,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
                 self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
-    def list_sent(self, rank: int) -> tuple[Sent, ...]:
+    def list_sent_bytes(self, rank: int) -> tuple[Sent, ...]:
         keys_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
         return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_by_bytes)
 
@@ -97,16 +97,16 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends
         and receives together at the end.
         """
-        open_works = []
+        open_operations = []
         for func, args in self._recorded_calls:
             result_leaves = tree_leaves(func(*args))
-            works: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
-            works = works or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
+            operations: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
+            operations = operations or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
             if func.name().partition(".")[0] in _POINT_TO_POINT:
-                open_works += works
+                open_operations += operations
             else:
-                _wait(works)
-        _wait(open_works)
+                _wait_for_operations(operations)
+        _wait_for_operations(open_operations)
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
@@ -124,14 +124,14 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _count_ranks(args: Sequence[Any]) -> int:
-    boxed_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-    if boxed_groups:
-        return int(dist.ProcessGroup.unbox(boxed_groups[0]).size())
+    process_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if process_groups:
+        return int(dist.ProcessGroup.unbox(process_groups[0]).size())
     return int(_resolve_process_group(args[-1]).size())
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
+def _wait_for_operations(operations: Sequence[Any]) -> None:
+    for work in operations:
         if isinstance(work, Tensor):
             torch.ops._c10d_functional.wait_tensor(work)
         else:

@@ -74,13 +74,13 @@ class ThreadedGroup(RankGroup):
     def max_over_ranks(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought(x)).amax(0)
 
-    def all_of(self, x: Tensor) -> list[Tensor]:
+    def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
         return self._brought(x)
 
-    def all_parts(self, x: Tensor) -> Tensor:
+    def gather_stacked(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought(x))
 
-    def own_part(self, parts: Tensor) -> Tensor:
+    def reduce_own_part(self, parts: Tensor) -> Tensor:
         return torch.stack(self._brought(parts)).sum(0)[self.rank]
 
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ def on_board(place: Place, program: Program[T]) -> T:
             return result
         payloads = place.board.all_of(place.number, exchange.payload)
         if isinstance(exchange, RowsToRanks):
-            to = place.board.all_of(place.number, torch.tensor(exchange.to))
+            to = place.board.all_of(place.number, torch.tensor(exchange.sent_lengths))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
         elif isinstance(exchange, AllToAll):
             answer = torch.stack([rows[place.number] for rows in payloads])

@@ -30,7 +30,7 @@ def of_all(program: str, values: list[Tensor]) -> list[Tensor]:
 
 def test_a_mean_is_everybodys_whatever_its_length() -> None:
     values = [torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-    result, expected = of_all("mean_of", values), torch.stack(values).mean(0)
+    result, expected = of_all("average_over_ranks", values), torch.stack(values).mean(0)
     for tensor in result:
         assert torch.equal(tensor, result[0]) and len(tensor) == 100
         assert (tensor - expected).norm() < ROUNDING * expected.norm()
@@ -38,7 +38,7 @@ def test_a_mean_is_everybodys_whatever_its_length() -> None:
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]
-    for result in of_all("join", values):
+    for result in of_all("join_parts", values):
         for tensor, part in zip(result.chunk(RANKS), values, strict=True):
             assert (tensor - part).norm() < ROUNDING * part.norm()
 

@@ -83,7 +83,7 @@ def trained_by(
         losses = []
         for tokens, targets in batches(config):
             loss = model.loss(tokens, targets, SilentPhases())
-            losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
+            losses.append(float(torch.stack(model._shared_group.gather_from_ranks(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.drop_gradients()
         return losses, {name: tensor - before[name] for name, tensor in model.gather_weights().items()}
