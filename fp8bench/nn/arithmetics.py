@@ -146,24 +146,26 @@ class RecipeArithmetic(Arithmetic):
 
     def memory(self) -> dict[str, Tensor]:
         memory: dict[str, Tensor] = {}
-        for role, stateful in self._list_stateful_parts().items():
-            memory |= {f"{role}.{name}": tensor for name, tensor in stateful.memory().items()}
+        for role, stateful_part in self._list_stateful_parts().items():
+            memory |= {f"{role}.{name}": tensor for name, tensor in stateful_part.memory().items()}
         return memory
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        for role, stateful in self._list_stateful_parts().items():
+        for role, stateful_part in self._list_stateful_parts().items():
             prefix = f"{role}."
-            stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
+            stateful_part.recall(
+                {name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)}
+            )
 
     def _list_stateful_parts(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
         """Returns the scales and seeds that persist between casts, by role and kind."""
-        stateful: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
+        stateful_parts: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
         for role, scale in self.scales.items():
             if isinstance(scale, DelayedScale | StaticScale):
-                stateful[f"{role}.scale"] = scale
+                stateful_parts[f"{role}.scale"] = scale
         for role, draws in self._seeds.items():
-            stateful[f"{role}.draws"] = draws
-        return stateful
+            stateful_parts[f"{role}.draws"] = draws
+        return stateful_parts
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _is_recast(role))
@@ -245,16 +247,16 @@ class _SeedSequence:
         `repeat` the kernel uses the last seed again.
         """
         previous = self._seed
-        last = (
+        last_seed = (
             previous
             if previous is not None
             else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)
         )
-        new_last = torch.empty_like(last)
+        new_last_seed = torch.empty_like(last_seed)
         if repeat and previous is not None:
-            return Draw(last, new_last, (0,))
-        self._seed = new_last
-        return Draw(last, new_last, tuple(range(1, count + 1)))
+            return Draw(last_seed, new_last_seed, (0,))
+        self._seed = new_last_seed
+        return Draw(last_seed, new_last_seed, tuple(range(1, count + 1)))
 
     def memory(self) -> dict[str, Tensor]:
         return {} if self._seed is None else {"seed": self._seed}
@@ -294,8 +296,10 @@ class ScaledArithmetic(RecipeArithmetic):
         if not self._can_share_cast(role):
             if treatment.scaling is None or not self._has_equal_casts(role):
                 return self.cast(tensor, role), None
-            both_casts = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
-            return Operand(*both_casts[0], role is Role.GRADIENT), Operand(*both_casts[1], role is Role.GRADIENT)
+            row_and_column_casts = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
+            return Operand(*row_and_column_casts[0], role is Role.GRADIENT), Operand(
+                *row_and_column_casts[1], role is Role.GRADIENT
+            )
         inverse, *codes_of_both = self._encode_tensor(tensor, role, _is_recast(role), both=True, amax=amax)
         straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None)
         return straight, turned
@@ -335,8 +339,8 @@ class ScaledArithmetic(RecipeArithmetic):
             return self.scales[role].next(tensor, repeat, amax)
         treatment = self.treatments[role]
         if treatment.scaling is None:
-            unit = torch.ones((), dtype=torch.float32, device=tensor.device)
-            return unit, unit
+            scale_of_one = torch.ones((), dtype=torch.float32, device=tensor.device)
+            return scale_of_one, scale_of_one
         amax = largest_magnitude(tensor) if amax is None else amax
         return current_scale(amax, treatment.fmt, treatment.scaling.rounding)
 
@@ -353,12 +357,12 @@ class ScaledArithmetic(RecipeArithmetic):
             raise ValueError("CUDA has no product of two E5M2 tensors: cast one of them to E4M3")
         if a.scale is None or b.scale is None:
             raise ValueError("a float8 operand has no scale: cast it with this arithmetic")
-        tensor_wise = self._has_tensor_scales
-        scaling_type = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
+        has_tensor_scales = self._has_tensor_scales
+        scaling_type = (ScalingType.TensorWise if has_tensor_scales else ScalingType.RowWise).value
         # The scales of the second operand's columns must be a row vector. torch also accepts a column vector, but
         # then computes a wrong product.
-        scale_b = b.scale if tensor_wise else b.scale.t()
-        output_dtype = dtype if tensor_wise or self.row_output_dtype is None else self.row_output_dtype
+        scale_b = b.scale if has_tensor_scales else b.scale.t()
+        output_dtype = dtype if has_tensor_scales or self.row_output_dtype is None else self.row_output_dtype
         accumulates_fast = not (a.gradient or b.gradient)
         # functional.scaled_mm calls this operator, but torch 2.11 cannot compile functional.scaled_mm.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8bench.protocols import Arithmetic, Role
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundedTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
         ctx.arithmetic = arithmetic
@@ -30,8 +30,8 @@ class _Rounded(torch.autograd.Function):
 
 def round_values(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     """Rounds a tensor by an arithmetic's cast and returns the rounded values in the tensor's dtype."""
-    flat = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    y = arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    y = arithmetic.restore(arithmetic.cast(rows, role), x.dtype).view(x.shape)
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # images keep their strides
 
 
@@ -46,7 +46,7 @@ def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -
         return x
     if arithmetic.plain:
         return x.to(arithmetic.carrier)
-    return _Rounded.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
+    return _RoundedTensor.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
 
 
 def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:

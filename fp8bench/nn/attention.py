@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.nn.linear import ChooseArithmetic, Linear, region
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -63,11 +63,11 @@ class FusedCore:
 
 
 def compute_fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32 and q.device.type != "cpu":
+    has_shared_key_heads = q.shape[1] != k.shape[1]
+    if has_shared_key_heads and q.dtype == torch.float32 and q.device.type != "cpu":
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-        grouped = False
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        has_shared_key_heads = False
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=has_shared_key_heads)
 
 
 class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
@@ -172,8 +172,8 @@ class EmulatedCore:
             scores = scores.masked_fill(is_masked, -math.inf)
         probabilities = self._round(scores.softmax(-1), "probabilities")
         values = self._round(v.transpose(-1, -2), "values")
-        mixed = _join_heads(probabilities, values) @ values.transpose(-1, -2)
-        return mixed.view(q.shape).to(q.dtype)
+        mixed_values = _join_heads(probabilities, values) @ values.transpose(-1, -2)
+        return mixed_values.view(q.shape).to(q.dtype)
 
     def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
@@ -225,7 +225,7 @@ class SelfAttention(nn.Module):
     """Self-attention with one product for queries, keys and values, the core, and the output product."""
 
     def __init__(
-        self, width: int, heads: int, key_heads: int, gain: float, choose: Choose, core: AttentionCore
+        self, width: int, heads: int, key_heads: int, gain: float, choose: ChooseArithmetic, core: AttentionCore
     ) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -242,8 +242,8 @@ class SelfAttention(nn.Module):
             k = apply_rotary(k, rotation)
         if cache is not None:
             k, v = cache.store(k, v, phase)
-        mixed = region(phase.attention, cache or self.core, q, k, v)
-        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
+        mixed_values = region(phase.attention, cache or self.core, q, k, v)
+        y: Tensor = self.out(mixed_values.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 
     def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:

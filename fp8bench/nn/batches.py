@@ -74,8 +74,8 @@ class TokenLoader:
 
     def _draw_windows(self) -> Tensor:
         window_length = self._length + self._tokens_per_id
-        starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
-        ids = np.stack([self._tokens[start : start + window_length] for start in starts]).astype(np.int64)
+        window_starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + window_length] for start in window_starts]).astype(np.int64)
         if self._tokens_per_id == 2:
             ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
         return torch.from_numpy(ids % self._vocabulary)
@@ -87,21 +87,21 @@ _ZLIB_LEVEL = 6
 _BYTE_MEAN = 127.5
 _BYTE_DEVIATION = 63.75
 
-SINGLE = np.dtype(np.float32)
-DOUBLE = np.dtype(np.float64)
-Bytes = NDArray[np.uint8]
-Indices = NDArray[np.int64]
+FLOAT32_DTYPE = np.dtype(np.float32)
+FLOAT64_DTYPE = np.dtype(np.float64)
+ByteArray = NDArray[np.uint8]
+IndexArray = NDArray[np.int64]
 
 
-def draw_text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
+def draw_text_records(path: str, count: int, size: int, random: np.random.Generator) -> ByteArray:
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
-    starts = random.integers(0, len(tokens) - size + 1, count)
-    return np.stack([tokens[start : start + size] for start in starts]).astype(np.uint8)
+    record_starts = random.integers(0, len(tokens) - size + 1, count)
+    return np.stack([tokens[start : start + size] for start in record_starts]).astype(np.uint8)
 
 
-def normalise_bytes(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
+def normalise_bytes(values: ByteArray, dtype: np.dtype[np.floating] = FLOAT32_DTYPE) -> NDArray[np.floating]:
     result = values.astype(dtype)
     result -= _BYTE_MEAN
     result /= _BYTE_DEVIATION
@@ -114,20 +114,21 @@ class CompressedRecords:
     A batch is a tensor (batch, size) of normalised fp32 numbers on the host.
     """
 
-    def __init__(self, records: Bytes) -> None:
-        compressed = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
-        record_ends = np.cumsum([len(content) for content in compressed])
+    def __init__(self, records: ByteArray) -> None:
+        compressed_records = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
+        record_ends = np.cumsum([len(content) for content in compressed_records])
         self._record_slices = [
-            slice(end - len(content), end) for end, content in zip(record_ends.tolist(), compressed, strict=True)
+            slice(end - len(content), end)
+            for end, content in zip(record_ends.tolist(), compressed_records, strict=True)
         ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:
-            file.write(b"".join(compressed))
+            file.write(b"".join(compressed_records))
             file.flush()
             # The file has no name. It exists as long as this mapping.
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
-    def read_batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
+    def read_batch(self, indices: IndexArray, into: Tensor | None = None) -> Tensor:
         """Returns the decoded records with these indices. With `into`, an earlier batch of the same size, they are
         written to that batch.
         """
@@ -143,14 +144,14 @@ class CompressedRecords:
 class DecodedRecords:
     """Records that are stored decoded in memory."""
 
-    def __init__(self, records: Bytes) -> None:
+    def __init__(self, records: ByteArray) -> None:
         self._values = torch.from_numpy(normalise_bytes(records))
 
-    def read_batch(self, indices: Indices) -> Tensor:
+    def read_batch(self, indices: IndexArray) -> Tensor:
         return self._values.index_select(0, torch.from_numpy(indices))
 
 
-Records = CompressedRecords | DecodedRecords
+StoredRecords = CompressedRecords | DecodedRecords
 
 
 class DeviceBuffers:

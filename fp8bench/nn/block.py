@@ -24,18 +24,18 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to, widen_dtype
 from fp8bench.nn.attention import AttentionCore, Cache, SelfAttention
 from fp8bench.nn.experts import Experts
-from fp8bench.nn.linear import Choose, Linear, number_parts, prefix_names
-from fp8bench.nn.parts import FeedForward, Norm, drop
+from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts, prefix_names
+from fp8bench.nn.parts import FeedForward, Norm, apply_dropout
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
 
 def build_blocks(
-    config: GPTConfig, choose: Choose, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
+    config: GPTConfig, choose: ChooseArithmetic, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
 ) -> nn.ModuleList:
     """Builds the blocks of a model, whose layers are named `blocks.N...`."""
-    scopes = number_parts(choose, "blocks", config.layers)
-    return nn.ModuleList(Block(config, scope, core, dropout, adaptive) for scope in scopes)
+    choose_by_block = number_parts(choose, "blocks", config.layers)
+    return nn.ModuleList(Block(config, choose_in_block, core, dropout, adaptive) for choose_in_block in choose_by_block)
 
 
 class Block(nn.Module):
@@ -47,7 +47,12 @@ class Block(nn.Module):
     unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
-        self, config: GPTConfig, choose: Choose, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
+        self,
+        config: GPTConfig,
+        choose: ChooseArithmetic,
+        core: AttentionCore,
+        dropout: float = 0.0,
+        adaptive: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = dropout
@@ -97,7 +102,7 @@ class Block(nn.Module):
         """Converts a branch's output to the dtype of the stream, and applies dropout. The layer that made it may have
         a different carrier.
         """
-        return drop(change.to(dtype), self.dropout if self.training else 0.0)
+        return apply_dropout(change.to(dtype), self.dropout if self.training else 0.0)
 
 
 class Modulation(nn.Module):
@@ -105,14 +110,14 @@ class Modulation(nn.Module):
     (batch, 1, width).
     """
 
-    def __init__(self, width: int, count: int, choose: Choose) -> None:
+    def __init__(self, width: int, count: int, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.count = count
         self.product = Linear(width, count * width, choose("modulation"))
 
     def forward(self, time: Tensor, phase: Phases, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        vectors: Tensor = self.product(time, phase).to(dtype)[:, None]
-        return vectors.chunk(self.count, dim=-1)
+        modulation_vectors: Tensor = self.product(time, phase).to(dtype)[:, None]
+        return modulation_vectors.chunk(self.count, dim=-1)
 
 
 class ModulatedNorm(nn.Module):

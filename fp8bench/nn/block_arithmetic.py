@@ -18,8 +18,8 @@ from fp8bench.nn.rotations import rotate_and_find_amaxes
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Operand, Role
 
-_ROW_SCALING = ScalingType.BlockWise1x128.value
-_SQUARE_SCALING = ScalingType.BlockWise128x128.value
+_ROW_BLOCK_SCALING = ScalingType.BlockWise1x128.value
+_SQUARE_BLOCK_SCALING = ScalingType.BlockWise128x128.value
 _FP8_BLOCK = 128
 _MX_BLOCK = 32
 _NVFP4_BLOCK = 16
@@ -62,8 +62,8 @@ class BlockArithmetic(RecipeArithmetic):
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         if not self._is_rotated(role) or not self._has_tiled_scales(role):
             return super().cast_transpose(source, role)
-        rotated = rotate_and_find_amaxes(source, self._signs)
-        return self._cast_to_tiles(rotated.values, role, repeat=False, amaxes=rotated.amaxes)
+        rotated_tensor = rotate_and_find_amaxes(source, self._signs)
+        return self._cast_to_tiles(rotated_tensor.values, role, repeat=False, amaxes=rotated_tensor.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
@@ -95,10 +95,10 @@ class BlockArithmetic(RecipeArithmetic):
             turned, *amaxes_found = rotate_and_find_amaxes(turned, self._signs)
             amaxes = amaxes_found[::-1]
         seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
-        both_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
+        row_and_column_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
         rows, columns = tensor.shape
         gradient = role is Role.GRADIENT
-        return Operand(*both_casts[0], gradient, columns), Operand(*both_casts[1], gradient, rows)
+        return Operand(*row_and_column_casts[0], gradient, columns), Operand(*row_and_column_casts[1], gradient, rows)
 
     def _has_tiled_scales(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
@@ -121,8 +121,8 @@ class BlockArithmetic(RecipeArithmetic):
 
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
-        column_blocks = count_blocks(operand.data.shape[1], _FP8_BLOCK)
-        turned = store_square_scales(read_square_scales(operand.scale, column_blocks).t())
+        column_block_count = count_blocks(operand.data.shape[1], _FP8_BLOCK)
+        turned = store_square_scales(read_square_scales(operand.scale, column_block_count).t())
         return Operand(transpose_codes(operand.data), turned, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -182,9 +182,9 @@ class DeepGemmArithmetic(BlockArithmetic):
             output = torch.zeros(shape, dtype=torch.float32, device=device)
             deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK))
         else:
-            column_blocks = count_blocks(b.data.shape[1], _FP8_BLOCK)
+            column_block_count = count_blocks(b.data.shape[1], _FP8_BLOCK)
             output = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            second = b.data, read_square_scales(b.scale, column_blocks).contiguous()
+            second = b.data, read_square_scales(b.scale, column_block_count).contiguous()
             deep_gemm.fp8_gemm_nt(first, second, output, recipe=(1, _FP8_BLOCK, _FP8_BLOCK))
         return to_dtype(output, dtype)
 
@@ -195,7 +195,7 @@ def _unpack_scales(operand: Operand) -> tuple[list[Tensor], list[int], list[int]
         raise ValueError("an operand has codes but no block scales: cast it with this arithmetic")
     # float32 scales are stored by rows or squares, and those of MX and NVFP4 in the tiles that the tensor cores read.
     if scale.dtype == torch.float32:
-        return [scale], [_ROW_SCALING if _has_row_scales(operand.data, scale) else _SQUARE_SCALING], []
+        return [scale], [_ROW_BLOCK_SCALING if _has_row_scales(operand.data, scale) else _SQUARE_BLOCK_SCALING], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value
     if scale.dtype == torch.float8_e8m0fnu:
         return [scale], [ScalingType.BlockWise1x32.value], [tiles]
@@ -217,11 +217,11 @@ def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
 
 def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
-        column_blocks = count_blocks(data.shape[1], _FP8_BLOCK)
+        column_block_count = count_blocks(data.shape[1], _FP8_BLOCK)
         matrix = (
             scale
             if _has_row_scales(data, scale)
-            else read_square_scales(scale, column_blocks).repeat_interleave(_FP8_BLOCK, 0)
+            else read_square_scales(scale, column_block_count).repeat_interleave(_FP8_BLOCK, 0)
         )
         return data.to(torch.float32) * _repeat_scales(matrix, _FP8_BLOCK, data.shape)
     elements = _decode_codes(data)

@@ -67,13 +67,13 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     recorded: dict[tuple[str, Role], list[Tensor]] = {}
     config = SIZES[TRAINED_SIZE]
 
-    def choose(name: str) -> Arithmetic:
+    def make_capturing_arithmetic(name: str) -> Arithmetic:
         return _Capturing(name, recorded)
 
     # With one thread and plain float32 products the tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
-        model = GPT(config, choose, torch.float32)
+        model = GPT(config, make_capturing_arithmetic, torch.float32)
         loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)
         optimizer = _Adam(list(model.parameters()))
         for step in range(TRAINING_STEPS):

@@ -92,12 +92,12 @@ class ServedNorm:
         self.weight = weight
         self.arithmetic = arithmetic
         self.carrier = carrier
-        self.form = norm.root_mean_square, norm.epsilon
+        self.norm_options = norm.root_mean_square, norm.epsilon
         self.dtype = widen_dtype(carrier) if arithmetic is None else weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         x_cast = cast_to(x, self.arithmetic).to(self.dtype)
-        return normalise(x_cast, self.weight.to(self.dtype), *self.form).to(self.carrier)
+        return normalise(x_cast, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
 
 
 class Decoder(nn.Module):
@@ -114,7 +114,7 @@ class Decoder(nn.Module):
         self,
         config: GPTConfig,
         weight: ReadWeight,
-        keep: StoreWeight,
+        store_weight: StoreWeight,
         kv: str,
         carrier: torch.dtype,
         sizes: tuple[int, int],
@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         self.vocabulary = config.vocabulary
         self.around = around or {}
         self._weight = weight
-        self._keep = keep
+        self._store_weight = store_weight
 
         # 1. Make the layers around the blocks.
         self.embedding = self._cast_part_weight("embedding", "embedding")
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         has_shared_head = config.tied and "embedding" not in self.around
         head = self.embedding if has_shared_head else self._weight("embedding" if config.tied else "head.weight")
         self.head = self._make_linear("head", head)
-        del self._weight, self._keep
+        del self._weight, self._store_weight
 
         # 3. Make an empty cache.
         self.calibrates = False
@@ -189,14 +189,14 @@ class Decoder(nn.Module):
         vars(parent)[name] = served
 
     def _make_linear(self, path: str, weight: Tensor) -> ServedLinear:
-        self.layers[path] = stored = self._keep(path, weight)
-        return ServedLinear(stored)
+        self.layers[path] = stored_weight = self._store_weight(path, weight)
+        return ServedLinear(stored_weight)
 
     def _make_norm(self, path: str, norm: Norm) -> ServedNorm:
         weight = self._cast_part_weight(f"{path}.weight", path)
-        served = ServedNorm(norm, weight, self.around.get(path), self.carrier)
-        self.norms.append(served)
-        return served
+        served_norm = ServedNorm(norm, weight, self.around.get(path), self.carrier)
+        self.norms.append(served_norm)
+        return served_norm
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         """Returns the logits of the last new token, or with `every` those of every new token. They are (batch, new
@@ -235,8 +235,8 @@ class Decoder(nn.Module):
 
     def weight_bytes(self) -> int:
         tensors = [norm.weight for norm in self.norms] + [experts.router for experts in self.experts]
-        for stored in self.layers.values():
-            tensors += stored.tensors()
+        for stored_weight in self.layers.values():
+            tensors += stored_weight.tensors()
         tensors += [self.embedding] if self.positions is None else [self.embedding, self.positions]
         distinct_tensors = {
             tensor.data_ptr(): tensor for tensor in tensors
@@ -246,13 +246,13 @@ class Decoder(nn.Module):
     def expert_bytes(self) -> int:
         """Returns the bytes of the expert weights that the last pass read."""
         loads = self.loads
-        total = 0
-        for path, stored in self.layers.items():
+        total_bytes = 0
+        for path, stored_weight in self.layers.items():
             # Count experts only: the path of an expert's layer has the number of the block and that of the expert.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
             if expert and loads[int(block)][int(expert.partition(".")[0])]:
-                total += sum(tensor.nbytes for tensor in stored.tensors())
-        return total
+                total_bytes += sum(tensor.nbytes for tensor in stored_weight.tensors())
+        return total_bytes
 
     def weight_count(self) -> int:
         return sum(prod(shape) for shape, _ in list_weight_shapes(self.config).values())

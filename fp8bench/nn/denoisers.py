@@ -19,7 +19,7 @@ from fp8bench.nn.around import cast_to, start_stream, widen_dtype
 from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.block import ModulatedNorm, Modulation, build_blocks
 from fp8bench.nn.convolution import Convolution
-from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
 from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, count_heads
 from fp8bench.protocols import Arithmetic, Phases, Role
 
@@ -31,7 +31,7 @@ class TimeEmbedding(nn.Module):
     sines and cosines are computed in fp32 or wider.
     """
 
-    def __init__(self, width: int, time_dtype: torch.dtype, choose: Choose) -> None:
+    def __init__(self, width: int, time_dtype: torch.dtype, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.time_dtype = time_dtype
         self.up = Linear(FREQUENCIES, width, choose("up"))
@@ -58,7 +58,12 @@ class DiT(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
+        self,
+        sizes: DenoiserSizes,
+        choose: ChooseArithmetic,
+        carrier: torch.dtype,
+        time_dtype: torch.dtype,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.carrier = carrier
@@ -113,7 +118,7 @@ class TimedResidual(nn.Module):
 
     residual: Arithmetic | None = None
 
-    def __init__(self, inputs: int, outputs: int, width: int, choose: Choose) -> None:
+    def __init__(self, inputs: int, outputs: int, width: int, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.norms = nn.ModuleList((GroupNorm(inputs), GroupNorm(outputs)))
         self.conv1 = Convolution(inputs, outputs, choose("conv1"))
@@ -136,7 +141,12 @@ class UNet(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
+        self,
+        sizes: DenoiserSizes,
+        choose: ChooseArithmetic,
+        carrier: torch.dtype,
+        time_dtype: torch.dtype,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.carrier = carrier
@@ -169,10 +179,12 @@ class UNet(nn.Module):
         for block in self.down:
             x = block(x, time_vector, phase)
         # 2. Run the middle blocks and attention at half the resolution.
-        enter, leave = self.middle
-        half_resolution = enter(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase)
+        first_middle_block, second_middle_block = self.middle
+        half_resolution = first_middle_block(
+            F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase
+        )
         mixed = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
-        half_resolution = leave(
+        half_resolution = second_middle_block(
             cast_to(half_resolution + mixed.view(half_resolution.shape).to(half_resolution.dtype), residual),
             time_vector,
             phase,

@@ -20,7 +20,7 @@ from fp8bench.nn.attention import AttentionCore, FusedCore, HeadwiseCore, select
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.denoisers import DENOISERS
 from fp8bench.nn.exercise import Exercise, make_exercise
-from fp8bench.nn.linear import Choose, Linear, free_weight
+from fp8bench.nn.linear import ChooseArithmetic, Linear, free_weight
 from fp8bench.nn.sizes import CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import to_dtype
@@ -81,8 +81,8 @@ class Sampling(Exercise):
                 pass
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        *_, last = self.sample_latents(SilentPhases())
-        return last, ()
+        *_, last_latent = self.sample_latents(SilentPhases())
+        return last_latent, ()
 
     def sample_latents(self, phase: Phases) -> Iterator[Tensor]:
         latent = self.inputs[0]
@@ -106,15 +106,15 @@ class Sampling(Exercise):
         if self.plan.guidance == "none":
             velocity = predict(latent, condition)
         else:
-            no_condition = torch.zeros_like(condition)
+            zero_condition = torch.zeros_like(condition)
             if self.plan.guidance == "twice":
-                conditioned = predict(latent, condition)
-                unconditioned = predict(latent, no_condition)
+                conditioned_velocity = predict(latent, condition)
+                unconditioned_velocity = predict(latent, zero_condition)
             else:
-                conditioned, unconditioned = predict(
-                    torch.cat((latent, latent)), torch.cat((condition, no_condition))
+                conditioned_velocity, unconditioned_velocity = predict(
+                    torch.cat((latent, latent)), torch.cat((condition, zero_condition))
                 ).chunk(2)
-            velocity = unconditioned + GUIDANCE_WEIGHT * (conditioned - unconditioned)
+            velocity = unconditioned_velocity + GUIDANCE_WEIGHT * (conditioned_velocity - unconditioned_velocity)
 
         # 2. Mix the image and noise that latent and velocity imply for the next time step.
         velocity = velocity.to(latent.dtype)
@@ -124,7 +124,7 @@ class Sampling(Exercise):
 
 
 def _cast_layer_weight(layer: Linear | Convolution, arithmetic: Arithmetic) -> _LayerAttributes:
-    weight = layer.shape_weight() if isinstance(layer, Convolution) else layer.weight
+    weight = layer.reshape_weight() if isinstance(layer, Convolution) else layer.weight
     operand = arithmetic.cast(weight.detach(), Role.WEIGHT)
     # sampling needs no gradient, so the operand is not transposed
     return {"arithmetic": arithmetic, "operands": (operand, operand)}
@@ -143,20 +143,20 @@ def measure_step_errors(
     """
     phases = SilentPhases()
     exact_latents = list(exact.sample_latents(phases))
-    starts = [exact.inputs[0], *exact_latents[:-1]]
+    step_starts = [exact.inputs[0], *exact_latents[:-1]]
 
-    def sample_both_ways(sampling: Sampling) -> dict[str, list[Tensor]]:
+    def sample_whole_and_by_step(sampling: Sampling) -> dict[str, list[Tensor]]:
         latents_from_noise = list(sampling.sample_latents(phases))
         latents_after_one_step = []
-        for step, start in enumerate(starts):
+        for step, start in enumerate(step_starts):
             latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
         return {"free": latents_from_noise, "single": latents_after_one_step}
 
     # 1. Sample in all arithmetics. The variant also uses a different attention kernel.
     with select_attention_kernel("math"):
-        variant_latents = sample_both_ways(variant)
-    low_latents = sample_both_ways(low)
-    carrier_latents = sample_both_ways(carrier_sampling)
+        variant_latents = sample_whole_and_by_step(variant)
+    low_latents = sample_whole_and_by_step(low)
+    carrier_latents = sample_whole_and_by_step(carrier_sampling)
 
     # 2. Compare the latents after each step.
     errors: dict[str, float] = {}
@@ -201,7 +201,12 @@ class DenoiserTraining(Exercise):
 
 
 def make_denoiser_state(
-    setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
+    setup: Setup,
+    sizes: DenoiserSizes,
+    plan: SamplerPlan | None,
+    choose: ChooseArithmetic,
+    carrier: torch.dtype,
+    rounded: bool,
 ) -> Sampling | DenoiserTraining:
     """Returns a Sampling if there is a plan, and otherwise a DenoiserTraining. Noise, images, conditions and times
     follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.linear import Choose, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, number_parts
 from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Phases, SilentPhases
@@ -28,11 +28,11 @@ _HEAD_SCALE = 2.0
 
 class Exits(NamedTuple):
     """The rule by which rows leave after each block but the last. Only one of the two fields is set. `thresholds` are
-    confidences below which a row stays. `staying` has the positions of the rows that stay.
+    confidences below which a row stays. `staying_rows` has the positions of the rows that stay.
     """
 
     thresholds: tuple[float, ...] = ()
-    staying: tuple[Tensor, ...] = ()
+    staying_rows: tuple[Tensor, ...] = ()
 
 
 class EarlyExit(nn.Module):
@@ -42,10 +42,12 @@ class EarlyExit(nn.Module):
 
     exits: Exits | None = None
 
-    def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: Choose) -> None:
+    def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: ChooseArithmetic) -> None:
         super().__init__()
-        scopes = number_parts(choose, "blocks", depth)
-        self.blocks = nn.ModuleList(FeedForward(width, hidden, False, 1.0, scope) for scope in scopes)
+        choose_by_block = number_parts(choose, "blocks", depth)
+        self.blocks = nn.ModuleList(
+            FeedForward(width, hidden, False, 1.0, choose_in_block) for choose_in_block in choose_by_block
+        )
         self.head = nn.Parameter(_HEAD_SCALE * torch.randn(classes, width) * width**-0.5)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -58,9 +60,9 @@ class EarlyExit(nn.Module):
         """Yields two things for each block: the indices of the rows that it gets, and their logits after it."""
         rows = torch.arange(len(x), device=x.device)
         for number, block in enumerate(self.blocks):
-            x = x + to_dtype(block(_normalise(x), phase), x.dtype)
+            x = x + to_dtype(block(_normalise_rows(x), phase), x.dtype)
             with phase.gemm:
-                logits = _normalise(x) @ to_dtype(self.head, x.dtype).t()
+                logits = _normalise_rows(x) @ to_dtype(self.head, x.dtype).t()
             yield rows, logits
             if self.exits is None or number == len(self.blocks) - 1:
                 continue
@@ -70,8 +72,8 @@ class EarlyExit(nn.Module):
             confidences = compute_confidence(logits)
             exits = self.exits
             staying_rows = (
-                exits.staying[number]
-                if exits.staying
+                exits.staying_rows[number]
+                if exits.staying_rows
                 else (confidences < exits.thresholds[number]).nonzero().squeeze(-1)
             )
             x = x[staying_rows]
@@ -80,14 +82,14 @@ class EarlyExit(nn.Module):
                 return
 
     def count_blocks(self, x: Tensor) -> Tensor:
-        block_counts = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        block_count_by_row = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         with torch.no_grad():
             for rows, _ in self.iterate_blocks(x, SilentPhases()):
-                block_counts[rows] += 1
-        return block_counts
+                block_count_by_row[rows] += 1
+        return block_count_by_row
 
 
-def _normalise(x: Tensor) -> Tensor:
+def _normalise_rows(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
@@ -101,11 +103,11 @@ def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -
     each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
-    staying = []
+    staying_rows = []
     for count, remaining in itertools.pairwise(rows):
-        row_numbers = torch.randperm(count, generator=generator)[:remaining].sort().values
-        staying.append(row_numbers.to(device))
-    return Exits(staying=tuple(staying))
+        row_indices = torch.randperm(count, generator=generator)[:remaining].sort().values
+        staying_rows.append(row_indices.to(device))
+    return Exits(staying_rows=tuple(staying_rows))
 
 
 def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
@@ -113,11 +115,11 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
     `rows` states for it.
     """
     thresholds: list[float] = []
-    staying = torch.arange(len(x), device=x.device)
+    staying_rows = torch.arange(len(x), device=x.device)
     with torch.no_grad():
-        for count, (row_numbers, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
+        for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
             # 1. In `exact` no row leaves. So select the rows that would stay under all earlier thresholds.
-            confidences = compute_confidence(logits[torch.isin(row_numbers, staying)])
+            confidences = compute_confidence(logits[torch.isin(row_indices, staying_rows)])
             sorted_confidences = confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:
                 raise UsageError(
@@ -126,7 +128,7 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
                 )
             # 2. Put the threshold half-way between two rows, so that rounding does not move a row across it.
             thresholds.append(float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0)
-            staying = staying[confidences < thresholds[-1]]
+            staying_rows = staying_rows[confidences < thresholds[-1]]
     # 3. Blocks that no row reaches still need a threshold.
     unreached_blocks = len(exact.blocks) - 1 - len(thresholds)
     return Exits((*thresholds, *[math.inf] * unreached_blocks))

@@ -81,8 +81,8 @@ def make_exercise(
     """
     params = setup.params
     # fork_rng restores the process's random state afterwards.
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
-    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
+    gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
+    with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
         wrap_model_forward(layer)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fp8bench.formats.recipes import round_up
 from fp8bench.nn.around import cast_to, start_stream, widen_dtype
-from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, Linear, grouped_linear, linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import EXPERTS_PER_TOKEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -66,17 +66,17 @@ class ServedExperts:
         self.loads: list[int] = []
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        token_rows = x.reshape(-1, x.shape[-1])
         router_dtype = widen_dtype(x.dtype)
-        scores, chosen = F.linear(flat.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
+        scores, chosen = F.linear(token_rows.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
         # The host waits for the device here, because it must know each expert's number of tokens.
         self.loads = copy_counts_to_host(count_tokens(chosen, len(self.router)))
         # Sort the rows by expert, so that each expert's rows are adjacent. The inverse order restores them.
-        order = chosen.flatten().argsort(stable=True)
-        rows_by_expert = torch.split_with_sizes(flat[order // self.top_k], self.loads)
+        row_order = chosen.flatten().argsort(stable=True)
+        rows_by_expert = torch.split_with_sizes(token_rows[row_order // self.top_k], self.loads)
         pairs = zip(self.experts, rows_by_expert, strict=True)
         outputs = torch.cat([expert(rows, phase) for expert, rows in pairs if len(rows)])
-        rows = outputs[order.argsort()].view(len(flat), self.top_k, -1)
+        rows = outputs[row_order.argsort()].view(len(token_rows), self.top_k, -1)
         return combine_rows(rows, scores).to(x.dtype).view(x.shape)
 
 
@@ -94,19 +94,21 @@ class Experts(nn.Module):
     planned_experts: Tensor | None = None
     ranks = 1
 
-    def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
+    def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        scopes = number_parts(choose, "experts", count)
-        experts = nn.ModuleList(FeedForward(width, hidden, gated, gain, scope) for scope in scopes)
+        choose_by_expert = number_parts(choose, "experts", count)
+        experts = nn.ModuleList(
+            FeedForward(width, hidden, gated, gain, choose_in_expert) for choose_in_expert in choose_by_expert
+        )
         self.experts = experts  # type: ignore[assignment]
         self.count = count
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         # 1. The router scores each token and chooses its experts, or a plan does.
-        flat = x.reshape(-1, x.shape[-1])
-        scores = F.linear(flat.to(self.router.dtype), self.router)
+        token_rows = x.reshape(-1, x.shape[-1])
+        scores = F.linear(token_rows.to(self.router.dtype), self.router)
         chosen_scores, chosen = self._choose_experts(scores)
 
         # 2. The balancing loss makes the router choose experts with many tokens less often.
@@ -115,9 +117,11 @@ class Experts(nn.Module):
         self.balance = self.count * (expert_shares * scores.softmax(-1).mean(0)).sum()
 
         # 3. Sort the tokens by expert, run the experts, and restore the order of tokens.
-        order = chosen.flatten().argsort(stable=True)
-        rows = flat[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, flat.shape[-1])[order]
-        outputs = self._run_experts(rows, counts, phase)[order.argsort()].view(len(flat), EXPERTS_PER_TOKEN, -1)
+        row_order = chosen.flatten().argsort(stable=True)
+        rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[row_order]
+        outputs = self._run_experts(rows, counts, phase)[row_order.argsort()].view(
+            len(token_rows), EXPERTS_PER_TOKEN, -1
+        )
         return combine_rows(outputs, chosen_scores).to(x.dtype).view(x.shape)
 
     def _choose_experts(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,13 +135,13 @@ class Experts(nn.Module):
 
     def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
         rows_by_expert = torch.split_with_sizes(rows, copy_counts_to_host(counts))
-        return torch.cat(self._run_parts(rows_by_expert, counts, phase))
+        return torch.cat(self._run_experts_on_parts(rows_by_expert, counts, phase))
 
-    def _run_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
+    def _run_experts_on_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
         """Returns the results of each expert for its part of the rows."""
         # 1. Pad each part with zeros to the multiple that products require.
-        grouped = self._are_groupable()
-        multiple = self._get_row_multiple(grouped)
+        is_grouped = self._are_groupable()
+        multiple = self._get_row_multiple(is_grouped)
         min_rows = multiple if self.feeds_empty_experts else 0
         padded_sizes = [max(min_rows, round_up(len(part), multiple)) for part in parts]
         padded_parts = [
@@ -146,7 +150,7 @@ class Experts(nn.Module):
 
         # 2. Multiply all parts in one grouped product, or one expert after the other.
         outputs: Sequence[Tensor]
-        if grouped:
+        if is_grouped:
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
             part_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]
@@ -163,8 +167,8 @@ class Experts(nn.Module):
             outputs = [expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs]
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
-    def _get_row_multiple(self, grouped: bool) -> int:
-        return self.experts[0].up.arithmetic.part_rows if grouped else ROW_MULTIPLE
+    def _get_row_multiple(self, is_grouped: bool) -> int:
+        return self.experts[0].up.arithmetic.part_rows if is_grouped else ROW_MULTIPLE
 
     def _are_groupable(self) -> bool:
         """Returns whether the products of all experts can run as one grouped product. For that, all experts must
@@ -206,13 +210,13 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 @dataclass(frozen=True)
 class Travel:
     """How rows travel in a layer of experts. `dispatch` and `combine` are the formats on the way to the experts and
-    back. `router` is the router's arithmetic. `rows` is the multiple to which each expert's rows are padded.
+    back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows are padded.
     """
 
     dispatch: str
     combine: str
     router: Arithmetic
-    rows: int
+    row_multiple: int
 
 
 def draw_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
@@ -287,7 +291,7 @@ class LoadedExperts(Experts):
     feeds_empty_experts = False
     plan: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: Choose) -> None:
+    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: ChooseArithmetic) -> None:
         super().__init__(sizes.experts, sizes.width, sizes.hidden, True, 1.0, choose)
         # These weights give scores of order one. With smaller scores all experts would have nearly equal weights.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
@@ -309,15 +313,15 @@ class LoadedExperts(Experts):
             self.last_routing = scores.detach().topk(self.top_k).indices, sizes
 
         # 2. Rows travel to their experts, sorted by expert, and back.
-        order = chosen_experts.flatten().argsort(stable=True)
-        rows = transport(x, order // self.top_k, self.travel.dispatch)
-        outputs = torch.cat(self._run_parts(torch.split_with_sizes(rows, sizes), counts, phase))
-        returned_rows = transport(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
+        row_order = chosen_experts.flatten().argsort(stable=True)
+        rows = transport(x, row_order // self.top_k, self.travel.dispatch)
+        outputs = torch.cat(self._run_experts_on_parts(torch.split_with_sizes(rows, sizes), counts, phase))
+        returned_rows = transport(outputs, row_order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
         return combine_rows(returned_rows, scores.gather(1, chosen_experts)).to(x.dtype)
 
-    def _get_row_multiple(self, grouped: bool) -> int:
+    def _get_row_multiple(self, is_grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
-        if not grouped:
+        if not is_grouped:
             product_multiple = 1
         elif not arithmetic.plain:
             product_multiple = arithmetic.part_rows
@@ -325,7 +329,7 @@ class LoadedExperts(Experts):
             # Only the weight gradient contracts over rows. So plain products need a multiple only if there is a
             # backward pass.
             product_multiple = arithmetic.groups if torch.is_grad_enabled() else 1
-        return max(self.travel.rows, product_multiple)
+        return max(self.travel.row_multiple, product_multiple)
 
 
 class Mixture(nn.Module):
@@ -334,11 +338,16 @@ class Mixture(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
     blocks: Sequence[LoadedExperts]
 
-    def __init__(self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose) -> None:
+    def __init__(
+        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: ChooseArithmetic
+    ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
-        scopes = number_parts(choose, "blocks", len(plans))
-        layers = [LoadedExperts(sizes, plan, travel, scope) for plan, scope in zip(plans, scopes, strict=True)]
+        choose_by_block = number_parts(choose, "blocks", len(plans))
+        layers = [
+            LoadedExperts(sizes, plan, travel, choose_in_block)
+            for plan, choose_in_block in zip(plans, choose_by_block, strict=True)
+        ]
         self.blocks = nn.ModuleList(layers)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:

@@ -24,8 +24,8 @@ from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import AttentionCore, FusedCore, make_rotary_table, recompute
 from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, add_balance
-from fp8bench.nn.linear import Choose, Linear
-from fp8bench.nn.parts import FeedForward, Norm, cross_entropy, drop
+from fp8bench.nn.linear import ChooseArithmetic, Linear
+from fp8bench.nn.parts import FeedForward, Norm, apply_dropout, cross_entropy
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
@@ -58,8 +58,8 @@ class LanguageModel(nn.Module):
         # Embeddings start small, so that the first logits are nearly the same for all tokens.
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
 
-    def drop(self, x: Tensor) -> Tensor:
-        return drop(x, self.dropout if self.training else 0.0)
+    def apply_dropout(self, x: Tensor) -> Tensor:
+        return apply_dropout(x, self.dropout if self.training else 0.0)
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:
@@ -99,7 +99,7 @@ class GPT(LanguageModel):
     def __init__(
         self,
         config: GPTConfig,
-        choose: Choose,
+        choose: ChooseArithmetic,
         carrier: torch.dtype,
         checkpointing: bool = False,
         core: AttentionCore | None = None,
@@ -111,8 +111,8 @@ class GPT(LanguageModel):
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
         self.norm = Norm(config.width, config.modern)
         # A tied head multiplies by the embedding itself, so that both gradients are summed in one tensor.
-        tied = self.embedding if config.tied else None
-        self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied)
+        tied_weight = self.embedding if config.tied else None
+        self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied_weight)
         self.register_buffer(
             "rotation", make_rotary_table(config.sequence, config.head_width) if config.modern else None
         )
@@ -130,7 +130,7 @@ class GPT(LanguageModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         x = self.look_up_embedding(tokens, self.positions)
-        return self.drop(x if self.unit is None else self.unit.scale_embedding(x))
+        return self.apply_dropout(x if self.unit is None else self.unit.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)

@@ -19,7 +19,7 @@ from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.block import build_blocks
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows
-from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
 from fp8bench.nn.parts import Norm, cross_entropy
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -36,7 +36,7 @@ class Bottleneck(nn.Module):
 
     residual: Arithmetic | None = None
 
-    def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, inputs: int, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         inner_width = sizes.inner_width
         width = sizes.width
@@ -100,7 +100,7 @@ class ImageModel(nn.Module):
 class ResNet(ImageModel):
     """A 7x7 stem with pooling, one stage of bottlenecks, a mean over positions, and a classifier head."""
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         self.stem = Convolution(3, sizes.inner_width, choose("stem"), _STEM_WINDOWS, layout)
         self.norm = _make_random_norm(sizes.inner_width)
@@ -121,7 +121,7 @@ class VisionTransformer(ImageModel):
     another model reads the tokens.
     """
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, has_head: bool = True) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout, has_head: bool = True) -> None:
         super().__init__()
         side = (sizes.patch, sizes.patch)
         self.patches = Convolution(3, sizes.width, choose("patches"), Windows(side, side, (0, 0)), layout)
@@ -144,7 +144,7 @@ class TwoInput(ImageModel):
     token of the text.
     """
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         self.image = VisionTransformer(sizes, prefix_names(choose, "image"), layout, has_head=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.numerics.ranges import Ledger
 
 
@@ -23,14 +23,14 @@ class LayerWorkload(Workload):
     A subclass makes the layer (`layer`) and returns the `shapes` of its inputs, or makes both (`exercise`).
     """
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         """Makes the layer. `choose` returns the arithmetic of each product by name."""
         raise NotImplementedError
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         raise NotImplementedError
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         """Makes the layer, and its inputs in the dtype `carrier`."""
         from fp8bench.nn.exercise import make_exercise
 
@@ -75,7 +75,7 @@ class LayerWorkload(Workload):
         state.outcome()
         return ledger.statistics()
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
+    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         from fp8bench.nn.arithmetics import count_casts
 
         choose = self.arithmetics(setup)
@@ -85,7 +85,7 @@ class LayerWorkload(Workload):
 class ConvolvedWorkload(LayerWorkload):
     """A workload whose layers include convolutions. Its casts are counted by the kind of layer."""
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
+    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         """Counts the values of the operands. Each pixel of an image counts once, even if an arithmetic copies
         overlapping windows.
         """

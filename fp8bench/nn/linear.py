@@ -31,12 +31,12 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.around import widen_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-Marker = AbstractContextManager[None]
+PhaseMarker = AbstractContextManager[None]
 
 
 class _RegionBegin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, marker: Marker, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, marker: PhaseMarker, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.marker = marker
         marker.__enter__()
         return tuple(tensor.view_as(tensor) for tensor in tensors)
@@ -49,7 +49,7 @@ class _RegionBegin(torch.autograd.Function):
 
 class _RegionEnd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, marker: Marker, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, marker: PhaseMarker, tensor: Tensor) -> Tensor:
         ctx.marker = marker
         marker.__exit__(None, None, None)
         return tensor.view_as(tensor)
@@ -60,7 +60,7 @@ class _RegionEnd(torch.autograd.Function):
         return (None, *gradients)
 
 
-def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+def region(marker: PhaseMarker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
     """Returns function(*tensors, **options), with `marker` around its forward and its backward pass.
 
     A null context as `marker` marks nothing. While a graph is being compiled, the backward pass is not marked.
@@ -78,19 +78,19 @@ def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **
 
 
 # A function that returns the arithmetic of the layer with a given name.
-Choose = Callable[[str], Arithmetic]
+ChooseArithmetic = Callable[[str], Arithmetic]
 
 _NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
-def prefix_names(choose: Choose, part: str) -> Choose:
+def prefix_names(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
     """Returns a function that chooses the arithmetics of the layers inside a part of a model. It calls `choose` with
     names such as `part.layer`.
     """
     return lambda name: choose(f"{part}.{name}")
 
 
-def number_parts(choose: Choose, part: str, count: int) -> list[Choose]:
+def number_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
     """Returns one function of `prefix_names` for each of the equal parts `part.0`, `part.1` and so on."""
     return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
 
@@ -136,15 +136,15 @@ class _LinearProduct(torch.autograd.Function):
         # Cast transposes only for gradients that will be computed.
         needs_x_gradient, needs_weight_gradient = (training and needed for needed in ctx.needs_input_grad[:2])
         with cast_marker(arithmetic, phase):
-            a, a_turned = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
-            b, b_turned = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
+            a, a_transposed = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
+            b, b_transposed = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
         # Saved tensors count as memory of the step. So save codes, and sources only if codes do not suffice.
         ctx.save_for_backward(
-            *_select_saved_tensors(arithmetic, a, a_turned, x, needs_weight_gradient),
-            *_select_saved_tensors(arithmetic, b, b_turned, weight, needs_x_gradient),
+            *_select_saved_tensors(arithmetic, a, a_transposed, x, needs_weight_gradient),
+            *_select_saved_tensors(arithmetic, b, b_transposed, weight, needs_x_gradient),
         )
-        ctx.input_is_turned = a_turned is not None
-        ctx.weight_is_turned = b_turned is not None
+        ctx.input_is_transposed = a_transposed is not None
+        ctx.weight_is_transposed = b_transposed is not None
         ctx.arithmetic = arithmetic
         ctx.phase = phase
         with phase.gemm:
@@ -160,14 +160,14 @@ class _LinearProduct(torch.autograd.Function):
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad[:2]
         # 1. Cast the gradient, and transpose the operands that forward has not transposed.
         with cast_marker(arithmetic, phase):
-            g, g_turned = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
+            g, g_transposed = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
             b = Operand(b_data, b_scale)
             a = Operand(a_data, a_scale)
-            if needs_x_gradient and not ctx.weight_is_turned:
+            if needs_x_gradient and not ctx.weight_is_transposed:
                 b = arithmetic.turn(b, weight, Role.WEIGHT)
-            if needs_weight_gradient and g_turned is None:
-                g_turned = arithmetic.turn(g, gradient, Role.GRADIENT)
-            if needs_weight_gradient and not ctx.input_is_turned:
+            if needs_weight_gradient and g_transposed is None:
+                g_transposed = arithmetic.turn(g, gradient, Role.GRADIENT)
+            if needs_weight_gradient and not ctx.input_is_transposed:
                 a = arithmetic.turn(a, x, Role.INPUT)
         input_gradient = weight_gradient = None
         # 2. Compute each gradient that autograd asks for.
@@ -175,9 +175,9 @@ class _LinearProduct(torch.autograd.Function):
             with phase.gemm:
                 input_gradient = arithmetic.product(g, b, arithmetic.carrier)
         if needs_weight_gradient:
-            assert g_turned is not None
+            assert g_transposed is not None
             with phase.gemm:
-                weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
+                weight_gradient = arithmetic.product(g_transposed, a, arithmetic.carrier)
             # The master weight is fp32. Without this conversion autograd would convert the gradient outside of any
             # phase.
             with cast_marker(arithmetic, phase):
@@ -190,12 +190,12 @@ def _cast_operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: boo
 
 
 def _select_saved_tensors(
-    arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
+    arithmetic: Arithmetic, operand: Operand, transposed: Operand | None, source: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if not needed:
         return None, None, None
-    if turned is not None:
-        return turned.data, turned.scale, None
+    if transposed is not None:
+        return transposed.data, transposed.scale, None
     return operand.data, operand.scale, source if arithmetic.keeps_source else None
 
 
@@ -205,11 +205,11 @@ def linear(
     """Returns x (..., I) times transposed w (O, I), as (..., O) in the carrier. If the weight was already cast,
     `operands` are its operands.
     """
-    flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
+    rows = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
     # Pass the Function whether gradients are recorded. It cannot see this itself, because weights require gradients
     # under no_grad too.
     records_gradients = torch.is_grad_enabled()
-    y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
+    y: Tensor = _LinearProduct.apply(rows, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -312,11 +312,11 @@ class _GroupedProduct(torch.autograd.Function):
             ]
             b = stack_operands([operand for operand, _ in operand_pairs])
         # Transpose now, because the weights may change before the backward pass.
-        turned_parts: list[Tensor | None] = []
+        transposed_tensors: list[Tensor | None] = []
         for _, operand in operand_pairs:
-            turned_parts += (operand.data, operand.scale)
+            transposed_tensors += (operand.data, operand.scale)
         source = x if arithmetic.keeps_source else a.data
-        ctx.save_for_backward(source, ends, *turned_parts)
+        ctx.save_for_backward(source, ends, *transposed_tensors)
         ctx.arithmetic = arithmetic
         ctx.phase = phase
         ctx.sizes = sizes
@@ -329,17 +329,17 @@ class _GroupedProduct(torch.autograd.Function):
         arithmetic = ctx.arithmetic
         phase = ctx.phase
         (gradient,) = gradients
-        source, ends, *turned = ctx.saved_tensors
-        casting = cast_marker(arithmetic, phase)
-        with casting:
+        source, ends, *transposed = ctx.saved_tensors
+        cast_phase = cast_marker(arithmetic, phase)
+        with cast_phase:
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            b = stack_operands([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
-            g_turned = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
+            b = stack_operands([Operand(*pair) for pair in zip(transposed[::2], transposed[1::2], strict=True)])
+            g_transposed = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            a_transposed = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
-            weight_gradients = arithmetic.multiply_groups(g_turned, a_turned, ends)
-        with casting:  # otherwise autograd would convert the gradients to fp32 outside of any phase
+            weight_gradients = arithmetic.multiply_groups(g_transposed, a_transposed, ends)
+        with cast_phase:  # otherwise autograd would convert the gradients to fp32 outside of any phase
             widened_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
         return input_gradient, None, None, None, None, None, *widened_gradients.unbind()
 
@@ -364,8 +364,8 @@ def grouped_linear(
 
 
 def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> OperandPair:
-    operand, turned = arithmetic.cast_both(weight, Role.WEIGHT, amax)
-    return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
+    operand, transposed = arithmetic.cast_both(weight, Role.WEIGHT, amax)
+    return operand, transposed or arithmetic.turn(operand, weight, Role.WEIGHT)
 
 
 def stack_operands(operands: Sequence[Operand]) -> Operand:

@@ -40,7 +40,7 @@ class Storage:
     settles: bool = False
     of: Callable[[str], Storage] | None = None
 
-    def for_tensor(self, name: str) -> Storage:
+    def make_for_tensor(self, name: str) -> Storage:
         return self if self.of is None else self.of(name)
 
 
@@ -106,8 +106,8 @@ class Bucket:
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
-        self._first = [storages[0].for_tensor(f"moment.first.{index}") for index in indices]
-        self._second = [storages[1].for_tensor(f"moment.second.{index}") for index in indices]
+        self._first = [storages[0].make_for_tensor(f"moment.first.{index}") for index in indices]
+        self._second = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
         self._stored: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the step count on the host, or on the device if the step is fused.
         count_device = parameters[0].device if fused else torch.device("cpu")
@@ -129,10 +129,10 @@ class Bucket:
         if self.plain is not None:
             return self.plain
         first, second = self._stored
-        return _restore_all(self._first, first), _restore_all(self._second, second)
+        return _restore_moments(self._first, first), _restore_moments(self._second, second)
 
     def store(self, first: list[Tensor], second: list[Tensor]) -> None:
-        self._stored = _store_all(self._first, first), _store_all(self._second, second)
+        self._stored = _store_moments(self._first, first), _store_moments(self._second, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         first, second = self.plain or map(_list_tensors, self._stored)
@@ -163,11 +163,11 @@ class Bucket:
         )
 
 
-def _store_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
+def _store_moments(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
     return [storage.store(moment) for storage, moment in zip(storages, moments, strict=True)]
 
 
-def _restore_all(storages: list[Storage], operands: list[Operand]) -> list[Tensor]:
+def _restore_moments(storages: list[Storage], operands: list[Operand]) -> list[Tensor]:
     return [storage.restore(operand) for storage, operand in zip(storages, operands, strict=True)]
 
 
@@ -182,12 +182,12 @@ def split_into_buckets(elements: Sequence[int], max_elements: int) -> Iterator[s
     """Yields slices of consecutive tensors. The tensors of a slice have at most `max_elements` elements together. A
     tensor that is larger gets a separate slice.
     """
-    start = total = 0
+    start = bucket_elements = 0
     for index, count in enumerate(elements):
-        if total and total + count > max_elements:
+        if bucket_elements and bucket_elements + count > max_elements:
             yield slice(start, index)
             start = index
-            total = 0
-        total += count
-    if total:
+            bucket_elements = 0
+        bucket_elements += count
+    if bucket_elements:
         yield slice(start, len(elements))

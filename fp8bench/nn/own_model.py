@@ -20,10 +20,10 @@ from fp8bench.nn.conversion import AcceleratedModel, Conversion
 from fp8bench.nn.model_calls import (
     choose_call_style,
     describe_type,
-    loss_of,
-    on_device,
+    find_loss,
+    iterate_named_tensors,
+    move_to_device,
     shorten_error,
-    tensors_in,
     was_changed,
 )
 from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
@@ -107,8 +107,8 @@ def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
     numpy = sys.modules.get("numpy")
     # Python's and numpy's random states belong to the user, so restore them too.
     states = random.getstate(), numpy and numpy.random.get_state()
-    gpus = [facts.index] if facts.accelerated else []
-    with torch.random.fork_rng(gpus, device_type=facts.kind):
+    gpu_indices = [facts.index] if facts.accelerated else []
+    with torch.random.fork_rng(gpu_indices, device_type=facts.kind):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
@@ -163,7 +163,7 @@ class OwnModel:
         # Each step gets a copy of the batch, until a step has shown that it does not change the batch. Moving a batch
         # to a different device copies it anyway.
         self._copies = True
-        for name, tensor in tensors_in(batch):
+        for name, tensor in iterate_named_tensors(batch):
             if tensor.device.type not in ("cpu", setup.facts.kind):
                 raise UsageError(
                     f"{name or 'the batch'} is on {tensor.device}, but the model is measured on {setup.facts.key}: "
@@ -186,11 +186,11 @@ class OwnModel:
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Use --forward.")
         # Accelerate creates new parameters, so it also makes the optimizer.
-        optimizer_of = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
+        make_optimizer = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
         if accelerated_model is None:
-            self.optimizer = optimizer_of(list(self.parameters.values()))
+            self.optimizer = make_optimizer(list(self.parameters.values()))
         else:
-            self.model, self.optimizer = accelerated_model.prepare_model(self.model, optimizer_of)
+            self.model, self.optimizer = accelerated_model.prepare_model(self.model, make_optimizer)
             self.parameters = _find_trained_parameters(self.model)
         self._call: Call = call_model
         if compiles and params["compile"] == "yes":
@@ -204,7 +204,7 @@ class OwnModel:
         self.doing = "loading its batch"
         # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
-            batch = on_device(self._batch, self._facts.key, copy=self._copies)
+            batch = move_to_device(self._batch, self._facts.key, copy=self._copies)
             positional, named = self._make_arguments(batch)
         # 2. Run forward. Inference ends after it.
         self.doing = "forward"
@@ -237,13 +237,13 @@ class OwnModel:
     def outcome(self) -> Outcome:
         """Returns the results of a step without the optimizer. Every call draws the same random numbers."""
         self._set_phase(SilentPhases())
-        batch = on_device(self._batch, self._facts.key, copy=True)
+        batch = move_to_device(self._batch, self._facts.key, copy=True)
         positional, named = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, positional, named)
             loss = self._compute_loss(output, batch) if self.training else None
             # A loss that forward returns does not count as an output, because it has its own error.
-            tensors = [tensor for _, tensor in tensors_in(output) if tensor is not loss]
+            tensors = [tensor for _, tensor in iterate_named_tensors(output) if tensor is not loss]
             outputs = tuple(tensor.detach() for tensor in tensors if tensor.is_floating_point())
             if loss is None:
                 return Outcome(outputs, None, {})
@@ -259,7 +259,7 @@ class OwnModel:
         return Outcome(outputs, loss.detach(), gradients)
 
     def _compute_loss(self, output: Any, batch: Any) -> Tensor:
-        loss, self.loss_words = loss_of(self.model, batch, output, self._loss)
+        loss, self.loss_words = find_loss(self.model, batch, output, self._loss)
         return loss
 
     def _set_phase(self, phase: Phases) -> None:

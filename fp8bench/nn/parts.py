@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to, widen_dtype
-from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.nn.linear import ChooseArithmetic, Linear, region
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
@@ -48,7 +48,7 @@ class FeedForward(nn.Module):
 
     unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
-    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.gated = gated
         self.up = Linear(width, hidden * (2 if gated else 1), choose("up"))
@@ -68,7 +68,7 @@ class NormedFeedForward(nn.Module):
     `both_products` it may compute all four as one layer.
     """
 
-    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, choose: ChooseArithmetic, both_products: bool) -> None:
         super().__init__()
         self.norm = Norm(width, root_mean_square=True)
         self.block = FeedForward(width, hidden, gated, 1.0, choose)
@@ -92,7 +92,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
     return F.cross_entropy(wide_logits, targets.reshape(-1), reduction=reduction)
 
 
-def drop(x: Tensor, fraction: float) -> Tensor:
+def apply_dropout(x: Tensor, fraction: float) -> Tensor:
     return F.dropout(x, fraction) if fraction else x
 
 

@@ -40,9 +40,9 @@ def seed_weights(setup: Setup) -> Iterator[None]:
     """Opens a context for making a model: its weights follow from the case's seed and draw, and are made on the case's
     device. torch's random state is restored afterwards.
     """
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
-    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
+    with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _SEED_STRIDE) % (1 << 32))
         yield
 

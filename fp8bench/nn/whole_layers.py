@@ -70,7 +70,7 @@ class WholeLayers(Arithmetic):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Opens a context for all passes of one step. Layers may cast their weights only in the first of these passes."""
+        """Opens a context for all passes of one step. Layers may cast their weights only in the first pass."""
         self._passed_layers[0] = set()
         try:
             yield

@@ -22,7 +22,7 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.formats.recipes import round_up
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.nn.holders import CONV2D, EXPERTS, ProductWeight, StackedWeightWatch
+from fp8bench.nn.holders import CONV2D_KIND, EXPERTS_KIND, ProductWeight, StackedWeightWatch
 from fp8bench.tape.formulas import PRODUCT_SHAPES, count_flops
 from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, iterate_tensors
 from fp8bench.tape.timed_calls import RunningModules
@@ -53,13 +53,15 @@ class _CallSite:
     """Where a call runs: the path of the module, and the weight that the module multiplies by, if any."""
 
     path: str = ""
-    held: ProductWeight | None = None
+    product_weight: ProductWeight | None = None
 
 
 class _WeightModules(RunningModules[_CallSite]):
-    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
+    def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         weights_by_module = {
-            weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"
+            weight.module: weight
+            for weight in product_weights
+            if weight.kind != EXPERTS_KIND and weight.parameter == "weight"
         }
         call_sites = {module: _CallSite(path, weights_by_module.get(module)) for path, module in model.named_modules()}
         super().__init__(call_sites.get, _CallSite())
@@ -67,13 +69,13 @@ class _WeightModules(RunningModules[_CallSite]):
         self.unrecognised: set[int] = set()
         self.call_counts: Counter[int] = Counter()
         self._stacked_weights: dict[nn.Module, dict[str, ProductWeight]] = defaultdict(dict)
-        for weight in held:
-            if weight.kind == EXPERTS:
+        for weight in product_weights:
+            if weight.kind == EXPERTS_KIND:
                 self._stacked_weights[weight.module][weight.parameter] = weight
         self._open_stacks: list[ExitStack] = []
 
     def enter_module(self, label: _CallSite) -> None:
-        self.call_counts[id(label.held)] += 1
+        self.call_counts[id(label.product_weight)] += 1
         super().enter_module(label)
 
     def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
@@ -104,9 +106,9 @@ class _WeightModules(RunningModules[_CallSite]):
 
 
 class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
+    def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         super().__init__()
-        self.modules = _WeightModules(model, held)
+        self.modules = _WeightModules(model, product_weights)
         self.sites: list[_CallSite] = []
         # For each call of the backward pass, the sequence number of its autograd node. It is None for calls of the
         # forward pass.
@@ -120,11 +122,11 @@ class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
 
 
 def measure_coverage(
-    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
+    model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
-    """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by. `held`
-    are the weights of a Conversion that was not entered. `multiple` is the number of which the sizes of native
-    products on this device must be multiples (`Holder.native`).
+    """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
+    `product_weights` are the weights of a Conversion that was not entered. `multiple` is the number of which the sizes
+    of native products on this device must be multiples (`Holder.native`).
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
     differ. Steps are not timed.
@@ -133,15 +135,15 @@ def measure_coverage(
     """
     parameters = dict(model.named_parameters())
     # Record two steps, to report a product that only one of them has.
-    tape = _record_step(model, held, step)
-    second_tape = _record_step(model, held, step)
+    tape = _record_step(model, product_weights, step)
+    second_tape = _record_step(model, product_weights, step)
     sums = _CoverageSums(model, tape)
     for call, site, node in zip(tape.calls, tape.sites, tape.nodes, strict=True):
         sums.add(call, site, node)
     if not sums.flops and not sums.other_products:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
-    holders = (_build_holder(weight, sums, tape, multiple) for weight in held)
+    holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
     products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
     multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
     new_names = [name for name, _ in model.named_parameters() if name not in parameters]
@@ -151,8 +153,10 @@ def measure_coverage(
     return Coverage(tuple(multiplying_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks))
 
 
-def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _LocatedTape:
-    tape = _LocatedTape(model, held)
+def _record_step(
+    model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object]
+) -> _LocatedTape:
+    tape = _LocatedTape(model, product_weights)
     with tape.modules.watch(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
@@ -225,9 +229,9 @@ class _CoverageSums:
         if count == 0:
             return
         self.flops += count or 0
-        if site.held is not None and count is not None:
-            self.products[id(site.held)] += list_products(call)
-            self.flops_by_weight[id(site.held)] += count
+        if site.product_weight is not None and count is not None:
+            self.products[id(site.product_weight)] += list_products(call)
+            self.flops_by_weight[id(site.product_weight)] += count
             return
         node_weight = "" if node is None else self._node_weights.get(node, "")
         operator = called_operator(call)
@@ -264,52 +268,52 @@ def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str
     return "a function multiplies tensors, and none of them is the weight of a layer"
 
 
-def _build_holder(held: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int) -> Holder:
-    products = tuple(sums.products[id(held)])
-    calls = tape.modules.call_counts[id(held)]
-    rule = held.rule
-    reason = held.reason
+def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int) -> Holder:
+    products = tuple(sums.products[id(product_weight)])
+    calls = tape.modules.call_counts[id(product_weight)]
+    rule = product_weight.rule
+    reason = product_weight.reason
     # Explain why a weight was never called: its operator is unknown, or it is in no product, or a function bypasses
     # its module.
     if not reason and not calls:
-        if id(held) in tape.modules.unrecognised:
+        if id(product_weight) in tape.modules.unrecognised:
             rule = "operator"
             reason = "it is multiplied in a way that is not x times a weight (for example an einsum)"
-        elif held.kind == EXPERTS:
+        elif product_weight.kind == EXPERTS_KIND:
             rule = _NO_PRODUCT_RULE
             reason = "nothing is multiplied by it"
-        elif f"{held.name}.{held.parameter}".lstrip(".") in sums.used_by_functions:
+        elif f"{product_weight.name}.{product_weight.parameter}".lstrip(".") in sums.used_by_functions:
             rule = "not-called"
             reason = "a function multiplies by its weight, and the step never calls the layer itself"
         else:
             rule = "not-called"
             reason = "the step never calls it"
     return Holder(
-        held.name,
-        held.display_kind,
-        held.shape,
+        product_weight.name,
+        product_weight.display_kind,
+        product_weight.shape,
         products,
-        sums.flops_by_weight[id(held)],
+        sums.flops_by_weight[id(product_weight)],
         calls,
         not reason,
         reason,
         rule,
-        explain_misfit(held, products, multiple),
-        held.also,
+        explain_misfit(product_weight, products, multiple),
+        product_weight.also,
     )
 
 
-def explain_misfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
+def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
     """Returns why native kernels refuse some products of a weight, or '' if they accept all. K and N of each product
     must be multiples of `multiple`. In the weight gradient, K is the number of rows of the forward pass.
     """
-    if held.kind == CONV2D and multiple > 1:
+    if product_weight.kind == CONV2D_KIND and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
     contracted_and_output_sizes = chain.from_iterable((product.k, product.n) for product in products)
     misfit_sizes = sorted({size for size in contracted_and_output_sizes if size % multiple})
     if not misfit_sizes:
         return ""
-    names = dict(zip(held.sides, "NK", strict=True))
+    names = dict(zip(product_weight.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
     padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)
     return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {padded_sizes}"

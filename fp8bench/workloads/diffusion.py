@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 # Parameters of sampling that a training step does not have.
 _SAMPLING_PARAMETERS = ("steps", "guidance", "high_steps")
@@ -258,7 +258,7 @@ class Diffusion(ConvolvedWorkload):
         size_text = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
         return require_fit(support, precision, rows, sorted(sides), is_training(params), size_text)
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.diffusion import make_denoiser_state
 
         params = setup.params

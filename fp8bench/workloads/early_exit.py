@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 _HELD_EXITS = "held"
 _OWN_EXITS = "own"
@@ -107,7 +107,7 @@ class EarlyExits(LayerWorkload):
         width, hidden = read_integers(params, "width", "hidden")
         return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn.early_exit import EarlyExit
 
         width, hidden, depth, classes = read_integers(params, "width", "hidden", "depth", "classes")
@@ -116,7 +116,7 @@ class EarlyExits(LayerWorkload):
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         return [(int(params["tokens"]), int(params["width"]))]
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         import torch
 
         from fp8bench.nn import early_exit

@@ -205,7 +205,7 @@ class Model(Workload):
             return None
         # Coverage counts the products of the unchanged model, and whether the conversion would replace each.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
-        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).held
+        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
         # Accelerate decides what it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
             converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 _ROW_FORMATS = ("carrier", "bf16", "fp8")
 _ROUTER_PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "nvfp4")
@@ -156,7 +156,7 @@ class Moe(LayerWorkload):
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
         return support
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         import torch
 
         from fp8bench.nn import experts

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.attention import AttentionCore
     from fp8bench.nn.batches import TokenLoader
-    from fp8bench.nn.compiling import Forward
+    from fp8bench.nn.compiling import ForwardPass
     from fp8bench.nn.gpt import GPT
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.nn.rlhf import FourModels
     from fp8bench.nn.training_step import CastOnce, Loader, TrainingState
 
@@ -399,7 +399,11 @@ def _make_config(setup: Setup) -> GPTConfig:
 
 
 def _build_model(
-    setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: AttentionCore | None = None
+    setup: Setup,
+    choose: ChooseArithmetic,
+    carrier: torch.dtype,
+    checkpointing: bool = False,
+    core: AttentionCore | None = None,
 ) -> GPT:
     """Builds the model of a case from its seed. The initial weights are the same for every arithmetic."""
     from fp8bench.nn.gpt import GPT, fuse_blocks
@@ -426,7 +430,7 @@ def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
     return CachedWeights(model).cast
 
 
-def _compile_forward(setup: Setup, model: GPT) -> Forward:
+def _compile_forward(setup: Setup, model: GPT) -> ForwardPass:
     """Returns the model, or a compiled function of it. It is compiled now, on other text, so that no timed step is.
     While static scales are calibrated, nothing is compiled, because these scales change from cast to cast.
     """
@@ -445,7 +449,7 @@ def _make_loader(setup: Setup) -> TokenLoader:
     return make_loader(setup, int(setup.params["batch"]), _make_config(setup))
 
 
-def _compute_gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
+def _compute_gradients(setup: Setup, model: GPT, forward: ForwardPass, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Returns the mean loss and the summed gradients of the micro-batches of one step."""
     model.zero_grad()
     loader = _make_loader(setup)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Choose, Linear
+from fp8bench.nn.linear import ChooseArithmetic, Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig, default_tokens, list_features, list_model_features
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
@@ -31,7 +31,7 @@ def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     return GPT(config, lambda name: arithmetic, dtype).to(dtype)
 
 
-def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> Choose:
+def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> ChooseArithmetic:
     kinds = {"attn": attn, "mlp": mlp, "head": head}
     return lambda name: next(item for kind, item in kinds.items() if kind in name.split("."))
 

@@ -71,7 +71,7 @@ class RankedExperts(Experts):
         row_order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
         sizes = [sum(expert) for expert in zip(*received_tokens, strict=True)]
         rows_by_expert = torch.split_with_sizes(received_rows[row_order], sizes)
-        outputs = torch.cat(self._run_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
+        outputs = torch.cat(self._run_experts_on_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
 
         # 3. Send the results back.
         return self._exchange(

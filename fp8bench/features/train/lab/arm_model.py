@@ -19,7 +19,7 @@ from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_see
 from fp8bench.features.train.values import Arm, SeedTask, Validation
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
-from fp8bench.nn.compiling import Forward, compile_model
+from fp8bench.nn.compiling import ForwardPass, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
@@ -170,7 +170,7 @@ class BuiltInModel(ArmModel):
         self.scores = Scores(task, self.settings, self._evaluation.held_out, config)
         self.tokens = config.batch * config.sequence * self.settings.micro_batches
         self.collect_parameters()
-        self._forward: Forward = self.model
+        self._forward: ForwardPass = self.model
         if self.settings.compile == "yes":
             # Compile the model now, so that no timed step includes compilation.
             with self.cached_weights.cast(SILENT):
@@ -191,7 +191,7 @@ class BuiltInModel(ArmModel):
         return self.windows.draw(self.task.seed, step, part_number, sequences)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
-        forward: Forward = self.model if watched else self._forward
+        forward: ForwardPass = self.model if watched else self._forward
         tokens, targets = batch
         return forward(tokens, targets, phase)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.gpt import LanguageModel
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 # The layers of each block with their kinds, in the order in which they are built.
 _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -320,7 +320,9 @@ def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
     return f"native {precision.name} takes sides in multiples of {multiple}, and a rank has {sides} features of a block"
 
 
-def build_model(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
+def build_model(
+    settings: TrainerSettings, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype
+) -> LanguageModel:
     """Returns the model, with float32 weights drawn by torch's default generator on its default device."""
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP

@@ -24,7 +24,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.model_calls import loss_of, make_arguments, on_device, tensors_in
+from fp8bench.nn.model_calls import find_loss, iterate_named_tensors, make_arguments, move_to_device
 from fp8bench.nn.own_model import Given, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
@@ -54,7 +54,9 @@ class OwnModel(ArmModel):
         facts = task.facts
         self.batches = OwnBatches(self._name, self.user_parts, task.seed, facts)
         self._held_out = read_held_out(self._name, self.user_parts, facts)
-        self.scores = Scores(task, self.settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
+        self.scores = Scores(
+            task, self.settings, [move_to_device(batch, facts.key, copy=True) for batch in self._held_out]
+        )
         self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
         self._steps_ahead = 0  # repeated steps read batches that are this many steps further on
         self.loss_words = ""
@@ -121,7 +123,7 @@ class OwnModel(ArmModel):
         micro_batches = self.settings.micro_batches
         batch = self.batches.read((step + self._steps_ahead) * micro_batches + number)
         self.tokens = count_tokens(batch) * micro_batches
-        return on_device(batch, self.task.facts.key, copy=True)
+        return move_to_device(batch, self.task.facts.key, copy=True)
 
     def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
         return seed_generators(derive_seed("step", self.task.seed, step, number), self.task.facts)
@@ -131,7 +133,7 @@ class OwnModel(ArmModel):
             self.conversion.phase = phase
         positional, named = make_arguments(self.model, batch, self.user_parts.loss is not None)
         output = call_model(self.model, positional, named)
-        loss, self.loss_words = loss_of(self.model, batch, output, self.user_parts.loss)
+        loss, self.loss_words = find_loss(self.model, batch, output, self.user_parts.loss)
         return loss
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
@@ -140,7 +142,7 @@ class OwnModel(ArmModel):
         facts = self.task.facts
         # Dropout and samplers of a user's model draw the same numbers at every validation.
         with seed_generators(derive_seed("held-out", self.task.seed), facts):
-            copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
+            copies = (move_to_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [count_tokens(batch) for batch in self._held_out]
         mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
@@ -159,7 +161,7 @@ class OwnModel(ArmModel):
             skip=self.settings.skip,
             keys=dict(self.settings.precision_map),
             multiples=self._find_multiples(),
-        ).held
+        ).product_weights
         multiple = max(self.precision.multiples)
 
         # Operations are counted in a step of the unconverted copy, where no layer is replaced.
@@ -272,8 +274,8 @@ def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> Non
 
 
 def is_same_batch(batch: Any, second_batch: Any) -> bool:
-    old = dict(tensors_in(batch))
-    new = dict(tensors_in(second_batch))
+    old = dict(iterate_named_tensors(batch))
+    new = dict(iterate_named_tensors(second_batch))
     return old.keys() == new.keys() and all(
         old[path].dtype == new[path].dtype and torch.equal(old[path].nan_to_num(), new[path].nan_to_num())
         for path in old
@@ -284,7 +286,7 @@ def count_tokens(batch: Any) -> int:
     """Returns the number of tokens in a batch if its first tensor has rows of integers. Otherwise returns its number
     of examples.
     """
-    first_tensor = next((tensor for _, tensor in tensors_in(batch)), None)
+    first_tensor = next((tensor for _, tensor in iterate_named_tensors(batch)), None)
     if first_tensor is None or not first_tensor.ndim:
         return 1
     has_tokens = not first_tensor.is_floating_point() and not first_tensor.is_complex() and first_tensor.ndim > 1
