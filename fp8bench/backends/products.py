@@ -115,21 +115,23 @@ class Torchao(Backend):
         from torch import nn
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
 
         assert isinstance(precision, RecipePrecision)
         recipe_config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[precision.plain_mode])
         config = replace(recipe_config, emulate=self.support(precision, facts).is_emulated)
 
-        def make_linear(weight: nn.Parameter) -> WholeLayer:
+        def make_linear(weight: nn.Parameter) -> LibraryLayer:
             outputs, inputs = weight.shape
             # On the meta device the layer draws no random numbers. So fp8bench's weights do not depend on the
             # backend.
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = weight
-            return WholeLayer(convert_to_float8_training(linear, config=config))
+            return LibraryLayer(convert_to_float8_training(linear, config=config))
 
-        return WholeLayers(self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config))
+        return LibraryArithmetic(
+            self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config)
+        )
 
     def why_inseparable(self, precision: Precision) -> str:
         return ""

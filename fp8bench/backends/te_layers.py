@@ -97,7 +97,7 @@ class TransformerEngine(Backend):
         import torch
         import transformer_engine.pytorch as te
 
-        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
 
         assert isinstance(precision, RecipePrecision)
         recipe = _make_te_recipe(precision)
@@ -114,11 +114,11 @@ class TransformerEngine(Backend):
         layer_options = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
         norm_options = {"eps": 1e-5, "normalization": "RMSNorm"}
 
-        def make_linear(weight: nn.Parameter) -> WholeLayer:
+        def make_linear(weight: nn.Parameter) -> LibraryLayer:
             outputs, inputs = weight.shape
             return wrap_module(te.Linear(inputs, outputs, **layer_options), {"weight": weight})
 
-        def make_fused_layer(layers: Fused) -> WholeLayer:
+        def make_fused_layer(layers: Fused) -> LibraryLayer:
             first, *later_weights = layers.weights
             # There are three kinds: a GPT-2 block, a norm with one product, and a norm with a feed-forward block.
             if layers.heads:
@@ -134,7 +134,7 @@ class TransformerEngine(Backend):
                 module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": later_weights[0]}
             )
 
-        def make_block(layers: Fused) -> WholeLayer:
+        def make_block(layers: Fused) -> LibraryLayer:
             qkv, _, up, _ = layers.weights
             options = {**_BLOCK_OPTIONS, **layer_options}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
@@ -146,7 +146,7 @@ class TransformerEngine(Backend):
                 module, {**weights_by_name, **{name: torch.nn.Parameter(zero_bias, False) for name in _BLOCK_BIASES}}
             )
 
-        def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> WholeLayer:
+        def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> LibraryLayer:
             for name, weight in weights.items():
                 *path, attribute = name.split(".")
                 setattr(reduce(getattr, path, module), attribute, weight)
@@ -156,9 +156,9 @@ class TransformerEngine(Backend):
                     y: Tensor = module(x, is_first_microbatch=first)
                     return y
 
-            return WholeLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)
+            return LibraryLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)
 
-        return WholeLayers(
+        return LibraryArithmetic(
             self.name,
             torch.bfloat16,
             make_linear,

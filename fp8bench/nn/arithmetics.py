@@ -186,7 +186,7 @@ class RecipeArithmetic(Arithmetic):
 
     def last_scale(self, role: Role) -> Tensor | None:
         """Returns the scale of the role's last cast, or None if scales are computed from each tensor alone."""
-        last_cast = self.scales[role].last if role in self.scales else None
+        last_cast = self.scales[role].last_pair if role in self.scales else None
         return last_cast and last_cast.scale
 
     def _can_share_cast(self, role: Role) -> bool:

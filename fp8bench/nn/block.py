@@ -3,13 +3,13 @@
     x += attention(norm(x))         in the stream's dtype, with dropout in training if configured
     x += feed_forward(norm(x))      or experts in place of the feed-forward part
 
-| switch               | what it changes                                                                           |
-|----------------------|-------------------------------------------------------------------------------------------|
-| `core`               | whether attention is causal, and its kernel                                               |
-| `config.modern`      | a block like Llama's: RMS norm, gated feed-forward part, rotary positions                 |
-| `config.experts`     | experts in place of one feed-forward part                                                 |
-| `adaptive` (adaLN)   | time and condition shift and scale both norms, and gate both branches, as in a DiT        |
-| `cache` of a pass    | attention reads keys and values from a cache, as in a served model                        |
+| switch                 | what it changes                                                                           |
+|------------------------|-------------------------------------------------------------------------------------------|
+| `core`                 | whether attention is causal, and its kernel                                               |
+| `config.is_llama_like` | a block like Llama's: RMS norm, gated feed-forward part, rotary positions                 |
+| `config.experts`       | experts in place of one feed-forward part                                                 |
+| `adaptive` (adaLN)     | time and condition shift and scale both norms, and gate both branches, as in a DiT        |
+| `cache` of a pass      | attention reads keys and values from a cache, as in a served model                        |
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Block(nn.Module):
         # versions.
         self.modulation = Modulation(config.width, 6, choose) if adaptive else None
         self.norm_attn, self.norm_mlp = (
-            ModulatedNorm() if adaptive else Norm(config.width, config.modern) for _ in range(2)
+            ModulatedNorm() if adaptive else Norm(config.width, config.is_llama_like) for _ in range(2)
         )
         # Without gates the residual stream grows with each block. So the weights that write to the stream start
         # smaller in deeper models, as in GPT-2.
@@ -68,7 +68,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(
             config.width, config.heads, config.key_heads, gain, prefix_names(choose, "attn"), core
         )
-        mlp_sizes = (config.width, config.hidden, config.modern, gain)
+        mlp_sizes = (config.width, config.hidden, config.is_llama_like, gain)
         choose_mlp = prefix_names(choose, "mlp")
         self.mlp = (
             Experts(config.experts, *mlp_sizes, choose_mlp) if config.experts else FeedForward(*mlp_sizes, choose_mlp)

@@ -41,7 +41,7 @@ from fp8bench.nn.holders import (
     refuse_meta,
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
-from fp8bench.nn.whole_layers import WholeLayers
+from fp8bench.nn.whole_layers import LibraryArithmetic
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 
 # A function that returns the arithmetic of a layer, or None if the layer shall not change.
@@ -88,7 +88,7 @@ class Conversion:
         self._around: list[tuple[nn.Module, Arithmetic]] = []
         for layer, module in surrounding_layers:
             arithmetic = None if key_of(layer, keys) is None else choose(layer)
-            if isinstance(arithmetic, WholeLayers):
+            if isinstance(arithmetic, LibraryArithmetic):
                 raise UsageError(
                     f"{layer.name} has no matrix product, and this backend only has layers with one. Give {layer.kind} "
                     "another precision in --precision-map."
@@ -198,7 +198,7 @@ def _apply_rules(
         return product_weight
     if arithmetic is None:
         return replace(product_weight, rule="kept", reason="the precision map leaves it unconverted")
-    if isinstance(arithmetic, WholeLayers) and product_weight.kind != LINEAR_KIND:
+    if isinstance(arithmetic, LibraryArithmetic) and product_weight.kind != LINEAR_KIND:
         return replace(
             product_weight,
             rule="backend",

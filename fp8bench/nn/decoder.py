@@ -131,8 +131,10 @@ class Decoder(nn.Module):
         # 1. Make the layers around the blocks.
         self.embedding = self._cast_part_weight("embedding", "embedding")
         device = str(self.embedding.device)
-        self.positions = None if config.modern else self._cast_part_weight("positions", "embedding")
-        self.rotation = make_rotary_table(sizes[1], config.head_width).to(device, carrier) if config.modern else None
+        self.positions = None if config.is_llama_like else self._cast_part_weight("positions", "embedding")
+        self.rotation = (
+            make_rotary_table(sizes[1], config.head_width).to(device, carrier) if config.is_llama_like else None
+        )
 
         # 2. Make the blocks on the meta device, where they need no memory. Then give each layer its weight, one at a
         # time.
@@ -141,7 +143,7 @@ class Decoder(nn.Module):
         self.experts: list[ServedExperts] = []
         with torch.device("meta"):
             self.blocks = build_blocks(config, lambda name: PlainArithmetic(carrier), FusedCore())  # type: ignore[assignment]
-            norm = Norm(config.width, config.modern)
+            norm = Norm(config.width, config.is_llama_like)
         for path, module in list(self.named_modules()):
             if isinstance(module, Linear):
                 self._replace(path, self._make_linear(path, self._weight(f"{path}.weight")))

@@ -20,7 +20,7 @@ from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.block import ModulatedNorm, Modulation, build_blocks
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, count_heads
+from fp8bench.nn.sizes import FREQUENCIES, LATENT_CHANNELS, PATCH_SIDE, DenoiserSizes, count_heads
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _NORM_GROUPS = 8
@@ -67,20 +67,20 @@ class DiT(nn.Module):
     ) -> None:
         super().__init__()
         self.carrier = carrier
-        self.side = sizes.image // PATCH
+        self.side = sizes.image // PATCH_SIDE
         self.time = TimeEmbedding(sizes.width, time_dtype, prefix_names(choose, "time"))
-        self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
+        self.first = Linear(PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = build_blocks(sizes.blocks, choose, core, adaptive=True)
         self.modulation = Modulation(sizes.width, 2, choose)
         self.norm = ModulatedNorm()
-        self.last = Linear(sizes.width, PATCH * PATCH * CHANNELS, choose("last"))
+        self.last = Linear(sizes.width, PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Turn patches into tokens.
         batch = len(latent)
         side = self.side
-        patch_grid = latent.view(batch, side, PATCH, side, PATCH, CHANNELS)
+        patch_grid = latent.view(batch, side, PATCH_SIDE, side, PATCH_SIDE, LATENT_CHANNELS)
         patches = patch_grid.transpose(2, 3).reshape(batch, side * side, -1)
 
         # 2. Run the stream through all blocks, modulated by time and condition.
@@ -93,7 +93,7 @@ class DiT(nn.Module):
 
         # 3. Turn tokens back into patches.
         y = self.last(self.norm(x, *self.modulation(time_vector, phase, x.dtype)), phase)
-        y = y.view(batch, side, side, PATCH, PATCH, CHANNELS)
+        y = y.view(batch, side, side, PATCH_SIDE, PATCH_SIDE, LATENT_CHANNELS)
         return y.transpose(2, 3).reshape(latent.shape)
 
 
@@ -157,7 +157,7 @@ class UNet(nn.Module):
 
         # Every block reads the time step, so that one network serves all noise levels.
         self.time = TimeEmbedding(width, time_dtype, prefix_names(choose, "time"))
-        self.first = Convolution(CHANNELS, width, choose("first"))
+        self.first = Convolution(LATENT_CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
         # Attention runs only at the lowest resolution, where it is cheapest.
@@ -169,7 +169,7 @@ class UNet(nn.Module):
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )
         self.norm = GroupNorm(width)
-        self.last = Convolution(width, CHANNELS, choose("last"))
+        self.last = Convolution(width, LATENT_CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Start the stream at full resolution.

@@ -21,7 +21,7 @@ from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.denoisers import DENOISERS
 from fp8bench.nn.exercise import Exercise, make_exercise
 from fp8bench.nn.linear import ChooseArithmetic, Linear, free_weight
-from fp8bench.nn.sizes import CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
+from fp8bench.nn.sizes import LATENT_CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases
@@ -93,7 +93,7 @@ class Sampling(Exercise):
     @torch.no_grad()
     def take_sampling_step(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
         for layer, low, high in self.switched_layers:
-            vars(layer).update(high if self.plan.is_high(step) else low)
+            vars(layer).update(high if self.plan.runs_in_high_precision(step) else low)
         time = self.plan.time(step)
         next_time = self.plan.time(step + 1)
 
@@ -218,7 +218,7 @@ def make_denoiser_state(
         core = HeadwiseCore(core)
         rounded = False
     time_dtype = carrier if rounded else input_dtype
-    latents = (sizes.batch, sizes.image, sizes.image, CHANNELS)
+    latents = (sizes.batch, sizes.image, sizes.image, LATENT_CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
     # The layer and its inputs are the same for every precision. Only the arithmetic differs.
     state = make_exercise(

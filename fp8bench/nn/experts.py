@@ -160,7 +160,9 @@ class Experts(nn.Module):
                 operands = [layer.operands for layer in layers]
                 return grouped_linear(x, weights, padded_sizes, part_ends, first_expert.up.arithmetic, phase, operands)
 
-            hidden = first_expert.activate(multiply(torch.cat(padded_parts), [expert.up for expert in self.experts]))
+            hidden = first_expert.apply_activation(
+                multiply(torch.cat(padded_parts), [expert.up for expert in self.experts])
+            )
             outputs = multiply(hidden, [expert.down for expert in self.experts]).split_with_sizes(padded_sizes)
         else:
             pairs = zip(self.experts, padded_parts, strict=True)
@@ -187,7 +189,7 @@ class Experts(nn.Module):
 def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
     """Runs the expert's products without any rows, so that its weights get gradients."""
     part_cast = part.to(expert.up.weight.dtype)
-    return F.linear(expert.activate(F.linear(part_cast, expert.up.weight)), expert.down.weight).to(part.dtype)
+    return F.linear(expert.apply_activation(F.linear(part_cast, expert.up.weight)), expert.down.weight).to(part.dtype)
 
 
 def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:

@@ -107,14 +107,16 @@ class GPT(LanguageModel):
     ) -> None:
         super().__init__(config, carrier, dropout)
         self.checkpointing = checkpointing
-        self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
+        self.positions = (
+            None if config.is_llama_like else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
+        )
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
-        self.norm = Norm(config.width, config.modern)
+        self.norm = Norm(config.width, config.is_llama_like)
         # A tied head multiplies by the embedding itself, so that both gradients are summed in one tensor.
         tied_weight = self.embedding if config.tied else None
         self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied_weight)
         self.register_buffer(
-            "rotation", make_rotary_table(config.sequence, config.head_width) if config.modern else None
+            "rotation", make_rotary_table(config.sequence, config.head_width) if config.is_llama_like else None
         )
         self.has_experts = config.experts > 0
 

@@ -34,7 +34,7 @@ from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, k
 _LEARNING_RATE = 1e-5
 
 
-class Given(NamedTuple):
+class MakeResult(NamedTuple):
     """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
     if the output contains the loss.
 
@@ -52,25 +52,25 @@ class Given(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def parse_given(name: str, answer: object, seed: int = 0) -> Given:
+def parse_make_result(name: str, answer: object, seed: int = 0) -> MakeResult:
     # A tuple's items are known by position, a dictionary's by name.
     match answer:
         case (nn.Module() as model, batch):
-            return _make_given(name, seed, model=model, **_classify_batch(batch))
+            return _build_make_result(name, seed, model=model, **_classify_batch(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _make_given(name, seed, model=model, loss=loss, **_classify_batch(batch))
+            return _build_make_result(name, seed, model=model, loss=loss, **_classify_batch(batch))
         case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
             # An unknown name is probably a typing error.
             for word in answer:
-                if word not in Given._fields:
-                    raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
-            return _make_given(name, seed, **answer)
-    given_types = (
+                if word not in MakeResult._fields:
+                    raise UnknownName(f"name in what {name} gives", str(word), MakeResult._fields)
+            return _build_make_result(name, seed, **answer)
+    returned_types = (
         f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
     )
     raise UsageError(
-        f"{name} returns {given_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict "
-        f"with 'model', 'batch' or 'batches', and optionally {', '.join(Given._fields[2:])}."
+        f"{name} returns {returned_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a "
+        f"dict with 'model', 'batch' or 'batches', and optionally {', '.join(MakeResult._fields[2:])}."
     )
 
 
@@ -78,13 +78,13 @@ def _classify_batch(batch: Any) -> dict[str, Any]:
     """Returns the second result of a user's function in a dictionary. The key is 'batches' for a function, and for an
     iterable that is neither a tensor nor a container. For anything else it is 'batch'.
     """
-    has_several = callable(batch) or (
+    has_several_batches = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
-    return {"batches" if has_several else "batch": batch}
+    return {"batches" if has_several_batches else "batch": batch}
 
 
-def _make_given(name: str, seed: int, **parts: Any) -> Given:
+def _build_make_result(name: str, seed: int, **parts: Any) -> MakeResult:
     for word in ("loss", "optimizer", "schedule"):
         if parts.get(word) is not None and not callable(parts[word]):
             raise UsageError(f"{name}: its {word} is {describe_type(parts[word])}, but must be a function.")
@@ -92,10 +92,10 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
         raise UsageError(f"{name} returns a schedule without an optimizer. Return both, or neither.")
     # A single batch is used directly. If there are several batches, read the first.
     if "batch" in parts:
-        return Given(**parts)
+        return MakeResult(**parts)
     batches = parts["batches"]
     try:
-        return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
+        return MakeResult(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
     except Exception as error:
         reason = "there is none" if isinstance(error, StopIteration) else shorten_error(error)
         raise UsageError(f"{name}: the first of its batches cannot be read: {reason}.") from error
@@ -121,7 +121,7 @@ def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
                 numpy.random.set_state(states[1])
 
 
-Call = Callable[[nn.Module, Any, Any], Any]
+CallModel = Callable[[nn.Module, Any, Any], Any]
 
 
 def call_model(model: nn.Module, positional: Any, named: Any) -> Any:
@@ -148,7 +148,7 @@ class OwnModel:
 
     def __init__(
         self,
-        parts: Given,
+        parts: MakeResult,
         setup: Setup,
         multiples: tuple[int, int] = (1, 1),
         *,
@@ -192,7 +192,7 @@ class OwnModel:
         else:
             self.model, self.optimizer = accelerated_model.prepare_model(self.model, make_optimizer)
             self.parameters = _find_trained_parameters(self.model)
-        self._call: Call = call_model
+        self._call: CallModel = call_model
         if compiles and params["compile"] == "yes":
             self._call = self._compile(draws_alike)
 
@@ -266,7 +266,7 @@ class OwnModel:
         if self.conversion is not None:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
-    def _compile(self, draws_alike: bool) -> Call:
+    def _compile(self, draws_alike: bool) -> CallModel:
         """Compiles the call of the model by running a first step. It compiles a copy of `call_model`, because torch
         stores graphs by code object (`nn.compiling.copy_function`).
         """
@@ -274,7 +274,7 @@ class OwnModel:
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        graph: Call = torch.compile(copy_function(call_model))
+        graph: CallModel = torch.compile(copy_function(call_model))
         graphs_before = counters["stats"]["unique_graphs"]
         # The first call compiles. It runs without the optimizer, so that the weights do not change.
         self._call = graph

@@ -57,9 +57,9 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self.unit is not None:
             return self.unit(self, x, phase)
-        return self.down(self.activate(self.up(x, phase)), phase)
+        return self.down(self.apply_activation(self.up(x, phase)), phase)
 
-    def activate(self, hidden: Tensor) -> Tensor:
+    def apply_activation(self, hidden: Tensor) -> Tensor:
         return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
 
 
@@ -83,7 +83,7 @@ class NormedFeedForward(nn.Module):
         if self._fused is None:
             return self.block(self.norm(x), phase)
         product = region(phase.gemm, self._fused, x)
-        return product if self._fuses_all else self.block.down(self.block.activate(product), phase)
+        return product if self._fuses_all else self.block.down(self.block.apply_activation(product), phase)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:

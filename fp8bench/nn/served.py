@@ -18,7 +18,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, list_feed_forward_paths
 from fp8bench.protocols import Precision
 
-SERVED = "served"
+SERVED_PRECISION = "served"
 OWN = "own"
 CARRIERS = {"fp32": 4, "bf16": 2}
 
@@ -27,22 +27,26 @@ CARRIERS = {"fp32": 4, "bf16": 2}
 class StorageFormat:
     """A number format for stored tensors: the bits of each number and the bytes of a scale.
 
-    `shared` says which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row', or those
-    of a block along the row, given by its length. 0 stands for no scale. `above` is the bytes of one more scale for
-    the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
+    `scale_sharing` says which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row', or
+    those of a block along the row, given by its length. 0 stands for no scale. `tensor_scale_bytes` is the bytes of one
+    more scale for the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
     """
 
     bits: int
     scale_bytes: int = 0
-    shared: str | int = 0
-    above: int = 0
+    scale_sharing: str | int = 0
+    tensor_scale_bytes: int = 0
     fmt: Format | None = None
     scaling: Scaling | None = None
 
     def count_bytes(self, rows: int, columns: int, heads: int = 1) -> int:
-        blocks = count_blocks(columns, self.shared) if isinstance(self.shared, int) and self.shared else 0
-        scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
-        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.above
+        blocks = (
+            count_blocks(columns, self.scale_sharing)
+            if isinstance(self.scale_sharing, int) and self.scale_sharing
+            else 0
+        )
+        scales = {"all": 1, "head": heads, "row": rows}.get(str(self.scale_sharing), rows * blocks)
+        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.tensor_scale_bytes
 
 
 CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
@@ -103,7 +107,7 @@ def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
     kv = str(params["kv"])
     weights = str(params["weights"])
     options = precision.chosen
-    if precision.name == SERVED:
+    if precision.name == SERVED_PRECISION:
         if (kv, weights) != (OWN, OWN):
             raise UsageError(
                 f"{precision.mode} already chooses formats, and kv={kv}, weights={weights} choose them again."
@@ -145,7 +149,7 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
     # 1. Refuse combinations that do not exist.
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model computes in {' or '.join(CARRIERS)}, not in {arm.carrier}")
-    if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
+    if precision.whole_layers or (precision.name != SERVED_PRECISION and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be stored: choose another dtype")
     if weights not in (OWN, arm.carrier) and precision.carried_by:
         return hardware.refused(f"{precision.mode} has its own weight format, so weights={arm.weights} is a conflict")
@@ -154,7 +158,7 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
         return hardware.emulated(f"keys and values in {arm.kv} are decoded before torch's attention")
     # 3. Weights in the carrier need no special kernel.
     if weights in (OWN, arm.carrier):
-        return hardware.native("torch's products") if precision.name == SERVED else precision.support(facts)
+        return hardware.native("torch's products") if precision.name == SERVED_PRECISION else precision.support(facts)
     # 4. torch has kernels for encoded weights only on CPUs, and int4 only for multiples of 16 outputs.
     native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
     if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)):
@@ -166,22 +170,22 @@ ROUTER = "mlp.router"
 EXPERTS = ".experts."
 # For each weight: its shape, and the standard deviation of its random values. A deviation of 0 means that all values
 # are 1, as for norms.
-Shapes = dict[str, tuple[tuple[int, ...], float]]
+WeightShapes = dict[str, tuple[tuple[int, ...], float]]
 
 
-def list_weight_shapes(config: GPTConfig) -> Shapes:
+def list_weight_shapes(config: GPTConfig) -> WeightShapes:
     """Returns the shapes of all weights of a model, in the order of its parameters."""
     width = config.width
     vocabulary = config.vocabulary
     heads = (config.heads + 2 * config.key_heads) * config.head_width
-    up = config.hidden * (2 if config.modern else 1)
+    up = config.hidden * (2 if config.is_llama_like else 1)
     # Weights at the end of a branch start smaller, as in training.
     gain = (2 * config.layers) ** -0.5
     input_deviation = width**-0.5
     output_deviation = gain * config.hidden**-0.5
 
-    shapes: Shapes = {"embedding": ((vocabulary, width), 0.02)}
-    if not config.modern:
+    shapes: WeightShapes = {"embedding": ((vocabulary, width), 0.02)}
+    if not config.is_llama_like:
         shapes["positions"] = ((config.sequence, width), 0.01)
     # Each block has norms, attention, a router if it has experts, and feed-forward parts.
     for number in range(config.layers):
@@ -193,9 +197,9 @@ def list_weight_shapes(config: GPTConfig) -> Shapes:
         if config.experts:
             shapes[f"{block}.{ROUTER}"] = ((config.experts, width), input_deviation)
         for part in list_feed_forward_paths(config.experts):
-            is_up = part.endswith("up")
+            is_up_product = part.endswith("up")
             shapes[f"{block}.{part}.weight"] = (
-                ((up, width), input_deviation) if is_up else ((width, config.hidden), output_deviation)
+                ((up, width), input_deviation) if is_up_product else ((width, config.hidden), output_deviation)
             )
     shapes["norm.weight"] = ((width,), 0.0)
     # A tied head is the embedding, which is already listed.

@@ -56,11 +56,11 @@ class ServedState:
         }
 
 
-FindMaker = Callable[[str], Callable[[], Any]]
+FindModelMaker = Callable[[str], Callable[[], Any]]
 
 
 def make_served_state(
-    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindMaker
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindModelMaker
 ) -> ServedState:
     params = setup.params
     device = setup.facts.key
@@ -95,7 +95,7 @@ def make_served_state(
 def _make_decoder(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
 ) -> Decoder:
-    if not config.modern:
+    if not config.is_llama_like:
         config = replace(config, sequence=sizes[1])
     layers_by_name = {layer.name: layer for layer in layers}
 
@@ -116,7 +116,7 @@ def _make_decoder(
 
 
 def measure_logits_error(
-    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindMaker
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindModelMaker
 ) -> dict[str, float]:
     """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. For a model with
     experts, also returns figures of their load.

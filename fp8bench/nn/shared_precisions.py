@@ -28,7 +28,7 @@ from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
 
-HIGH_WEIGHT_GRADIENT = Option(
+HIGH_WEIGHT_GRADIENT_OPTION = Option(
     "weight-gradient",
     "bf16: the weight gradient's product is computed in bf16; low: as the others",
     "low",
@@ -49,19 +49,19 @@ def _parse_accumulator(text: str) -> str:
         raise ValueError(f"{error}; or a number of bits from {SHORT_SUM_BITS[0]} to {SHORT_SUM_BITS[-1]}") from None
 
 
-ACCUMULATOR = Option(
+ACCUMULATOR_OPTION = Option(
     "accumulator",
     "fp32; short: 14-bit sums as on Hopper, or a number of bits; promoted: short, added to fp32 every 128 elements",
     "fp32",
     _parse_accumulator,
 )
-CASTS = Option(
+CASTS_OPTION = Option(
     "casts",
     "triton: on NVIDIA's GPUs by kernels written in Triton, where it is installed; compiled: by torch.compile",
     "triton",
     one_of("triton", "compiled"),
 )
-MX_SCALE = Option(
+MX_SCALE_OPTION = Option(
     "scale",
     "rceil: quotient rounded up; floor: rounded down, as in OCP; even, ceil: as floor, but the amax is first rounded "
     "to nearest (even) or up (ceil)",

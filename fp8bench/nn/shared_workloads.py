@@ -49,24 +49,24 @@ def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -
     for name, sides in list_features(config).items():
         if name != "head":
             sizes.update(sides)
-    misfits = sorted(size for size in sizes if size % multiple)
-    if not misfits:
+    misfit_sizes = sorted(size for size in sizes if size % multiple)
+    if not misfit_sizes:
         return ""
-    verb = "is no multiple" if len(misfits) == 1 else "are no multiples"
+    verb_text = "is no multiple" if len(misfit_sizes) == 1 else "are no multiples"
     return (
         f"in a compiled graph K and N of {precision.name} products must be multiples of {multiple}, and weight "
-        f"gradients contract over the tokens, but {', '.join(map(str, misfits))} {verb}: choose "
+        f"gradients contract over the tokens, but {', '.join(map(str, misfit_sizes))} {verb_text}: choose "
         "compile=no, or other sizes"
     )
 
 
-def explain_missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
+def explain_missing_kernel(attention: str, has_grouped_heads: bool, precision: Precision, facts: DeviceFacts) -> str:
     if not facts.accelerated and attention in ("efficient", "cudnn"):
         return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
     if facts.hip and attention == "cudnn":
         return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
     is_fp32 = (precision.carried_by or precision.name) == "fp32"
-    if facts.accelerated and attention == "efficient" and grouped and not is_fp32:
+    if facts.accelerated and attention == "efficient" and has_grouped_heads and not is_fp32:
         return "torch's efficient attention takes no grouped queries on a GPU, as this size has: choose auto or flash"
     if facts.accelerated and attention in ("flash", "cudnn") and is_fp32:
         return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"

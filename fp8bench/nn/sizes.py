@@ -24,8 +24,8 @@ class MoeSizes(NamedTuple):
 
 
 # The channels of a latent, the side of a DiT's patches, and the number of sines and cosines that encode a time step.
-CHANNELS = 4
-PATCH = 2
+LATENT_CHANNELS = 4
+PATCH_SIDE = 2
 FREQUENCIES = 256
 # The width of an attention head, if the model's width is a multiple of it.
 HEAD_WIDTH = 64
@@ -46,7 +46,7 @@ class DenoiserSizes(NamedTuple):
     @property
     def blocks(self) -> GPTConfig:
         heads = count_heads(self.width)
-        tokens = (self.image // PATCH) ** 2
+        tokens = (self.image // PATCH_SIDE) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 
 
@@ -65,7 +65,7 @@ class SamplerPlan(NamedTuple):
     last: int
 
     @property
-    def evaluations(self) -> int:
+    def denoiser_calls(self) -> int:
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
@@ -74,7 +74,7 @@ class SamplerPlan(NamedTuple):
         """
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
-    def is_high(self, step: int) -> bool:
+    def runs_in_high_precision(self, step: int) -> bool:
         return step < self.first or step >= self.steps - self.last
 
 
@@ -82,7 +82,7 @@ class SamplerPlan(NamedTuple):
 class GPTConfig:
     """The sizes of a model, with the batch and sequence of its default step.
 
-    `modern` means Llama's form: RMS norm, rotary positions and gates. `experts` is the number of experts in each
+    `is_llama_like` means Llama's form: RMS norm, rotary positions and gates. `experts` is the number of experts in each
     feed-forward part, or 0. Each token uses `top_k` of them. The head of a `tied` model multiplies by the embedding's
     weights.
     """
@@ -95,7 +95,7 @@ class GPTConfig:
     hidden: int
     batch: int
     sequence: int
-    modern: bool = False
+    is_llama_like: bool = False
     experts: int = 0
     top_k: int = EXPERTS_PER_TOKEN
     tied: bool = False
@@ -118,7 +118,7 @@ class GPTConfig:
 
     @property
     def _expert_weights(self) -> int:
-        return (3 if self.modern else 2) * self.width * self.hidden
+        return (3 if self.is_llama_like else 2) * self.width * self.hidden
 
     @property
     def weights(self) -> int:
@@ -259,8 +259,8 @@ def gpt_around(blocks: int) -> tuple[Layer, ...]:
 
 
 # How many tokens an MLP reads for each prediction, and how many tokens a line of text has for convolutions.
-CONTEXT = 8
-LINE = 16
+CONTEXT_TOKENS = 8
+LINE_TOKENS = 16
 
 # A size that is named after a published model has a tied head if that model has one.
 SIZES = {
@@ -268,34 +268,34 @@ SIZES = {
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=8, sequence=128),
     "gpt2-124m": GPTConfig(50304, 768, 12, 12, 12, 3072, batch=8, sequence=1024, tied=True),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024, tied=True),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True, tied=True),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, is_llama_like=True, tied=True),
 }
 
 # The sizes of the model that fp8bench contains. It was trained on Python's source code, and its ids are ASCII.
-NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
+NANO_PYTHON_SIZE = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, is_llama_like=True)
 # The sizes of served models. The sequence of a model is its longest context.
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
-    "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
-    "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, modern=True, experts=8),
-    "nano-python": NANO_PYTHON,
+    "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, is_llama_like=True),
+    "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, is_llama_like=True, experts=8),
+    "nano-python": NANO_PYTHON_SIZE,
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=1, sequence=16384),
     "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024, tied=True),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024, tied=True),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True, tied=True),
-    "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
-    "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, modern=True, experts=64, top_k=8),
-    "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, modern=True, experts=8),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, is_llama_like=True, tied=True),
+    "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, is_llama_like=True),
+    "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, is_llama_like=True, experts=64, top_k=8),
+    "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, is_llama_like=True, experts=8),
 }
 
 
 # Maps a layer's name to its output features and input features.
-Features = dict[str, tuple[int, int]]
+LayerFeatures = dict[str, tuple[int, int]]
 
 
 def list_block_features(
     width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
-) -> Features:
+) -> LayerFeatures:
     """Returns the layers of a decoder's block. Attention has one product for queries, keys and values, and gate and
     up are one product too.
 
@@ -312,7 +312,7 @@ def list_block_features(
 
 
 # These sizes are from the models' published configurations.
-MODELS: dict[str, Features] = {
+MODELS: dict[str, LayerFeatures] = {
     "gpt2": list_block_features(768, 3072, 12, gated=False),
     "gpt3-175b": list_block_features(12288, 49152, 96, gated=False),
     "llama3-8b": list_block_features(4096, 14336, 32, 8),
@@ -348,7 +348,7 @@ class ModelProducts(NamedTuple):
     it.
     """
 
-    features: Features
+    features: LayerFeatures
     tokens: int | None = None
 
 
@@ -377,14 +377,14 @@ def parse_model_products(text: str) -> ModelProducts:
     return ModelProducts(features, sizes.get("tokens"))
 
 
-PRODUCTS: dict[str, tuple[Role, Role]] = {
+OPERAND_ROLES: dict[str, tuple[Role, Role]] = {
     "forward": (Role.INPUT, Role.WEIGHT),
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
 # For each product: the roles of the operands that are transposed for it. A recipe may rotate such operands or keep
 # them in high precision.
-TURNED: dict[str, tuple[Role, ...]] = {
+TRANSPOSED_ROLES: dict[str, tuple[Role, ...]] = {
     "forward": (),
     "input-gradient": (Role.WEIGHT,),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
@@ -403,7 +403,7 @@ def models() -> tuple[str, ...]:
     return (*MODELS, *SIZES)
 
 
-def list_model_features(model: str) -> Features:
+def list_model_features(model: str) -> LayerFeatures:
     if model in SIZES:
         return list_features(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
@@ -416,8 +416,10 @@ def default_tokens(model: str) -> int:
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def list_features(config: GPTConfig) -> Features:
-    layers = list_block_features(config.width, config.hidden, config.heads, config.key_heads, gated=config.modern)
+def list_features(config: GPTConfig) -> LayerFeatures:
+    layers = list_block_features(
+        config.width, config.hidden, config.heads, config.key_heads, gated=config.is_llama_like
+    )
     qkv, out, up, down = layers.values()
     return {"qkv": qkv, "out": out, "up": up, "down": down, "head": (config.vocabulary, config.width)}
 

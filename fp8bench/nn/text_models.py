@@ -15,31 +15,31 @@ from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
-from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.nn.sizes import CONTEXT_TOKENS, LINE_TOKENS, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
 
 class WindowMLP(LanguageModel):
-    """An MLP: concatenates the last CONTEXT tokens, multiplies them once, and runs feed-forward blocks with
+    """An MLP: concatenates the last CONTEXT_TOKENS tokens, multiplies them once, and runs feed-forward blocks with
     residuals.
     """
 
     def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
+        self.window = Linear(CONTEXT_TOKENS * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
         choose_by_block = number_parts(choose, "blocks", config.layers)
-        self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in choose_by_block)
+        self.norms = nn.ModuleList(Norm(config.width, config.is_llama_like) for _ in choose_by_block)
         self.blocks = nn.ModuleList(
-            FeedForward(config.width, config.hidden, config.modern, gain, choose_in_block)
+            FeedForward(config.width, config.hidden, config.is_llama_like, gain, choose_in_block)
             for choose_in_block in choose_by_block
         )
-        self.norm = Norm(config.width, config.modern)
+        self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         x = self.look_up_embedding(tokens)
-        windows = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
+        windows = F.pad(x, (0, 0, CONTEXT_TOKENS - 1, 0)).unfold(1, CONTEXT_TOKENS, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
         x = cast_to(self.apply_dropout(self.window(windows, phase).to(x.dtype)), residual)
         for norm, block in zip(self.norms, self.blocks, strict=True):
@@ -77,7 +77,7 @@ def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Ten
 
 
 class TextCNN(LanguageModel):
-    """Convolutions over a text that is divided into lines of LINE tokens. In eval mode batch norm uses its running
+    """Convolutions over a text that is divided into lines of LINE_TOKENS tokens. In eval mode batch norm uses its running
     statistics.
     """
 
@@ -85,11 +85,11 @@ class TextCNN(LanguageModel):
         super().__init__(config, carrier, dropout)
         choose_by_block = number_parts(choose, "blocks", config.layers)
         self.blocks = nn.ModuleList(CausalBlock(config.width, choose_in_block) for choose_in_block in choose_by_block)
-        self.norm = Norm(config.width, config.modern)
+        self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        x = self.look_up_embedding(tokens.reshape(len(tokens), -1, LINE))
+        x = self.look_up_embedding(tokens.reshape(len(tokens), -1, LINE_TOKENS))
         for block in self.blocks:
             x = self.apply_dropout(block(x, phase))
         return self.head(self.norm(x).flatten(1, 2), phase)

@@ -18,7 +18,7 @@ from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
 # Opens a context in which layers use weights that were cast once. The argument is the phase markers.
-CastOnce = Callable[[Phases], AbstractContextManager[None]]
+HoldCastWeights = Callable[[Phases], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
@@ -59,8 +59,10 @@ def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[.
     The first call of a wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every process. The
     subclass keeps the name of the optimizer, because traces show it.
     """
-    methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": torch.no_grad()(methods["step"])})
+    unwrapped_methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
+    return type(
+        optimizer.__name__, (optimizer,), {**unwrapped_methods, "step": torch.no_grad()(unwrapped_methods["step"])}
+    )
 
 
 def make_adamw(
@@ -85,21 +87,21 @@ class TrainingState:
     attention: str
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
-    buffers: list[Tensor]
+    gradient_buffers: list[Tensor]
     loader: Loader
     micro_batches: int
     loss_scale: float
-    weights: CastOnce
+    weights: HoldCastWeights
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.GRADIENTS: self.buffers}
+        return {MemoryRole.GRADIENTS: self.gradient_buffers}
 
     def step(self, phase: Phases) -> None:
         with select_attention_kernel(self.attention), self.weights(phase):
             for micro_batch in range(self.micro_batches):
                 self._run_micro_batch(phase, first=micro_batch == 0)
         with phase.optimizer_step:
-            for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            for parameter, buffer in zip(self.parameters, self.gradient_buffers, strict=True):
                 parameter.grad = buffer
             self.optimizer.step()
             for parameter in self.parameters:
@@ -141,8 +143,8 @@ class TrainingState:
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:
-                torch._foreach_zero_(self.buffers)
-            torch._foreach_add_(self.buffers, gradients, alpha=gradient_factor)
+                torch._foreach_zero_(self.gradient_buffers)
+            torch._foreach_add_(self.gradient_buffers, gradients, alpha=gradient_factor)
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -151,7 +153,7 @@ def make_training_state(
     setup: Setup,
     model: torch.nn.Module,
     loader: Loader,
-    weights: CastOnce,
+    weights: HoldCastWeights,
     *,
     attention: str = "auto",
     rate: float = 3e-4,
@@ -162,7 +164,7 @@ def make_training_state(
 ) -> TrainingState:
     parameters = list(model.parameters())
     # The gradients of all micro-batches are summed in these buffers.
-    buffers = [torch.zeros_like(parameter) for parameter in parameters]
+    gradient_buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = make_adamw(parameters, rate, setup.facts, fused)
     return TrainingState(
         model,
@@ -171,7 +173,7 @@ def make_training_state(
         attention,
         optimizer,
         parameters,
-        buffers,
+        gradient_buffers,
         loader,
         micro_batches,
         setup.loss_scale,

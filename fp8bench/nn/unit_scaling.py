@@ -45,7 +45,7 @@ _POSITION_DEVIATION = 0.01
 _NORM_EPSILON = 1e-5
 
 
-class _Rescaled(torch.autograd.Function):
+class _RescaledTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.factor = backward
@@ -60,7 +60,7 @@ def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
     """Multiplies x by `forward`, and its gradient by `backward`."""
     if forward == backward == 1.0:
         return x
-    return _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return _RescaledTensor.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -100,12 +100,12 @@ class UnitProduct:
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
         root_of_inputs = math.sqrt(inputs)
-        total = self.gradient_factor * root_of_inputs * self.loss.factor
+        total_factor = self.gradient_factor * root_of_inputs * self.loss.factor
         # A weight that was already cast is not read here, so it needs no factor.
         weight_factor = 1.0 if layer.operands is not None else layer.factor
         # Multiply the weight in the phase of its cast, as if it were cast once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
-            weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total))
+            weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescale(y, 1 / root_of_inputs, 1.0)
 
@@ -135,7 +135,7 @@ class UnitFeedForward:
 
     def __call__(self, feed_forward: FeedForward, x: Tensor, phase: Phases) -> Tensor:
         hidden = rescale(feed_forward.up(rescale(x, *self.enter), phase), 1.0, 1 / self.slope)
-        y: Tensor = feed_forward.down(rescale(feed_forward.activate(hidden), 1 / self.deviation, 1.0), phase)
+        y: Tensor = feed_forward.down(rescale(feed_forward.apply_activation(hidden), 1 / self.deviation, 1.0), phase)
         return rescale(y, *self.leave)
 
 
@@ -155,11 +155,11 @@ class UnitCore:
     are divided by the same number.
     """
 
-    inner: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inner_core: Callable[[Tensor, Tensor, Tensor], Tensor]
     deviation: float
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(q, k, v) * (1 / self.deviation)
+        return self.inner_core(q, k, v) * (1 / self.deviation)
 
 
 def compute_attention_deviation(tokens: int) -> float:
@@ -256,9 +256,9 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
         feed_deviation = GATED_DEVIATION if block.mlp.gated else GELU_DEVIATION
         sums = []
         for norm, deviation in ((block.norm_attn, core_deviation), (block.norm_mlp, feed_deviation)):
-            next_deviation = math.hypot(stream_deviation, gain * deviation)
-            skip = stream_deviation / next_deviation
-            branch_share = gain * deviation / next_deviation
+            next_stream_deviation = math.hypot(stream_deviation, gain * deviation)
+            skip = stream_deviation / next_stream_deviation
+            branch_share = gain * deviation / next_stream_deviation
             branch_factor = gradient_factor / branch_share
             if norm is block.norm_mlp:
                 branch_factor = scale_feed_forward(block.mlp, gain, branch_factor, loss)
@@ -269,7 +269,7 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
             norm.unit = UnitWeight(branch_factor, loss)
             norm.epsilon = _NORM_EPSILON / stream_deviation**2
             sums.append(UnitSum(skip, branch_share, gradient_factor / branch_factor))
-            stream_deviation = next_deviation
+            stream_deviation = next_stream_deviation
         block.attn.core = UnitCore(block.attn.core, core_deviation)
         block.unit = UnitResidual(*sums)
 

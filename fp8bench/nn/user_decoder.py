@@ -135,7 +135,7 @@ class UserDecoder:
             transformers.StaticCache(model.config, sizes[1]) if is_transformers_model else StaticKeys(sizes[1])
         )
         self.vocabulary = self._start_cache(sizes[0])
-        self.stored: dict[str, StoredWeight] = {}
+        self.stored_weights: dict[str, StoredWeight] = {}
         self._store_weights(arm)
         self._store_keys(arm)
 
@@ -206,7 +206,7 @@ class UserDecoder:
             stored_weight = store_weight(
                 weight.t() if product_weight.kind == CONV1D_KIND else weight, format_name, arm.low_inputs
             )
-            self.stored[product_weight.name] = stored_weight
+            self.stored_weights[product_weight.name] = stored_weight
             vars(module)["forward"] = self._make_product(stored_weight, getattr(module, "bias", None))
 
     def find_block_number(self, product_weight: ProductWeight) -> int | None:
@@ -270,12 +270,14 @@ class UserDecoder:
 
     def weight_bytes(self) -> int:
         replaced_weight_ids = {
-            id(product_weight.weight) for product_weight in self.product_weights if product_weight.name in self.stored
+            id(product_weight.weight)
+            for product_weight in self.product_weights
+            if product_weight.name in self.stored_weights
         }
         tensors: list[Tensor] = [
             parameter for parameter in self.model.parameters() if id(parameter) not in replaced_weight_ids
         ]
-        for weight in self.stored.values():
+        for weight in self.stored_weights.values():
             tensors += weight.tensors()
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -283,7 +285,9 @@ class UserDecoder:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def list_weights_and_cache(self) -> tuple[object, object]:
-        return (list(self.model.parameters()), self.stored), [(layer.keys, layer.values) for layer in self.cache.layers]
+        return (list(self.model.parameters()), self.stored_weights), [
+            (layer.keys, layer.values) for layer in self.cache.layers
+        ]
 
 
 def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
@@ -331,13 +335,11 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     with torch.no_grad():
         with QueryHeads() as query:
             prompt_logits = decoder.forward(tokens, 0, SilentPhases(), every=True)
-        logits_of_tokens = [
-            decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)
-        ]
+        logits_by_token = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)]
     # 1. Refuse NaN, because comparisons with NaN always fail.
     if bool(prompt_logits.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
-    token_logits = torch.cat(logits_of_tokens, 1)
+    token_logits = torch.cat(logits_by_token, 1)
     is_finite = prompt_logits.isfinite()  # models mask unused ids with -inf
     # 2. Compare the logits of single tokens with those of the whole prompt, up to rounding.
     has_equal_infinities = torch.equal(token_logits[~is_finite], prompt_logits[~is_finite])

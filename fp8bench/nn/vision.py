@@ -65,14 +65,14 @@ class ImageLoader:
         self._loaded_cycle: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def next(self) -> tuple[Inputs, Tensor]:
-        images, labels = next(self._loaded_cycle) if self._loaded else self._next_on_device()
+        images, labels = next(self._loaded_cycle) if self._loaded else self._copy_next_to_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
         images = apply_layout(images.permute(0, 3, 1, 2), self._layout)
         return ((images, labels[:, :-1]), labels[:, 1:]) if self._has_text else ((images,), labels)
 
     def load_ahead(self, batches: int) -> None:
         for index in range(batches):
-            images, labels = self._next_on_device()
+            images, labels = self._copy_next_to_device()
             if index == len(self._loaded):
                 # on a CPU, `to` copies nothing, so copy the pool's tensors here
                 self._loaded.append((images.clone(), labels.clone()))
@@ -80,7 +80,7 @@ class ImageLoader:
             self._loaded[index][1].copy_(labels)
         self._loaded_cycle = cycle(self._loaded)
 
-    def _next_on_device(self) -> tuple[Tensor, Tensor]:
+    def _copy_next_to_device(self) -> tuple[Tensor, Tensor]:
         images, labels = next(self._pool)
         return images.to(self._device, non_blocking=self._pin), labels.to(self._device, non_blocking=self._pin)
 

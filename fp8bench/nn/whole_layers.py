@@ -23,24 +23,24 @@ from fp8bench.nn.tensor_scales import largest_magnitudes
 from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
-class WholeLayer(NamedTuple):
+class LibraryLayer(NamedTuple):
     """A library's layer.
 
-    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale).
-    In a step with several passes, `in_step` multiplies instead. Its second argument is whether this is the first pass
-    of the step, which casts the weights. `in_step` is None if the library casts weights in each pass.
+    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale). In
+    a step with several passes, `multiply_in_step` multiplies instead. Its second argument is whether this is the first
+    pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
     scales: Callable[[], list[tuple[str, str, float, float]]] = list
-    in_step: Callable[[Tensor, bool], Tensor] | None = None
+    multiply_in_step: Callable[[Tensor, bool], Tensor] | None = None
 
 
 # Makes a library's layer that uses a given float32 weight.
-BuildLayer = Callable[[nn.Parameter], WholeLayer]
+BuildLayer = Callable[[nn.Parameter], LibraryLayer]
 
 
-class WholeLayers(Arithmetic):
+class LibraryArithmetic(Arithmetic):
     """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` makes a layer
     with several products. A model's forward pass must run inside the context `around`, if there is one.
     """
@@ -53,7 +53,7 @@ class WholeLayers(Arithmetic):
         carrier: torch.dtype,
         build: BuildLayer,
         around: Callable[[], AbstractContextManager[None]] | None = None,
-        fuse: Callable[[Fused], WholeLayer] | None = None,
+        fuse: Callable[[Fused], LibraryLayer] | None = None,
         separate: Callable[[], Arithmetic] | None = None,
     ) -> None:
         self.carrier = carrier
@@ -63,7 +63,7 @@ class WholeLayers(Arithmetic):
         self._build = build
         self._fuse = fuse
         self._name = ""
-        self._layers: dict[str, WholeLayer] = {}
+        self._layers: dict[str, LibraryLayer] = {}
         # Ids of the layers that have run in the current step, or None between steps. The set is in a list, so that
         # copies of this object share it.
         self._passed_layers: list[set[int] | None] = [None]
@@ -78,9 +78,9 @@ class WholeLayers(Arithmetic):
             self._passed_layers[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        named_copy = copy.copy(self)  # the copy shares _layers and _passed_layers
-        named_copy._name = name
-        return named_copy
+        copy_for_layer = copy.copy(self)  # the copy shares _layers and _passed_layers
+        copy_for_layer._name = name
+        return copy_for_layer
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
         return self._register_layer(self._build(weight))
@@ -91,17 +91,17 @@ class WholeLayers(Arithmetic):
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         return None if self._fuse is None else self._register_layer(self._fuse(layers))
 
-    def _register_layer(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
+    def _register_layer(self, layer: LibraryLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = layer
 
         # Return a function instead of a module, because a module inside a module would list its weight twice.
         def multiply(x: Tensor) -> Tensor:
             passed_layers = self._passed_layers[0]
-            if layer.in_step is None or passed_layers is None:
+            if layer.multiply_in_step is None or passed_layers is None:
                 return layer.multiply(x)
             is_first_pass = id(layer) not in passed_layers
             passed_layers.add(id(layer))
-            return layer.in_step(x, is_first_pass)
+            return layer.multiply_in_step(x, is_first_pass)
 
         return multiply
 
@@ -113,13 +113,13 @@ class WholeLayers(Arithmetic):
         return tuple(scales)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        raise TypeError(self._refusal)
+        raise TypeError(self._refusal_text)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        raise TypeError(self._refusal)
+        raise TypeError(self._refusal_text)
 
     @property
-    def _refusal(self) -> str:
+    def _refusal_text(self) -> str:
         return f"{self._backend} has no separate cast or product, only layers that do both. Use `whole`."
 
 
@@ -156,7 +156,11 @@ def wrap_model_forward(model: nn.Module) -> None:
     # Enter the library's context once around the whole forward pass, not once in each layer.
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
-        (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
+        (
+            arithmetic.around
+            for arithmetic in arithmetics
+            if isinstance(arithmetic, LibraryArithmetic) and arithmetic.around
+        ),
         None,
     )
     if around is None:
@@ -179,7 +183,9 @@ class CachedWeights:
     def __init__(self, model: nn.Module) -> None:
         linear = [module for module in model.modules() if isinstance(module, Linear)]
         self._layers = [layer for layer in linear if layer.arithmetic.casts]
-        self._library_arithmetics = [layer.arithmetic for layer in linear if isinstance(layer.arithmetic, WholeLayers)]
+        self._library_arithmetics = [
+            layer.arithmetic for layer in linear if isinstance(layer.arithmetic, LibraryArithmetic)
+        ]
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:

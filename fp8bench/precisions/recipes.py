@@ -20,10 +20,10 @@ from fp8bench.formats.recipes import (
 )
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import (
-    ACCUMULATOR,
-    CASTS,
-    HIGH_WEIGHT_GRADIENT,
-    MX_SCALE,
+    ACCUMULATOR_OPTION,
+    CASTS_OPTION,
+    HIGH_WEIGHT_GRADIENT_OPTION,
+    MX_SCALE_OPTION,
     RecipePrecision,
     float_scale_option,
     formats_option,
@@ -50,9 +50,9 @@ class Fp8(RecipePrecision):
     options = (
         formats_option("hybrid"),
         float_scale_option(ScaleRounding.EXACT),
-        HIGH_WEIGHT_GRADIENT,
-        ACCUMULATOR,
-        CASTS,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        ACCUMULATOR_OPTION,
+        CASTS_OPTION,
     )
 
 
@@ -70,7 +70,12 @@ class Fp8Block(RecipePrecision):
     rank = 43
     words = "block-scaled FP8"
     compiled_multiple = 128  # torch's compiler needs whole blocks, while its kernels also accept parts of blocks
-    options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (
+        float_scale_option(ScaleRounding.POWER_OF_TWO),
+        ACCUMULATOR_OPTION,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        CASTS_OPTION,
+    )
 
     def make_recipe(self) -> Recipe:
         # As in DeepSeek-V3, a scale of inputs and gradients belongs to a part of a row, and a scale of weights to a
@@ -100,9 +105,9 @@ class Fp8Delayed(RecipePrecision):
         Option("margin", "scales are divided by 2^margin", "0", whole_number(0, LARGEST_MARGIN)),
         Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
         formats_option("hybrid"),
-        HIGH_WEIGHT_GRADIENT,
-        ACCUMULATOR,
-        CASTS,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        ACCUMULATOR_OPTION,
+        CASTS_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
@@ -121,7 +126,7 @@ class Fp8E4M3(RecipePrecision):
     rank = 44
     words = "FP8"
     element = E4M3
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR, CASTS)
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION, CASTS_OPTION)
 
 
 @precisions.register("fp8-e5m2")
@@ -138,7 +143,7 @@ class Fp8E5M2(RecipePrecision):
     rank = 45
     words = "FP8"
     element = E5M2
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION)
 
 
 @precisions.register("fp8-unit")
@@ -153,7 +158,7 @@ class Fp8Unit(RecipePrecision):
     rank = 46
     words = "FP8"
     unit_scaled = True
-    options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION)
 
     def make_recipe(self) -> Recipe:
         return self.recipe_of(Treatment(fmt) for fmt in self.formats)
@@ -171,7 +176,12 @@ class Fp8Rowwise(RecipePrecision):
     rank = 42
     words = "row-wise FP8"
     block = (1, 0)
-    options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (
+        formats_option("e4m3"),
+        float_scale_option(ScaleRounding.POWER_OF_TWO),
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        CASTS_OPTION,
+    )
 
 
 _MX_SUMMARY = (
@@ -188,7 +198,7 @@ class MxFp4(RecipePrecision):
     summary = f"E2M1 {_MX_SUMMARY}"
     rank = 70
     words = "MXFP4"
-    options = (MX_SCALE, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
+    options = (MX_SCALE_OPTION, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT_OPTION)
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
@@ -220,8 +230,8 @@ class MxFp6(RecipePrecision):
             one_of(*_MXFP6_FORMATS),
             ("format",),
         ),
-        MX_SCALE,
-        HIGH_WEIGHT_GRADIENT,
+        MX_SCALE_OPTION,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     @property
@@ -242,7 +252,7 @@ class MxFp8(RecipePrecision):
     multiples = (32, 16)
     block = (1, 32)
     scale_format = E8M0
-    options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (MX_SCALE_OPTION, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT_OPTION, CASTS_OPTION)
 
 
 # In the tensor cores of Blackwell this many elements share one E4M3 scale.
@@ -277,7 +287,7 @@ class NvFp4(RecipePrecision):
             "nearest",
             one_of(ScaleRounding.NEAREST, ScaleRounding.UP),
         ),
-        HIGH_WEIGHT_GRADIENT,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
@@ -358,7 +368,7 @@ class Custom(RecipePrecision):
             _DEFAULT_ROUNDING,
             one_of(_DEFAULT_ROUNDING, *ScaleRounding),
         ),
-        HIGH_WEIGHT_GRADIENT,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     def make_recipe(self) -> Recipe:

@@ -53,7 +53,9 @@ class Decode(ServedWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
         is_built_in = (
-            str(params["size"]) in SERVED_SIZES and params["kv"] == served.OWN and precision.name != served.SERVED
+            str(params["size"]) in SERVED_SIZES
+            and params["kv"] == served.OWN
+            and precision.name != served.SERVED_PRECISION
         )
         if _STATIC_AXIS.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")

@@ -13,7 +13,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import served
 from fp8bench.nn.shared_workloads import explain_missing_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, get_product_sides, parse_model_products
+from fp8bench.nn.sizes import MODELS, OPERAND_ROLES, TRANSPOSED_ROLES, get_product_sides, parse_model_products
 from fp8bench.protocols import (
     MEMORY_ROLES,
     Arithmetic,
@@ -111,7 +111,7 @@ class Gemm(Workload):
                 "product",
                 "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
                 "auto",
-                *PRODUCTS,
+                *OPERAND_ROLES,
             ),
             Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST_SIDE),
             Axis.choice(
@@ -149,7 +149,7 @@ class Gemm(Workload):
         has_many_products = name == "sweep" or is_model
         # By default a model or a sweep is measured with all three products of training, and a single shape with the
         # forward product.
-        products = _expand_auto(params["product"], tuple(PRODUCTS) if has_many_products else ("forward",))
+        products = _expand_auto(params["product"], tuple(OPERAND_ROLES) if has_many_products else ("forward",))
         operands = _expand_auto(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
         if is_model:
             cases = []
@@ -182,7 +182,7 @@ class Gemm(Workload):
         if precision.whole_layers and params["operands"] != "cast":
             return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
-        if precision.name == served.SERVED:
+        if precision.name == served.SERVED_PRECISION:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused(
                     "stored weights have forward products only, with inputs cast in every step: choose "
@@ -355,7 +355,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     """Returns why a layout would change nothing in this case. Returns '' if it changes something or is the default."""
     layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
     unusual_operands = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
-    if precision.name == served.SERVED and "b" in unusual_operands:
+    if precision.name == served.SERVED_PRECISION and "b" in unusual_operands:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
     # The case would only repeat the figures of a different case under a second name.
     if unusual_operands and precision.carried_by and params["operands"] == "ready":
@@ -376,9 +376,9 @@ def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], 
     """
     product = str(setup.params["product"])
     arithmetic = setup.arithmetic.separate()
-    (role_a, role_b) = PRODUCTS[product]
+    (role_a, role_b) = OPERAND_ROLES[product]
     cast_a, cast_b = (
-        arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast for role in (role_a, role_b)
+        arithmetic.cast_transpose if role in TRANSPOSED_ROLES[product] else arithmetic.cast for role in (role_a, role_b)
     )
     return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
@@ -390,7 +390,7 @@ def _store_weight(setup: Setup, b: Tensor) -> StoredWeight | None:
     from fp8bench.nn.storage import store_weight
 
     precision = precisions.get(setup.case.precision)
-    if precision.name != served.SERVED:
+    if precision.name != served.SERVED_PRECISION:
         return None
     serving_arm = served.choose_arm({"kv": served.OWN, "weights": served.OWN}, precision)
     weight_format = serving_arm.weight_format
@@ -417,4 +417,4 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
         )
         for rows, layout in zip("mn", _read_operand_layouts(params), strict=True)
     )
-    return a, b, PRODUCTS[str(params["product"])]
+    return a, b, OPERAND_ROLES[str(params["product"])]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.nn.rlhf import FourModels
-    from fp8bench.nn.training_step import CastOnce, Loader, TrainingState
+    from fp8bench.nn.training_step import HoldCastWeights, Loader, TrainingState
 
 # The defaults of parameters that change how a step is executed. The results change at most through delayed scales. A
 # case that was built by hand may leave these parameters out.
@@ -168,7 +168,7 @@ class Transformer(shared.TrainingWorkload):
         key_value_width = 2 * config.key_heads * config.head_width
         # The number of values for each token: both norms, queries, the output of attention and the sum after it, and
         # the inputs and outputs of the activation.
-        block_activations = 7 * config.width + key_value_width + (3 if config.modern else 2) * config.hidden
+        block_activations = 7 * config.width + key_value_width + (3 if config.is_llama_like else 2) * config.hidden
         recomputes = _read_choice(params, "checkpointing") == "blocks"
         block_values = (
             config.layers * config.width + block_activations if recomputes else config.layers * block_activations
@@ -243,7 +243,7 @@ class Transformer(shared.TrainingWorkload):
         recasts = backend is not None and not backend.caches_weights and _read_choice(params, "weights") == "cached"
         if recasts and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        is_unlike_gpt2 = _read_config(params).modern or _read_choice(params, "attention") != "auto"
+        is_unlike_gpt2 = _read_config(params).is_llama_like or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
@@ -413,13 +413,13 @@ def _build_model(
     config = _make_config(setup)
     with seed_weights(setup):
         model = GPT(config, choose, carrier, checkpointing, core)
-    if _read_choice(setup.params, "cut") == "block" and not config.modern:
+    if _read_choice(setup.params, "cut") == "block" and not config.is_llama_like:
         fuse_blocks(model, config.heads)
     wrap_model_forward(model)
     return model
 
 
-def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
+def _make_weight_cast(setup: Setup, model: GPT) -> HoldCastWeights:
     """Returns the function that casts weights before the micro-batches of a step. If each micro-batch casts the
     weights, this function does nothing.
     """

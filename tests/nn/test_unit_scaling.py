@@ -33,7 +33,7 @@ CONFIGS = {
     "gpt2": NANO,
     "tied": replace(NANO, tied=True),
     "deep": replace(NANO, layers=5),
-    "llama": replace(NANO, modern=True, key_heads=2),
+    "llama": replace(NANO, is_llama_like=True, key_heads=2),
 }
 
 

@@ -23,7 +23,7 @@ from tests.nn import served_models
 from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORDS
 from tests.workloads.steps import CPU
 
-CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, modern=True)
+CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, is_llama_like=True)
 each_model = for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
 

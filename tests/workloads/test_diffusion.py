@@ -256,7 +256,13 @@ def test_times_and_angles_go_from_noise_to_image() -> None:
     assert [SamplerPlan(4, "none", 0, 0).time(step) for step in range(5)] == [999, 749, 499, 249, -1]
     assert len({SamplerPlan(250, "none", 0, 0).time(step) for step in range(251)}) == 251
     assert compute_noise_angle(-1) == 0 and 0 < compute_noise_angle(0) < compute_noise_angle(999) < math.pi / 2
-    assert [SamplerPlan(5, "none", 1, 2).is_high(step) for step in range(5)] == [True, False, False, True, True]
+    assert [SamplerPlan(5, "none", 1, 2).runs_in_high_precision(step) for step in range(5)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,16 +31,16 @@ class GroupCurrentScale:
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
-    last: ScalePair | None = None
+    last_pair: ScalePair | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if repeat and self.last is not None:
-            return self.last
+        if repeat and self.last_pair is not None:
+            return self.last_pair
         scaling = self.treatment.scaling
         assert scaling is not None
         amax = self._max_over_ranks(largest_magnitude(x) if amax is None else amax)
-        self.last = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
-        return self.last
+        self.last_pair = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
+        return self.last_pair
 
 
 class GroupDelayedScale(DelayedScale):
@@ -53,8 +53,8 @@ class GroupDelayedScale(DelayedScale):
         self._max_over_ranks = max_over_ranks
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if repeat and self.last is not None:
-            return self.last
+        if repeat and self.last_pair is not None:
+            return self.last_pair
         return super().next(x, repeat, self._max_over_ranks(largest_magnitude(x) if amax is None else amax))
 
 

@@ -121,7 +121,7 @@ class WeightCut:
 
 def list_cuts(config: GPTConfig) -> dict[str, WeightCut]:
     keys = config.key_heads * config.head_width
-    up_parts = (config.hidden,) * (2 if config.modern else 1)
+    up_parts = (config.hidden,) * (2 if config.is_llama_like else 1)
     return {
         "attn.qkv": WeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
         "attn.out": WeightCut(INPUT_DIMENSION, (config.width,)),
@@ -171,7 +171,7 @@ def refuse_rows(case: ParallelCase) -> str:
     ranks = case.ranks
     wire = case.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
-    if not config.modern:
+    if not config.is_llama_like:
         rows["the sequence"] = config.sequence
     # fully_shard cuts every weight along its rows.
     for name, count in rows.items():

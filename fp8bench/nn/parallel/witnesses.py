@@ -50,8 +50,8 @@ class _WatchedScale:
         return pair
 
     @property
-    def last(self) -> ScalePair | None:
-        return self.source.last
+    def last_pair(self) -> ScalePair | None:
+        return self.source.last_pair
 
     def expected_scales(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
         assert self.treatment.scaling is not None

@@ -24,7 +24,7 @@ from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
 
 BATCH, TOKENS, STEPS, RATE = 2, 8, 2, 0.05
 GPT2 = GPTConfig(64, 32, 1, 4, 4, 64, BATCH, TOKENS)
-LLAMA = replace(GPT2, key_heads=2, modern=True)
+LLAMA = replace(GPT2, key_heads=2, is_llama_like=True)
 Updates = dict[str, Tensor]
 
 
@@ -168,7 +168,7 @@ def test_scales_of_rows_and_blocks_are_of_one_ranks_values() -> None:
 
 
 NANO = SIZES["nano"]
-GROUPED = replace(NANO, modern=True, key_heads=2)
+GROUPED = replace(NANO, is_llama_like=True, key_heads=2)
 
 
 @for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (GROUPED, 2)])

@@ -24,7 +24,7 @@ from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import explain_uncuttable
 from fp8bench.nn.shared_workloads import explain_uncompilable
-from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
+from fp8bench.nn.sizes import LINE_TOKENS, SIZES, GPTConfig, around, gpt_around
 from fp8bench.protocols import Layer, Precision, key_of, list_map_keys
 from fp8bench.registry import precisions
 
@@ -102,10 +102,10 @@ def check_settings(settings: TrainerSettings) -> None:
     )
     refusals = (
         (
-            settings.arch == "cnn" and config.sequence % LINE > 0,
+            settings.arch == "cnn" and config.sequence % LINE_TOKENS > 0,
             (
-                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is not a multiple "
-                f"of {LINE}."
+                f"--arch cnn reads a text in lines of {LINE_TOKENS} tokens: --sequence {config.sequence} is not a "
+                f"multiple of {LINE_TOKENS}."
             ),
         ),
         (
@@ -274,7 +274,7 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
     size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_shares > 1)
     if settings.arch == "cnn":  # an image has one line and one column of zeros more than its text
-        rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
+        rows = config.batch * (config.sequence // LINE_TOKENS + 1) * (LINE_TOKENS + 1)
         size_words = f"with an image's line and column of zeros the batch has {rows}"
     if rows % multiple:
         return refused(

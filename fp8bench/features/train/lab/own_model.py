@@ -25,7 +25,7 @@ from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import find_loss, iterate_named_tensors, make_arguments, move_to_device
-from fp8bench.nn.own_model import Given, call_model, seed_generators
+from fp8bench.nn.own_model import MakeResult, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import measure_coverage
@@ -189,7 +189,7 @@ class OwnBatches:
     """
 
     name: str
-    user_parts: Given
+    user_parts: MakeResult
     seed: int
     facts: DeviceFacts
 
@@ -245,7 +245,7 @@ class OwnBatches:
         return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
-def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
+def read_held_out(name: str, maker: MakeResult, facts: DeviceFacts) -> list[Any]:
     """Returns the held-out batches, which are the same in every call. Returns [] if the user's function gives none."""
     source = maker.held_out
     if source is None:
@@ -260,7 +260,7 @@ def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
-def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
+def check_batches(name: str, maker: MakeResult, seed: int, facts: DeviceFacts) -> None:
     """Raises UsageError if a batch is different when it is read again. Otherwise arms would train on different data."""
     first_reader, second_reader = (OwnBatches(name, maker, seed, facts) for _ in range(2))
     batches = [first_reader.read(number) for number in range(_COMPARED_BATCHES)]
