@@ -19,7 +19,7 @@ from fp8bench.formats.hardware import (
 )
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, refuse_pairing
+from fp8bench.nn.shared_precisions import RecipePrecision, get_recipe, native_arithmetic, refuse_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision, Role
 from fp8bench.registry import backends
 
@@ -43,7 +43,7 @@ class EmulatedProducts(Backend):
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         from fp8bench.nn.arithmetics import RecipeArithmetic
 
-        return RecipeArithmetic(recipe_of(precision))
+        return RecipeArithmetic(get_recipe(precision))
 
 
 @backends.register("torch")
@@ -61,7 +61,7 @@ class TorchProducts(Backend):
         return refused(f"torch has no such product here ({support.reason}): choose backend=emulated, or auto")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        return native_arithmetic(recipe_of(precision), facts)
+        return native_arithmetic(get_recipe(precision), facts)
 
 
 # For each mode: torchao's name of its recipe.
@@ -229,4 +229,4 @@ class DeepGemm(Backend):
         self.imported()
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
-        return DeepGemmArithmetic(recipe_on_device(recipe_of(precision), facts))
+        return DeepGemmArithmetic(recipe_on_device(get_recipe(precision), facts))

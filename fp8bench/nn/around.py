@@ -66,8 +66,8 @@ def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
         for part in modules:
             part.around = {**part.around, name: arithmetic}
         for part in model.modules() if name == "residual" else ():
-            if hasattr(part, "residual"):
-                part.residual = arithmetic
+            if hasattr(part, "residual_arithmetic"):
+                part.residual_arithmetic = arithmetic
         if modules:
             continue
         norm: Any = model.get_submodule(name)

@@ -39,11 +39,11 @@ def build_blocks(
 
 
 class Block(nn.Module):
-    """A transformer block. `residual` is the arithmetic that rounds the residual stream, if any. `unit` is a forward
-    pass that replaces the block's own in a unit-scaled model.
+    """A transformer block. `residual_arithmetic` is the arithmetic that rounds the residual stream, if any. `unit` is a
+    forward pass that replaces the block's own in a unit-scaled model.
     """
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
     unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
     def add_change(self, x: Tensor, change: Tensor, gate: Tensor | None = None) -> Tensor:
         change = self.convert_change(change, x.dtype)
-        return cast_to(x + (change if gate is None else gate * change), self.residual)
+        return cast_to(x + (change if gate is None else gate * change), self.residual_arithmetic)
 
     def convert_change(self, change: Tensor, dtype: torch.dtype) -> Tensor:
         """Converts a branch's output to the dtype of the stream, and applies dropout. The layer that made it may have

@@ -212,11 +212,15 @@ def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) ->
     """Returns why native products refuse a layer with these numbers of inputs and outputs, or '' if they accept it.
     The number of rows is not checked, because rows can be padded.
     """
-    multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in another product
+    side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in another product
     outputs, inputs = product_weight.sides
-    misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % multiple]
+    misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % side_multiple]
     verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
-    return f"{' and '.join(misfit_sides)} {verb_text} of {multiple}, as native products require" if misfit_sides else ""
+    return (
+        f"{' and '.join(misfit_sides)} {verb_text} of {side_multiple}, as native products require"
+        if misfit_sides
+        else ""
+    )
 
 
 def _list_reasons(product_weights: Sequence[ProductWeight]) -> str:
@@ -267,15 +271,15 @@ class LayerProducts:
         All groups run as one grouped product, if the arithmetic has one and if at least half of the padded rows hold
         tokens.
         """
-        multiple = self.arithmetic.groups
+        side_multiple = self.arithmetic.groups
         part_rows = self.arithmetic.part_rows
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         row_parts = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
         # If most rows would be padding, or the kernel refuses the sides, one product for each part is faster.
-        if not multiple or sum(padded_sizes) > 2 * len(x) or any(side % multiple for side in weight_sides):
-            pairs = zip(row_parts, weights, strict=True)
-            products = [self.linear(part, weight) for part, weight in pairs if len(part)]
+        if not side_multiple or sum(padded_sizes) > 2 * len(x) or any(side % side_multiple for side in weight_sides):
+            parts_and_weights = zip(row_parts, weights, strict=True)
+            products = [self.linear(part, weight) for part, weight in parts_and_weights if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat(
             [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(row_parts, padded_sizes, strict=True)]

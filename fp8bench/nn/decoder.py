@@ -146,11 +146,11 @@ class Decoder(nn.Module):
             norm = Norm(config.width, config.is_llama_like)
         for path, module in list(self.named_modules()):
             if isinstance(module, Linear):
-                self._replace(path, self._make_linear(path, self._weight(f"{path}.weight")))
+                self._replace_submodule(path, self._make_linear(path, self._weight(f"{path}.weight")))
             elif isinstance(module, Norm):
-                self._replace(path, self._make_norm(path, module))
+                self._replace_submodule(path, self._make_norm(path, module))
         for number, block in enumerate(self.blocks):
-            block.residual = self.around.get("residual")
+            block.residual_arithmetic = self.around.get("residual")
             self._replace_branches(f"blocks.{number}", block)
         self.norm = self._make_norm("norm", norm)
         # A tied head uses the embedding's tensor. That is impossible if the embedding alone is rounded to a
@@ -181,10 +181,10 @@ class Decoder(nn.Module):
             router = self._weight(f"{path}.{ROUTER}").to(self.carrier)
             experts = [expert.forward for expert in block.mlp.experts]
             self.experts.append(ServedExperts(router, experts, self.config.top_k))
-        self._replace(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)
-        self._replace(f"{path}.attn", block.attn.forward)
+        self._replace_submodule(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)
+        self._replace_submodule(f"{path}.attn", block.attn.forward)
 
-    def _replace(self, path: str, served: Callable[..., Tensor]) -> None:
+    def _replace_submodule(self, path: str, served: Callable[..., Tensor]) -> None:
         owner, _, name = path.rpartition(".")
         parent = self.get_submodule(owner)
         delattr(parent, name)
@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         logits = self.head(self.norm(x if every else x[:, -1:]), phase)
         return cast_to(logits, self.around.get("logits"))
 
-    def fill(self, end: int, generator: torch.Generator) -> None:
+    def fill_cache(self, end: int, generator: torch.Generator) -> None:
         """Fills the first `end` positions of the cache with random values like those of a trained model."""
         for cache in self.cache:
             for heads in cache:

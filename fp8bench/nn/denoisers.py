@@ -116,7 +116,7 @@ class GroupNorm(nn.Module):
 class TimedResidual(nn.Module):
     """A residual block of two 3x3 convolutions after norms. The time vector is added between them."""
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
     def __init__(self, inputs: int, outputs: int, width: int, choose: ChooseArithmetic) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class TimedResidual(nn.Module):
         first, second = self.norms
         hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
         shortcut = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return cast_to(shortcut + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
+        return cast_to(shortcut + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual_arithmetic)
 
 
 class UNet(nn.Module):
@@ -174,8 +174,8 @@ class UNet(nn.Module):
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Start the stream at full resolution.
         time_vector = self.time(times, condition, phase)
-        residual = self.around["residual"]
-        x = start_stream(self.first(latent, phase), self.carrier, residual)
+        residual_arithmetic = self.around["residual"]
+        x = start_stream(self.first(latent, phase), self.carrier, residual_arithmetic)
         for block in self.down:
             x = block(x, time_vector, phase)
         # 2. Run the middle blocks and attention at half the resolution.
@@ -183,9 +183,12 @@ class UNet(nn.Module):
         half_resolution = first_middle_block(
             F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase
         )
-        mixed = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
+        attention_output = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
         half_resolution = second_middle_block(
-            cast_to(half_resolution + mixed.view(half_resolution.shape).to(half_resolution.dtype), residual),
+            cast_to(
+                half_resolution + attention_output.view(half_resolution.shape).to(half_resolution.dtype),
+                residual_arithmetic,
+            ),
             time_vector,
             phase,
         )

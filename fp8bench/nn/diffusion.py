@@ -182,15 +182,15 @@ class DenoiserTraining(Exercise):
         with phase.elementwise:
             _, loss = self._predict(phase)
         with phase.elementwise:
-            torch.autograd.grad(loss, self.leaves())
+            torch.autograd.grad(loss, self.list_leaf_tensors())
             del loss
 
-    def leaves(self) -> list[Tensor]:
+    def list_leaf_tensors(self) -> list[Tensor]:
         return list(self.layer.parameters())
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, loss = self._predict(SilentPhases())
-        return output.detach(), torch.autograd.grad(loss, self.leaves())
+        return output.detach(), torch.autograd.grad(loss, self.list_leaf_tensors())
 
     def _predict(self, phase: Phases) -> tuple[Tensor, Tensor]:
         image, noise, condition, times = self.inputs

@@ -27,20 +27,21 @@ _HEAD_SCALE = 2.0
 
 
 class Exits(NamedTuple):
-    """The rule by which rows leave after each block but the last. Only one of the two fields is set. `thresholds` are
-    confidences below which a row stays. `staying_rows` has the positions of the rows that stay.
+    """The rule by which rows leave after each block but the last. Only one of the two fields is set.
+    `confidence_thresholds` are confidences below which a row stays. `staying_rows` has the positions of the rows that
+    stay.
     """
 
-    thresholds: tuple[float, ...] = ()
+    confidence_thresholds: tuple[float, ...] = ()
     staying_rows: tuple[Tensor, ...] = ()
 
 
 class EarlyExit(nn.Module):
-    """Residual feed-forward blocks that share one classifier head. Without `exits` every row runs through every
+    """Residual feed-forward blocks that share one classifier head. Without `exit_rule` every row runs through every
     block.
     """
 
-    exits: Exits | None = None
+    exit_rule: Exits | None = None
 
     def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: ChooseArithmetic) -> None:
         super().__init__()
@@ -64,17 +65,17 @@ class EarlyExit(nn.Module):
             with phase.gemm:
                 logits = _normalise_rows(x) @ to_dtype(self.head, x.dtype).t()
             yield rows, logits
-            if self.exits is None or number == len(self.blocks) - 1:
+            if self.exit_rule is None or number == len(self.blocks) - 1:
                 continue
             # Rows that leave now cost nothing in later blocks. With a schedule the confidence is computed too, so
             # that the step does the same work as with thresholds. With thresholds the host waits for the number of
             # rows that stay.
             confidences = compute_confidence(logits)
-            exits = self.exits
+            exits = self.exit_rule
             staying_rows = (
                 exits.staying_rows[number]
                 if exits.staying_rows
-                else (confidences < exits.thresholds[number]).nonzero().squeeze(-1)
+                else (confidences < exits.confidence_thresholds[number]).nonzero().squeeze(-1)
             )
             x = x[staying_rows]
             rows = rows[staying_rows]
@@ -114,7 +115,7 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
     """Returns exits by thresholds of confidence. In the exact pass, these thresholds give each block as many rows as
     `rows` states for it.
     """
-    thresholds: list[float] = []
+    confidence_thresholds: list[float] = []
     staying_rows = torch.arange(len(x), device=x.device)
     with torch.no_grad():
         for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
@@ -127,8 +128,10 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
                     "choose exits=held, or another width"
                 )
             # 2. Put the threshold half-way between two rows, so that rounding does not move a row across it.
-            thresholds.append(float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0)
-            staying_rows = staying_rows[confidences < thresholds[-1]]
+            confidence_thresholds.append(
+                float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
+            )
+            staying_rows = staying_rows[confidences < confidence_thresholds[-1]]
     # 3. Blocks that no row reaches still need a threshold.
-    unreached_blocks = len(exact.blocks) - 1 - len(thresholds)
-    return Exits((*thresholds, *[math.inf] * unreached_blocks))
+    unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
+    return Exits((*confidence_thresholds, *[math.inf] * unreached_blocks))

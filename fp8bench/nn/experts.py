@@ -74,8 +74,8 @@ class ServedExperts:
         # Sort the rows by expert, so that each expert's rows are adjacent. The inverse order restores them.
         row_order = chosen.flatten().argsort(stable=True)
         rows_by_expert = torch.split_with_sizes(token_rows[row_order // self.top_k], self.loads)
-        pairs = zip(self.experts, rows_by_expert, strict=True)
-        outputs = torch.cat([expert(rows, phase) for expert, rows in pairs if len(rows)])
+        experts_and_rows = zip(self.experts, rows_by_expert, strict=True)
+        outputs = torch.cat([expert(rows, phase) for expert, rows in experts_and_rows if len(rows)])
         rows = outputs[row_order.argsort()].view(len(token_rows), self.top_k, -1)
         return combine_rows(rows, scores).to(x.dtype).view(x.shape)
 
@@ -141,9 +141,9 @@ class Experts(nn.Module):
         """Returns the results of each expert for its part of the rows."""
         # 1. Pad each part with zeros to the multiple that products require.
         is_grouped = self._are_groupable()
-        multiple = self._get_row_multiple(is_grouped)
-        min_rows = multiple if self.feeds_empty_experts else 0
-        padded_sizes = [max(min_rows, round_up(len(part), multiple)) for part in parts]
+        row_multiple = self._get_row_multiple(is_grouped)
+        min_rows = row_multiple if self.feeds_empty_experts else 0
+        padded_sizes = [max(min_rows, round_up(len(part), row_multiple)) for part in parts]
         padded_parts = [
             F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, padded_sizes, strict=True)
         ]
@@ -152,7 +152,7 @@ class Experts(nn.Module):
         outputs: Sequence[Tensor]
         if is_grouped:
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
-            part_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+            part_ends = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]
 
             def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
@@ -165,8 +165,10 @@ class Experts(nn.Module):
             )
             outputs = multiply(hidden, [expert.down for expert in self.experts]).split_with_sizes(padded_sizes)
         else:
-            pairs = zip(self.experts, padded_parts, strict=True)
-            outputs = [expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs]
+            experts_and_rows = zip(self.experts, padded_parts, strict=True)
+            outputs = [
+                expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in experts_and_rows
+            ]
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
     def _get_row_multiple(self, is_grouped: bool) -> int:
@@ -211,12 +213,13 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Travel:
-    """How rows travel in a layer of experts. `dispatch` and `combine` are the formats on the way to the experts and
-    back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows are padded.
+    """How rows travel in a layer of experts. `dispatch_format` and `combine_format` are the formats on the way to the
+    experts and back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows
+    are padded.
     """
 
-    dispatch: str
-    combine: str
+    dispatch_format: str
+    combine_format: str
     router: Arithmetic
     row_multiple: int
 
@@ -316,9 +319,9 @@ class LoadedExperts(Experts):
 
         # 2. Rows travel to their experts, sorted by expert, and back.
         row_order = chosen_experts.flatten().argsort(stable=True)
-        rows = transport(x, row_order // self.top_k, self.travel.dispatch)
+        rows = transport(x, row_order // self.top_k, self.travel.dispatch_format)
         outputs = torch.cat(self._run_experts_on_parts(torch.split_with_sizes(rows, sizes), counts, phase))
-        returned_rows = transport(outputs, row_order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
+        returned_rows = transport(outputs, row_order.argsort(), self.travel.combine_format).view(len(x), self.top_k, -1)
         return combine_rows(returned_rows, scores.gather(1, chosen_experts)).to(x.dtype)
 
     def _get_row_multiple(self, is_grouped: bool) -> int:
@@ -354,10 +357,10 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         dtype = x.dtype
-        residual = self.around["residual"]
-        x = start_stream(x, dtype, residual)
+        residual_arithmetic = self.around["residual"]
+        x = start_stream(x, dtype, residual_arithmetic)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
+            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual_arithmetic)
         return x.to(dtype)
 
     def expert_bytes(self) -> int:

@@ -77,7 +77,7 @@ class ProductWeight:
     rule: str = ""
 
     @property
-    def display_kind(self) -> str:
+    def shown_kind(self) -> str:
         return HEAD_KIND if self.head else self.kind
 
     @property
@@ -198,20 +198,20 @@ def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight],
 
 def _make_layers(product_weight: ProductWeight) -> Iterator[Layer]:
     yield from (
-        Layer(name, product_weight.display_kind, group=product_weight.group)
+        Layer(name, product_weight.shown_kind, group=product_weight.group)
         for name in (product_weight.name, *product_weight.also)
     )
 
 
 def _describe_layers(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
-    kind_names = (word for product_weight in holders for word in (product_weight.display_kind, product_weight.group))
+    kind_names = (word for product_weight in holders for word in (product_weight.shown_kind, product_weight.group))
     kinds = ", ".join(dict.fromkeys(filter(None, (*kind_names, *around))))
     names = ", ".join(product_weight.name for product_weight in holders[:_MAX_LISTED_NAMES])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
 
 def _matches_pattern(product_weight: ProductWeight, pattern: str) -> bool:
-    if pattern in (product_weight.kind, product_weight.display_kind, type(product_weight.module).__name__):
+    if pattern in (product_weight.kind, product_weight.shown_kind, type(product_weight.module).__name__):
         return True
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")

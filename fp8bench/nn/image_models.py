@@ -34,7 +34,7 @@ class Bottleneck(nn.Module):
     convolution if the number of channels changes.
     """
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
     def __init__(self, inputs: int, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
         hidden = F.relu(self._convolve("reduce", x, phase))
         hidden = F.relu(self._convolve("spatial", hidden, phase))
         shortcut = self._convolve("shortcut", x, phase) if "shortcut" in self.norms else x
-        return cast_to(F.relu(shortcut + self._convolve("expand", hidden, phase)), self.residual)
+        return cast_to(F.relu(shortcut + self._convolve("expand", hidden, phase)), self.residual_arithmetic)
 
     def _convolve(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))

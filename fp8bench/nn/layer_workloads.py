@@ -61,9 +61,9 @@ class LayerWorkload(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        return self.make_in_arithmetic(setup, PlainArithmetic(torch.float64))
+        return self.make_exercise_in_arithmetic(setup, PlainArithmetic(torch.float64))
 
-    def make_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    def make_exercise_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
         return self.exercise(setup, lambda name: arithmetic, arithmetic.carrier)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -78,8 +78,8 @@ class LayerWorkload(Workload):
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         from fp8bench.nn.arithmetics import count_casts
 
-        choose = self.arithmetics(setup)
-        return lambda name: count_casts(choose(name), name, ledger)
+        choose_arithmetic = self.arithmetics(setup)
+        return lambda name: count_casts(choose_arithmetic(name), name, ledger)
 
 
 class ConvolvedWorkload(LayerWorkload):
@@ -91,11 +91,11 @@ class ConvolvedWorkload(LayerWorkload):
         """
         from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 
-        choose = self.arithmetics(setup)
+        choose_arithmetic = self.arithmetics(setup)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def choose_counted_values(name: str) -> Arithmetic:
-            arithmetic = choose(name)
+            arithmetic = choose_arithmetic(name)
             return count_casts(
                 PlainArithmetic(arithmetic.carrier) if arithmetic.explicit else arithmetic, kinds[name], ledger
             )

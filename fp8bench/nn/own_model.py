@@ -325,8 +325,8 @@ def make_conversion(model: nn.Module, setup: Setup, multiples: tuple[int, int]) 
     precision_map = dict(setup.case.precision_map)
     skip = [word for word in str(setup.params.get("skip", "")).split(";") if word]
 
-    def choose(layer: Layer) -> Arithmetic | None:
+    def choose_for_layer(layer: Layer) -> Arithmetic | None:
         key = key_of(layer, precision_map)
         return None if key is not None and precision_map[key] == UNTOUCHED else setup.layer(layer)
 
-    return Conversion(model, choose, skip=skip, keys=precision_map, multiples=multiples)
+    return Conversion(model, choose_for_layer, skip=skip, keys=precision_map, multiples=multiples)

@@ -102,9 +102,11 @@ class RotationKernel(Kernel):
         source, matrix, out, amaxes, amaxes_before = tensors
         run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
         columns = [source.narrow(run, number, 1) for number in range(RUN_LENGTH)]
-        rotated = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)])
-        out.copy_(rotated)
-        amaxes.copy_(rotated.to(torch.float32).abs().amax((1, 2)))
+        rotated_values = reduce(
+            torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)]
+        )
+        out.copy_(rotated_values)
+        amaxes.copy_(rotated_values.to(torch.float32).abs().amax((1, 2)))
         # Taking the maximum with the first column changes no result. But then both reductions read this column, so the
         # compiler puts them into one loop.
         amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
@@ -119,8 +121,8 @@ class RotationKernel(Kernel):
         return [draw_example(shape, self.source, self.device), matrix, *memory]
 
     def free(self) -> list[Sequence[int]]:
-        free_dimensions = (0, 2) if self.turned else (0, 1)
-        return [free_dimensions, (), free_dimensions, (0,), (0,)]
+        variable_dimensions = (0, 2) if self.turned else (0, 1)
+        return [variable_dimensions, (), variable_dimensions, (0,), (0,)]
 
     def options(self) -> Mapping[str, object]:
         return {**OPERAND_ORDER, **FUSED_SCALARS, **_UNSPLIT_SUM_OPTIONS}

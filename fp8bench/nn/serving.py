@@ -76,7 +76,7 @@ def make_served_state(
             model = UserDecoder(size, user_model, arm, (batch, context), device)
         # 2. Fill the cache up to the new tokens, with values that depend only on the seed.
         generator = torch.Generator(device).manual_seed(setup.seed)
-        model.fill(context - new, generator)
+        model.fill_cache(context - new, generator)
         model.calibrates = new == context
         # If the cache is not static, each step concatenates its tokens to new tensors.
         if params.get("static") == "no" and isinstance(model, Decoder):

@@ -140,7 +140,7 @@ class RecipePrecision(Precision):
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(*self.block, self.scale_format, self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
+        return self.build_recipe(Treatment(fmt, scaling) for fmt in self.formats)
 
     @property
     def tensor_scale(self) -> TensorScale:
@@ -186,7 +186,7 @@ class RecipePrecision(Precision):
             return f"{self.mode} is emulated inside a library's layers, whose stored tensors cannot be observed"
         return explain_unknown_layout(self.recipe) or self.native(facts)
 
-    def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
+    def build_recipe(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         inputs, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
@@ -220,7 +220,7 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     return arithmetic
 
 
-def recipe_of(precision: Precision) -> Recipe:
+def get_recipe(precision: Precision) -> Recipe:
     assert isinstance(precision, RecipePrecision)
     return precision.recipe
 

@@ -44,17 +44,17 @@ SCORE_COPIES_IN_BACKWARD = 2.2
 
 def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
     """Returns why torch cannot compile a model whose products run natively in this precision, or ''."""
-    multiple = precision.compiled_multiple
+    size_multiple = precision.compiled_multiple
     sizes = {tokens}
     for name, sides in list_features(config).items():
         if name != "head":
             sizes.update(sides)
-    misfit_sizes = sorted(size for size in sizes if size % multiple)
+    misfit_sizes = sorted(size for size in sizes if size % size_multiple)
     if not misfit_sizes:
         return ""
     verb_text = "is no multiple" if len(misfit_sizes) == 1 else "are no multiples"
     return (
-        f"in a compiled graph K and N of {precision.name} products must be multiples of {multiple}, and weight "
+        f"in a compiled graph K and N of {precision.name} products must be multiples of {size_multiple}, and weight "
         f"gradients contract over the tokens, but {', '.join(map(str, misfit_sizes))} {verb_text}: choose "
         "compile=no, or other sizes"
     )

@@ -205,8 +205,8 @@ class VisionSizes:
         stem_product = self.patches, 3 * self.patch**2 * width
         if self.model == "vit":
             return ("stem", *stem_product), ("block", self.patches, block_weights), ("head", 1, width * CLASSES)
-        text_products = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
-        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_products
+        text_kinds = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
+        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_kinds
 
     def attention_flops(self) -> float:
         """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block. If text is read,
@@ -454,12 +454,12 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
         ("mlp", f"{block}.mlp.down", config.hidden, config.width),
         ("head", "head", config.width, config.vocabulary),
     )
-    captured = {}
+    captured_tensors = {}
     for kind, name, inputs, outputs in layers:
         sides = {Role.INPUT: (tokens, inputs), Role.WEIGHT: (outputs, inputs), Role.GRADIENT: (tokens, outputs)}
         for role, (rows, columns) in sides.items():
-            captured[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
-    return captured
+            captured_tensors[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
+    return captured_tensors
 
 
 # The names are 'attn-input', 'attn-weight' and so on.

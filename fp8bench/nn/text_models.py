@@ -40,10 +40,10 @@ class WindowMLP(LanguageModel):
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         x = self.look_up_embedding(tokens)
         windows = F.pad(x, (0, 0, CONTEXT_TOKENS - 1, 0)).unfold(1, CONTEXT_TOKENS, 1).transpose(2, 3).flatten(2)
-        residual = self.around["residual"]
-        x = cast_to(self.apply_dropout(self.window(windows, phase).to(x.dtype)), residual)
+        residual_arithmetic = self.around["residual"]
+        x = cast_to(self.apply_dropout(self.window(windows, phase).to(x.dtype)), residual_arithmetic)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + self.apply_dropout(block(norm(x), phase)).to(x.dtype), residual)
+            x = cast_to(x + self.apply_dropout(block(norm(x), phase)).to(x.dtype), residual_arithmetic)
         return self.head(self.norm(x), phase)
 
 
@@ -55,7 +55,7 @@ class CausalBlock(ResidualBlock):
     never covers a later token.
     """
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
     def __init__(self, channels: int, choose: ChooseArithmetic) -> None:
         super().__init__(channels, choose, running=True)
@@ -65,7 +65,9 @@ class CausalBlock(ResidualBlock):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(convolve_causally(self.first, x, phase)))
-        return cast_to(x + self.norm_second(convolve_causally(self.second, hidden, phase)).to(x.dtype), self.residual)
+        return cast_to(
+            x + self.norm_second(convolve_causally(self.second, hidden, phase)).to(x.dtype), self.residual_arithmetic
+        )
 
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
@@ -77,8 +79,8 @@ def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Ten
 
 
 class TextCNN(LanguageModel):
-    """Convolutions over a text that is divided into lines of LINE_TOKENS tokens. In eval mode batch norm uses its running
-    statistics.
+    """Convolutions over a text that is divided into lines of LINE_TOKENS tokens. In eval mode batch norm uses its
+    running statistics.
     """
 
     def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:

@@ -102,10 +102,10 @@ class UnitProduct:
         root_of_inputs = math.sqrt(inputs)
         total_factor = self.gradient_factor * root_of_inputs * self.loss.factor
         # A weight that was already cast is not read here, so it needs no factor.
-        weight_factor = 1.0 if layer.operands is not None else layer.factor
+        weight_scale = 1.0 if layer.operands is not None else layer.factor
         # Multiply the weight in the phase of its cast, as if it were cast once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
-            weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total_factor))
+            weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescale(y, 1 / root_of_inputs, 1.0)
 

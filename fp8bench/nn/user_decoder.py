@@ -258,7 +258,7 @@ class UserDecoder:
 
         return update_rounded_values
 
-    def fill(self, end: int, generator: torch.Generator) -> None:
+    def fill_cache(self, end: int, generator: torch.Generator) -> None:
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):
             for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
                 shape = (*tensor.shape[:2], end, tensor.shape[3])

@@ -237,8 +237,8 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
             for rank_tensors, *row_and_scales in zip(tensors_by_rank, rows, scales, strict=True)
         ]
     )
-    received = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(tensors_by_rank))
-    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received])
+    received_codes = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(tensors_by_rank))
+    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
         [
             piece / (scale * len(tensors_by_rank))
@@ -266,11 +266,11 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
 
     Part k starts at the rank after rank k, is rounded to E4M3 at every hop, and ends at rank k.
     """
-    encoded_parts = encode_e4m3(values).reshape(size, -1)
-    partial_sum = encoded_parts[rank - 1]
+    codes_by_part = encode_e4m3(values).reshape(size, -1)
+    partial_sum = codes_by_part[rank - 1]
     for hop in range(1, size):
-        received = yield Shift(partial_sum)
-        partial_sum = encode_e4m3(decode_e4m3(received) + decode_e4m3(encoded_parts[rank - 1 - hop]))
+        received_sum = yield Shift(partial_sum)
+        partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[rank - 1 - hop]))
     if not all_parts:
         return partial_sum
     summed_parts = yield AllGather(partial_sum)
@@ -279,10 +279,10 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
 
 def _sum_in_rank_order(values: list[Tensor]) -> Tensor:
     """Sums the ranks' values in float32, in rank order, so that all ranks get identical bits."""
-    total = values[0].clone()
+    running_sum = values[0].clone()
     for value in values[1:]:
-        total += value
-    return total
+        running_sum += value
+    return running_sum
 
 
 def compute_saturated_share(codes: Tensor) -> Tensor:
@@ -298,7 +298,7 @@ def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: A
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 BROADCAST = "broadcast"
-Marker = AbstractContextManager[object]
+PhaseMarker = AbstractContextManager[object]
 
 
 class SelfCheckFailed(RuntimeError):
@@ -347,7 +347,7 @@ class PlainCollective:
         sent_values = values if self.collective != ALL_GATHER else values.chunk(size)[0]
         return sent_values.to(self.dtype, copy=True)
 
-    def __call__(self, payload: Tensor, size: int, communicating: Marker) -> Tensor:
+    def __call__(self, payload: Tensor, size: int, communicating: PhaseMarker) -> Tensor:
         with communicating:
             return self._start_collective(payload, size, False)[1]
 
@@ -363,15 +363,17 @@ class PlainCollective:
             case "broadcast":
                 return dist.broadcast(payload, 0, async_op=asynchronous), payload
             case "all_gather":
-                received = payload.new_empty(payload.numel() * size)
+                received_values = payload.new_empty(payload.numel() * size)
                 gather_function = find_newest_function("all_gather_single", "all_gather_into_tensor")
-                return gather_function(received, payload, async_op=asynchronous), received
+                return gather_function(received_values, payload, async_op=asynchronous), received_values
             case "reduce_scatter":
-                received = payload.new_empty(payload.numel() // size)
+                received_values = payload.new_empty(payload.numel() // size)
                 scatter_function = find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")
-                return scatter_function(received, payload, op=dist.ReduceOp.AVG, async_op=asynchronous), received
-        received = torch.empty_like(payload)
-        return dist.all_to_all_single(received, payload, async_op=asynchronous), received
+                return scatter_function(
+                    received_values, payload, op=dist.ReduceOp.AVG, async_op=asynchronous
+                ), received_values
+        received_values = torch.empty_like(payload)
+        return dist.all_to_all_single(received_values, payload, async_op=asynchronous), received_values
 
     def count_sent_bytes(self, payload: Tensor, size: int) -> float:
         total_bytes = payload.numel() * payload.element_size() * (size if self.collective == ALL_GATHER else 1)
@@ -401,7 +403,7 @@ class FP8Collective:
         )
 
     def __call__(
-        self, values: Tensor, rank: int, size: int, around: Marker, counted: SentBytes | None = None
+        self, values: Tensor, rank: int, size: int, around: PhaseMarker, counted: SentBytes | None = None
     ) -> ReducedVector:
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 

@@ -61,8 +61,8 @@ ExplainedDifference = tuple[Difference, str]
 
 def have_different_bits(native: Tensor, emulated: Tensor) -> Tensor:
     bits = _INTEGER_BY_BYTES[native.element_size()]
-    has_equal_bits = native.contiguous().view(bits) == emulated.contiguous().view(bits)
-    return ~(has_equal_bits | (native.isnan() & emulated.isnan()))
+    equal_bits = native.contiguous().view(bits) == emulated.contiguous().view(bits)
+    return ~(equal_bits | (native.isnan() & emulated.isnan()))
 
 
 def count_steps_between(native: Tensor, emulated: Tensor) -> Tensor:

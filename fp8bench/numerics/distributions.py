@@ -82,9 +82,9 @@ class GradientSource:
         self.scales = [self._draw_row_scales(rows) for rows, _ in self._shapes]
 
     def draw(self) -> list[Tensor]:
-        return [tensor.mul_(scale) for tensor, scale in zip(self.draw_unscaled(), self.scales, strict=True)]
+        return [tensor.mul_(scale) for tensor, scale in zip(self.draw_unscaled_gradients(), self.scales, strict=True)]
 
-    def draw_unscaled(self) -> list[Tensor]:
+    def draw_unscaled_gradients(self) -> list[Tensor]:
         return [draw_gaussian(shape, self._generator) for shape in self._shapes]
 
     def _draw_row_scales(self, rows: int) -> Tensor:

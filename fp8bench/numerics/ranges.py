@@ -20,8 +20,12 @@ class Tally:
 
     count: int = 0
     amax: float = 0.0
-    above: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0))
-    below: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0))
+    overflow_counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0)
+    )
+    vanishing_counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0)
+    )
 
     def add(self, x: Tensor) -> None:
         if x.numel() == 0:
@@ -30,9 +34,9 @@ class Tally:
         self.count += x.numel()
         self.amax = max(self.amax, float(magnitudes.amax()))
         for fmt in COMPARED_FORMATS:
-            above, below = count_outside(magnitudes, fmt)
-            self.above[fmt.name] += above
-            self.below[fmt.name] += below
+            overflow_count, vanishing_count = count_outside(magnitudes, fmt)
+            self.overflow_counts[fmt.name] += overflow_count
+            self.vanishing_counts[fmt.name] += vanishing_count
 
 
 def count_outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
@@ -69,7 +73,8 @@ class Ledger:
         for (kind, role), tally in self.tallies.items():
             count = max(tally.count, 1)
             shares_outside_range = tuple(
-                (fmt.name, tally.above[fmt.name] / count, tally.below[fmt.name] / count) for fmt in COMPARED_FORMATS
+                (fmt.name, tally.overflow_counts[fmt.name] / count, tally.vanishing_counts[fmt.name] / count)
+                for fmt in COMPARED_FORMATS
             )
             statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, shares_outside_range))
         return tuple(statistics)

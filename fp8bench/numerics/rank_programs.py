@@ -125,21 +125,21 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
 
 def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
     """Returns for each rank what it receives in the exchange that all ranks have requested."""
-    payloads = [request.payload for request in requests]
+    payload_of_ranks = [request.payload for request in requests]
     ranks = range(len(requests))
     match requests[0]:
         case AllGather():
-            return [payloads for _ in ranks]
+            return [payload_of_ranks for _ in ranks]
         case AllToAll():
-            return list(torch.stack(payloads).unbind(1))
+            return list(torch.stack(payload_of_ranks).unbind(1))
         case RowsToRanks():
             rows_by_rank = [request.split() for request in requests if isinstance(request, RowsToRanks)]
             return [list(received) for received in zip(*rows_by_rank, strict=True)]
         case Shift():
-            return [payloads[rank - 1] for rank in ranks]
+            return [payload_of_ranks[rank - 1] for rank in ranks]
         case FromFirst():
-            return [payloads[0] for _ in ranks]
-    return [torch.stack(payloads).amax(0) for _ in ranks]
+            return [payload_of_ranks[0] for _ in ranks]
+    return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
 
 
 class AsyncOperation(Protocol):
@@ -167,9 +167,9 @@ class PendingExchange(Generic[T]):
 def start_program(program: Program[T]) -> PendingExchange[T]:
     answer = None
     while True:
-        exchange = program.send(answer)
-        asynchronous = not isinstance(exchange, Largest)
-        operations, answer = _start_exchange(exchange, None, asynchronous)
+        next_exchange = program.send(answer)
+        asynchronous = not isinstance(next_exchange, Largest)
+        operations, answer = _start_exchange(next_exchange, None, asynchronous)
         if asynchronous:
             return PendingExchange(program, operations, answer)
 
@@ -190,13 +190,13 @@ def run_on_this_rank(
     marker = marker or nullcontext()
     while True:
         try:
-            exchange = program.send(answer)
+            next_exchange = program.send(answer)
         except StopIteration as end:
             return end.value
         if counted is not None:
-            counted.add(exchange)
+            counted.add(next_exchange)
         with marker:
-            operations, answer = _start_exchange(exchange, group, False)
+            operations, answer = _start_exchange(next_exchange, group, False)
             for operation in operations:
                 operation.wait()
 
@@ -223,11 +223,11 @@ def _start_exchange(
             answer = torch.empty_like(payload)
             pending_operation = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
         case RowsToRanks(sent_lengths=sent_lengths, received_lengths=received_lengths):
-            received = payload.new_empty(sum(received_lengths))
+            received_payload = payload.new_empty(sum(received_lengths))
             pending_operation = dist.all_to_all_single(
-                received, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
+                received_payload, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
             )
-            answer = torch.split(received, list(received_lengths))
+            answer = torch.split(received_payload, list(received_lengths))
         case Shift():
             answer = torch.empty_like(payload)
             send_and_receive = [

@@ -76,8 +76,8 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
     """
     size = columns or x.shape[1]
     padding = -x.shape[1] % size
-    padded = pad(x, (0, padding)) if padding else x
-    return padded.reshape(x.shape[0], padded.shape[1] // size, size)
+    padded_matrix = pad(x, (0, padding)) if padding else x
+    return padded_matrix.reshape(x.shape[0], padded_matrix.shape[1] // size, size)
 
 
 # The block size for spreads. It is MX's block size for all scalings, so that spreads are comparable.
@@ -233,13 +233,13 @@ class _Values:
         """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks values
         that are finite in x and y.
         """
-        nonzero = exact != 0
-        self._counts[0] += nonzero.sum()
+        is_nonzero = exact != 0
+        self._counts[0] += is_nonzero.sum()
         self._counts[1] += (finite & ~both_finite).sum()
-        self._counts[2] += (nonzero & (rounded == 0)).sum()
+        self._counts[2] += (is_nonzero & (rounded == 0)).sum()
         magnitudes = exact.abs()
         self._amax = torch.maximum(self._amax, magnitudes.amax())
-        self._smallest = torch.minimum(self._smallest, torch.where(nonzero, magnitudes, math.inf).amin())
+        self._smallest = torch.minimum(self._smallest, torch.where(is_nonzero, magnitudes, math.inf).amin())
         exact = torch.where(both_finite, exact, 0.0)
         rounded = torch.where(both_finite, rounded, 0.0)
         self._cross += (exact * rounded).sum()

@@ -81,7 +81,7 @@ class Fp8Block(RecipePrecision):
         # As in DeepSeek-V3, a scale of inputs and gradients belongs to a part of a row, and a scale of weights to a
         # square.
         row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        return self.recipe_of((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
+        return self.build_recipe((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
 
 
 @precisions.register("fp8-delayed")
@@ -114,7 +114,7 @@ class Fp8Delayed(RecipePrecision):
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
         # A delayed scale exists before its tensor is read. So only the formats and the history can be chosen.
-        return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
+        return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
 @precisions.register("fp8-e4m3")
@@ -161,7 +161,7 @@ class Fp8Unit(RecipePrecision):
     options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION)
 
     def make_recipe(self) -> Recipe:
-        return self.recipe_of(Treatment(fmt) for fmt in self.formats)
+        return self.build_recipe(Treatment(fmt) for fmt in self.formats)
 
 
 @precisions.register("fp8-rowwise")
@@ -205,7 +205,7 @@ class MxFp4(RecipePrecision):
         # Only gradients are rounded stochastically. Their rounding errors would add up during a training. Rounding
         # errors of weights do not.
         nearest = Treatment(E2M1, scaling)
-        return self.recipe_of((nearest, nearest, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
+        return self.build_recipe((nearest, nearest, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
 
 
 # The formats of input, weight and gradient for each value of the option.
@@ -295,7 +295,7 @@ class NvFp4(RecipePrecision):
         stochastic = self.chosen["stochastic"] == "on"
         # If a scale is rounded down, the largest values of its block saturate. That would bias stochastic rounding.
         gradient_rounding = ScaleRounding.UP if stochastic else self.scale
-        return self.recipe_of(
+        return self.build_recipe(
             (
                 Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, self.scale)),
                 Treatment(E2M1, Scaling(weight_rows, _NVFP4_BLOCK, E4M3, self.scale)),
@@ -375,7 +375,7 @@ class Custom(RecipePrecision):
         # A role without a separate format gets the format of all tensors.
         role_formats = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
         common_format = str(self.chosen["format"])
-        return self.recipe_of(
+        return self.build_recipe(
             Treatment(
                 FORMATS[common_format if role_format == _COMMON_FORMAT else role_format], self._make_chosen_scaling()
             )

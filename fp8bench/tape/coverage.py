@@ -290,7 +290,7 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
             reason = "the step never calls it"
     return Holder(
         product_weight.name,
-        product_weight.display_kind,
+        product_weight.shown_kind,
         product_weight.shape,
         products,
         sums.flops_by_weight[id(product_weight)],

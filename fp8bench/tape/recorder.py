@@ -201,5 +201,9 @@ def called_operator(call: Call) -> str:
 
 def operator_name(operator: Any) -> str:
     """Returns an operator's name: 'mm' for one of torch's, 'fp8bench::block' with the namespace for any other."""
-    packet = getattr(operator, "overloadpacket", operator)
-    return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"
+    operator_packet = getattr(operator, "overloadpacket", operator)
+    return (
+        operator_packet.__name__
+        if operator.namespace == "aten"
+        else f"{operator.namespace}::{operator_packet.__name__}"
+    )

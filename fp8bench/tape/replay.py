@@ -53,14 +53,14 @@ class ReplayedCall:
     made are replaced by their registers.
 
     `results` maps positions in the call's result to registers. `freed_registers` are those that no later call uses.
-    `written` are the arguments that the call writes. `check` is None if results are not compared.
+    `written_arguments` are the arguments that the call writes. `check` is None if results are not compared.
     """
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_register_arguments: bool
-    written: tuple[Any, ...] = ()
+    written_arguments: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     freed_registers: tuple[int, ...] = ()
     check: BitsCheck | None = None
@@ -125,7 +125,7 @@ class Replay:
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
                 result = call.execute(registers)
-                written_tensors = [_fill_registers(argument, registers) for argument in call.written]
+                written_tensors = [_fill_registers(argument, registers) for argument in call.written_arguments]
                 if call.check is not None and call.check.bits != compute_checksums(
                     call.operator, result, written_tensors
                 ):
@@ -437,7 +437,7 @@ def _resolve_call(call: ReplayedCall) -> ReplayedCall:
         args=args,
         kwargs=kwargs,
         has_register_arguments=has_register_arguments,
-        written=tuple(map(_resolve_part, call.written)),
+        written_arguments=tuple(map(_resolve_part, call.written_arguments)),
     )
 
 

@@ -285,7 +285,7 @@ class Diffusion(ConvolvedWorkload):
         if setup.settles:
             state.outcome()
         high_exercises = (
-            self.make_in_arithmetic(setup, arithmetic)
+            self.make_exercise_in_arithmetic(setup, arithmetic)
             for arithmetic in (setup.high, diffusion.AlternativeKernels(setup.high.carrier))
         )
         samplings = [sampling for sampling in (exact, *high_exercises) if isinstance(sampling, diffusion.Sampling)]

@@ -129,7 +129,7 @@ class EarlyExits(LayerWorkload):
         assert isinstance(state.layer, early_exit.EarlyExit)
         # 2. With exits=held, rows leave by a schedule that ignores their values. So all precisions do the same work.
         if setup.params["exits"] == _HELD_EXITS:
-            state.layer.exits = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
+            state.layer.exit_rule = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
             return state
         # 3. With exits=own, the thresholds of confidence come from the exact pass. In low precision a row may cross
         # its threshold after another block.
@@ -139,7 +139,7 @@ class EarlyExits(LayerWorkload):
             else super().exercise(setup, lambda name: PlainArithmetic(exact_dtype), exact_dtype)
         )
         assert isinstance(exact.layer, early_exit.EarlyExit)
-        state.layer.exits = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
+        state.layer.exit_rule = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:

@@ -192,14 +192,14 @@ def _draw_initial_state(
 
     tensors, width = read_integers(setup.params, "tensors", "width")
     source = GradientSource([(width, width)] * tensors, seeded_generator(setup.facts.key, setup.seed))
-    weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled()]
+    weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled_gradients()]
     # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # has twice as much.
     deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
     first = [tensor.mul_(deviations[0]) for tensor in source.draw()]
     second = [
         tensor.mul_(deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
-        for tensor, scale in zip(source.draw_unscaled(), source.scales, strict=True)
+        for tensor, scale in zip(source.draw_unscaled_gradients(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
     parts = moments.split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)

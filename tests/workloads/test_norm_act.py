@@ -52,7 +52,7 @@ def test_operations_are_what_their_names_say(operation: str, precision: str, lim
 def test_the_loss_is_summed_over_the_tokens() -> None:
     state = NormAct().prepare(setup_for("bf16", operation="cross_entropy"))
     (logits,) = state.inputs
-    targets = next(state.layer.gradient_buffers())
+    targets = next(state.layer.buffers())
     output, gradients = state.outcome()
     wanted = (logits.detach().double().logsumexp(-1) - logits.detach().double()[torch.arange(24), targets]).sum()
     assert output.dtype == torch.float32 and float(output) == pytest.approx(float(wanted), rel=1e-5)

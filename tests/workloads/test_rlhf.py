@@ -42,7 +42,7 @@ def four_of(setup: Setup) -> FourModels:
 
 
 def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
-    four = four_of(setup_for(corpus, "bf16", models="rlhf", frozen_models="fp8"))
+    four = four_of(setup_for(corpus, "bf16", models="rlhf", frozen="fp8"))
     rows = 2 * ((3 * 64 + 64) + (128 + 64))
     products = 2 * (64 * (3 * 64 + 64) + 2 * 64 * 128)
     others = 2 * (2 * 256 * 64 + 16 * 64 + 5 * 64)
@@ -51,7 +51,7 @@ def test_frozen_weights_in_fp8_by_hand(corpus: Corpus) -> None:
 
 def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
     alone = Transformer().prepare(setup_for(corpus))
-    four = four_of(setup_for(corpus, models="rlhf", frozen_models="fp32"))
+    four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
     begun = [one.detach().clone() for one in four.critic.parameters]
     kept = four.frozen_models["reference"].embedding.clone()
     assert torch.equal(kept, four.actor.parameters[0])
@@ -67,7 +67,7 @@ def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
 
 
 def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
-    four = four_of(setup_for(corpus, models="rlhf", frozen_models="fp32"))
+    four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
     four.loader.load_ahead(2)
     with torch.no_grad():
         wanted = [

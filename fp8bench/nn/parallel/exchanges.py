@@ -57,9 +57,9 @@ class RankGroup:
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
-            total = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.handle)
-            return total
+            sum_over_ranks = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(sum_over_ranks, group=self.handle)
+            return sum_over_ranks
 
     def max_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
@@ -84,8 +84,8 @@ class RankGroup:
     def gather_stacked(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
-            gather = find_newest_function("all_gather_single", "all_gather_into_tensor")
-            gather(parts, x.contiguous()[None], group=self.handle)
+            gather_function = find_newest_function("all_gather_single", "all_gather_into_tensor")
+            gather_function(parts, x.contiguous()[None], group=self.handle)
             return parts
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
@@ -107,24 +107,28 @@ class RankGroup:
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Sums each tensor in place on the rank that owns it. On other ranks its numbers are undefined afterwards."""
         with self.phase.communication:
-            pairs = zip(tensors, owners, strict=True)
+            tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs
+                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True)
+                for tensor, owner in tensors_and_owners
             )
 
     def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         with self.phase.communication:
-            pairs = zip(tensors, owners, strict=True)
+            tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs
+                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True)
+                for tensor, owner in tensors_and_owners
             )
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         flat_gradients = [gradient.view(-1) for gradient in gradients]
-        total = self.add_over_ranks(torch.cat(flat_gradients))
-        torch._foreach_copy_(flat_gradients, list(torch.split(total, [tensor.numel() for tensor in flat_gradients])))
+        gradient_sums = self.add_over_ranks(torch.cat(flat_gradients))
+        torch._foreach_copy_(
+            flat_gradients, list(torch.split(gradient_sums, [tensor.numel() for tensor in flat_gradients]))
+        )
 
-    def take_share(self, x: Tensor) -> Tensor:
+    def take_token_share(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, _TOKEN_DIMENSION)[self.rank]
 
 
@@ -328,11 +332,11 @@ class OwnedTensors:
         The copies are rounded to the format of the wire, on the owner too.
         """
         if self.fp8 is not None:
-            all_values = self.fp8.send(
+            values_of_all_owners = self.fp8.send(
                 partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
             )
             for owner, row in enumerate(
-                torch.split(all_values, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
+                torch.split(values_of_all_owners, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
             ):
                 owner_tensors = self.select_items_of(owner, all_tensors)
                 torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))

@@ -132,13 +132,13 @@ class GPipe(Division):
         rank the part of the embedding.
         """
         assert weight.grad is not None
-        peer_gradient = torch.zeros_like(weight.grad)
-        peer_rank = dist.get_global_rank(self.group, 0 if self.module.is_last else self.group.size() - 1)
-        send_gradient = dist.P2POp(dist.isend, weight.grad, peer_rank, self.group)
-        receive_gradient = dist.P2POp(dist.irecv, peer_gradient, peer_rank, self.group)
+        partner_gradient = torch.zeros_like(weight.grad)
+        partner_rank = dist.get_global_rank(self.group, 0 if self.module.is_last else self.group.size() - 1)
+        send_gradient = dist.P2POp(dist.isend, weight.grad, partner_rank, self.group)
+        receive_gradient = dist.P2POp(dist.irecv, partner_gradient, partner_rank, self.group)
         for work in dist.batch_isend_irecv([send_gradient, receive_gradient]):
             work.wait()
-        weight.grad += peer_gradient
+        weight.grad += partner_gradient
 
     def average_loss(self, loss: Tensor) -> Tensor:
         mean = loss.clone()

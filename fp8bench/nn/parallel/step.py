@@ -114,11 +114,11 @@ class Limits(NamedTuple):
         return Limits(*distances, self.gain + second.gain)
 
     def describe_excess(self, difference: RankDifference) -> str:
-        name, furthest = difference.furthest_update
+        name, furthest_update_of_weight = difference.furthest_update
         update = difference.update
         figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
-            (f"the relative distance of the change of {name}", furthest.error, self.furthest),
+            (f"the relative distance of the change of {name}", furthest_update_of_weight.error, self.furthest),
             (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
         )
         sentences = []

@@ -125,8 +125,8 @@ class SequenceCut(TensorCut):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared_group
-        stream = self.module.run_blocks(group.take_share(self.module.embed(tokens)), phase, tokens.shape[1])
-        return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_share(targets))
+        stream = self.module.run_blocks(group.take_token_share(self.module.embed(tokens)), phase, tokens.shape[1])
+        return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_token_share(targets))
 
 
 class TensorFSDP(TensorCut):

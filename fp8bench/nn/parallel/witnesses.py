@@ -109,8 +109,8 @@ class ScaleWitness:
                 magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, rank_maxima, strict=True)]
 
             # 2. Compare every scale bit for bit with the scale that follows from the magnitudes.
-            pairs = zip(source.scales, source.expected_scales(magnitudes), strict=True)
-            for number, (scale, expected) in enumerate(pairs, 1):
+            measured_and_expected_scales = zip(source.scales, source.expected_scales(magnitudes), strict=True)
+            for number, (scale, expected) in enumerate(measured_and_expected_scales, 1):
                 if not torch.equal(scale, expected):
                     tensors = "all ranks' shares" if source.is_shared else "its own tensors"
                     return (

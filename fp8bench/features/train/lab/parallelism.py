@@ -359,7 +359,7 @@ class SequenceParallel(TensorParallel):
         token_group = self.token_group
 
         def divide_tokens(x: Tensor) -> Tensor:
-            return token_group.take_share(x).contiguous()
+            return token_group.take_token_share(x).contiguous()
 
         share_blocks(model, self._config, token_group, gather_tokens, scatter_tokens)
         model.blocks[0].register_forward_pre_hook(
