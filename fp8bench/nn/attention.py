@@ -31,7 +31,7 @@ class Cache(Protocol):
     """
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
-        """Adds keys and values of new tokens. Returns those of all tokens as the cache stores them."""
+        """Stores the keys and values of new tokens. Returns those of all tokens, with the rounding of the cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 

@@ -39,12 +39,12 @@ def build_blocks(
 
 
 class Block(nn.Module):
-    """A transformer block. `residual_arithmetic` is the arithmetic that rounds the residual stream, if any. `unit` is a
-    forward pass that replaces the block's own in a unit-scaled model.
+    """A transformer block. `residual_arithmetic` is the arithmetic that rounds the residual stream, if any.
+    `unit_scaling` is a forward pass that replaces the block's own in a unit-scaled model.
     """
 
     residual_arithmetic: Arithmetic | None = None
-    unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
+    unit_scaling: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class Block(nn.Module):
         time: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        if self.unit is not None:
-            return self.unit(self, x, phase, rotation)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase, rotation)
         # A GPT's block has no modulation. In a DiT's block the time shifts, scales and gates both branches.
         if self.modulation is None:
             x = self.add_change(x, self.attn(self.norm_attn(x), phase, rotation, cache))
@@ -106,7 +106,7 @@ class Block(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Computes vectors for each image from its time step and its condition. There are `count` vectors, each of
+    """Computes `count` vectors for each image, from the embedding of its time step and its condition. Each result is
     (batch, 1, width).
     """
 

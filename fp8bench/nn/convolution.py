@@ -321,8 +321,8 @@ class BatchNorm(nn.Module):
         x_cast = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
         uses_batch_statistics = self.training or not statistics
-        # Backward refers to these statistics. If there is an arithmetic, use copies, because the originals are
-        # rounded below.
+        # Backward refers to these statistics. If there is an arithmetic, use copies, because the module's statistics
+        # are rounded below.
         running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
         mean, variance = running_statistics or (None, None)
         y = F.batch_norm(x_cast, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)

@@ -27,7 +27,7 @@ _NORM_GROUPS = 8
 
 
 class TimeEmbedding(nn.Module):
-    """Turns time steps and conditions into vectors. `time_dtype` is the dtype of the time steps. The angles of their
+    """Turns time steps and conditions into vectors. Time steps are rounded to `time_dtype`. Then the angles of their
     sines and cosines are computed in fp32 or wider.
     """
 

@@ -38,7 +38,7 @@ ROW_MULTIPLE = 32
 
 
 def copy_counts_to_host(counts: Tensor) -> list[int]:
-    """Copies each expert's number of tokens to the host. This is the only point where the host waits within a layer."""
+    """Copies each expert's number of tokens to the host. Within a layer the host waits for the device only here."""
     return counts.tolist()
 
 
@@ -116,7 +116,7 @@ class Experts(nn.Module):
         expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
         self.balance = self.count * (expert_shares * scores.softmax(-1).mean(0)).sum()
 
-        # 3. Sort the tokens by expert, run the experts, and restore the order of tokens.
+        # 3. Sort the rows by expert, run the experts, and restore the order of tokens.
         row_order = chosen.flatten().argsort(stable=True)
         rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[row_order]
         outputs = self._run_experts(rows, counts, phase)[row_order.argsort()].view(

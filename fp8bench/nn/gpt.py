@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-    unit: ScaledStream | None = None
+    unit_scaling: ScaledStream | None = None
 
     def __init__(self, config: GPTConfig, carrier: torch.dtype, dropout: float) -> None:
         super().__init__()
@@ -62,12 +62,16 @@ class LanguageModel(nn.Module):
         return apply_dropout(x, self.dropout if self.training else 0.0)
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        if self.unit is not None:
-            self.unit.set_token_count(tokens.numel())
+        if self.unit_scaling is not None:
+            self.unit_scaling.set_token_count(tokens.numel())
         return self.compute_loss(self.logits(tokens, phase), targets, reduction)
 
     def compute_loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        logits = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.scale_logits(logits)
+        logits = (
+            cast_to(logits, self.around["logits"])
+            if self.unit_scaling is None
+            else self.unit_scaling.scale_logits(logits)
+        )
         return cross_entropy(logits, targets, reduction)
 
     def look_up_embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -132,11 +136,12 @@ class GPT(LanguageModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         x = self.look_up_embedding(tokens, self.positions)
-        return self.apply_dropout(x if self.unit is None else self.unit.scale_embedding(x))
+        return self.apply_dropout(x if self.unit_scaling is None else self.unit_scaling.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
-        # References use `recompute`. It restores neither dropout's random states nor the experts' balancing losses.
+        # fp64 references use `recompute`, which restores neither dropout's random states nor the experts' balancing
+        # losses.
         recomputes = self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.has_experts)
         for block in self.blocks:
             if recomputes:

@@ -1,8 +1,8 @@
 """Image models: ResNet's stem and first stage, a vision transformer, and a model of images and text. Images are
 (batch, height, width, channels).
 
-A convolution embeds patches. The model of images and text first reads the tokens that a vision transformer makes of
-the image, and then the text's tokens. It predicts the text.
+In the vision transformer a convolution embeds patches. The model of images and text first reads the tokens that a
+vision transformer makes of the image, and then the text's tokens. It predicts the text.
 
 Batch norm uses the batch's statistics in training, and otherwise random statistics that are drawn with the weights.
 """

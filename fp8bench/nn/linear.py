@@ -219,13 +219,13 @@ _MULTIPLIER_ATTRIBUTES = ("arithmetic", "operands", "_library_forward")
 
 class Linear(nn.Module):
     """Computes y = x W^T without bias. If the layer has `operands`, they are used in place of W. Unit scaling
-    (`unit`) casts W times `factor`.
+    (`unit_scaling`) casts W times `weight_factor`.
 
     If several layers share a `weight`, it keeps the values that the first layer has drawn.
     """
 
-    unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
-    factor: float = 1.0
+    unit_scaling: Callable[[Linear, Tensor, Phases], Tensor] | None = None
+    weight_factor: float = 1.0
 
     def __init__(
         self,
@@ -247,8 +247,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._library_forward is not None:  # the library casts inside its layer, where no phase can be opened
             return region(phase.gemm, self._library_forward, x.to(self.arithmetic.carrier))
-        if self.unit is not None:
-            return self.unit(self, x, phase)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase)
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 
@@ -259,7 +259,7 @@ def cast_once(model: nn.Module) -> None:
             isinstance(layer, Linear)
             and layer.arithmetic.casts
             and layer._library_forward is None
-            and layer.unit is None
+            and layer.unit_scaling is None
         ):
             operand = layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
             layer.operands = operand, operand  # without gradients no product needs a transpose

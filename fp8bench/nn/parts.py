@@ -1,4 +1,4 @@
-"""Parts of many models: norms, the feed-forward part, the loss, and single operations between two products."""
+"""Parts of many models: norms, the feed-forward part, the loss, and operations that are measured alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 class Norm(nn.Module):
     """Layer norm or RMS norm in `arithmetic`, or without one in fp32 or wider. The result has the dtype of x.
 
-    In a unit-scaled model, `unit` is a function that rescales the weight.
+    In a unit-scaled model, `unit_scaling` is a function that rescales the weight.
     """
 
     arithmetic: Arithmetic | None = None
     epsilon = 1e-5
-    unit: Callable[[Tensor], Tensor] | None = None
+    unit_scaling: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, width: int, root_mean_square: bool) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Norm(nn.Module):
         self.root_mean_square = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.unit is None else self.unit(self.weight)
+        weight = self.weight if self.unit_scaling is None else self.unit_scaling(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
         x_cast = cast_to(x, self.arithmetic).to(weight.dtype)
         return normalise(x_cast, weight, self.root_mean_square, self.epsilon).to(x.dtype)
@@ -42,11 +42,11 @@ def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float)
 
 
 class FeedForward(nn.Module):
-    """A feed-forward part: two products with GELU between them, or Llama's gated form. In a unit-scaled model, `unit`
-    replaces the forward pass.
+    """A feed-forward part: two products with GELU between them, or Llama's gated form. In a unit-scaled model,
+    `unit_scaling` replaces the forward pass.
     """
 
-    unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
+    unit_scaling: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
     def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class FeedForward(nn.Module):
         self.down = Linear(hidden, width, choose("down"), gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self.unit is not None:
-            return self.unit(self, x, phase)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase)
         return self.down(self.apply_activation(self.up(x, phase)), phase)
 
     def apply_activation(self, hidden: Tensor) -> Tensor:

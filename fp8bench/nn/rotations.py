@@ -154,7 +154,7 @@ def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
 @lru_cache(maxsize=1024)
 def _make_matrix(seed: int, device: torch.device) -> Tensor:
     """Returns Sylvester's 16x16 Hadamard matrix, divided by 4 to be orthogonal, and with random signs of its rows."""
-    cpu = torch.device("cpu")  # explicit, because the caller may have set another default device
+    cpu = torch.device("cpu")  # name the device, because the caller may have set another default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
     while len(matrix) < RUN_LENGTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))

@@ -289,8 +289,8 @@ def make_served_shape(config: GPTConfig) -> ServedShape:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The fewest bytes that a decode step can read: those of weights, and those of keys and values. Only the tokens'
-    rows of the embedding count.
+    """The fewest bytes that a decode step can read: those of weights, and those of keys and values. In the embedding,
+    only the rows of the step's tokens count.
     """
 
     weights: int

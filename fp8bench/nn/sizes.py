@@ -33,8 +33,8 @@ TIME_STEPS = 1000
 
 
 class DenoiserSizes(NamedTuple):
-    """The sizes of a denoiser for latents of image x image. `layers` is the number of a DiT's blocks. In a UNet it is
-    the number of blocks at full resolution on the way down, and again on the way up.
+    """The sizes of a denoiser for latents of image x image. `layers` is the number of a DiT's blocks. A UNet has this
+    number of blocks at full resolution before the half resolution, and the same number after it.
     """
 
     denoiser: str
@@ -232,7 +232,9 @@ class VisionSizes:
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
 
     def _list_convolutions(self, before_name: str = "") -> tuple[str, ...]:
-        """Returns the paths of a ResNet's convolutions. The first block has one more, the shortcut."""
+        """Returns the paths of a ResNet's convolutions, with `before_name` before the last part. The first block has
+        one more convolution than the others, the shortcut.
+        """
         paths = [f"blocks.0.{before_name}shortcut"]
         for block in range(self.layers):
             paths += [f"blocks.{block}.{before_name}{part}" for part in ("reduce", "spatial", "expand")]

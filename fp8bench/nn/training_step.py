@@ -77,8 +77,8 @@ def make_adamw(
 class TrainingState:
     """The state of one arm's training: model, optimizer, fp32 gradient buffers and data.
 
-    `forward` returns the loss. It is the model itself or a compiled function. `weights` opens a context around all
-    micro-batches of a step. If weights are cast once for a step, they are cast there.
+    `forward` returns the loss. It is the model itself or a compiled function. `hold_cast_weights` opens a context
+    around all micro-batches of a step. If weights are cast once for a step, they are cast there.
     """
 
     model: torch.nn.Module
@@ -91,13 +91,13 @@ class TrainingState:
     loader: Loader
     micro_batches: int
     loss_scale: float
-    weights: HoldCastWeights
+    hold_cast_weights: HoldCastWeights
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.GRADIENTS: self.gradient_buffers}
 
     def step(self, phase: Phases) -> None:
-        with select_attention_kernel(self.attention), self.weights(phase):
+        with select_attention_kernel(self.attention), self.hold_cast_weights(phase):
             for micro_batch in range(self.micro_batches):
                 self._run_micro_batch(phase, first=micro_batch == 0)
         with phase.optimizer_step:
@@ -153,7 +153,7 @@ def make_training_state(
     setup: Setup,
     model: torch.nn.Module,
     loader: Loader,
-    weights: HoldCastWeights,
+    hold_cast_weights: HoldCastWeights,
     *,
     attention: str = "auto",
     rate: float = 3e-4,
@@ -177,5 +177,5 @@ def make_training_state(
         loader,
         micro_batches,
         setup.loss_scale,
-        weights,
+        hold_cast_weights,
     )

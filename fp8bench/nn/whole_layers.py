@@ -218,5 +218,5 @@ class CachedWeights:
             zip(layers_without_amax, largest_magnitudes([linear.weight for linear in layers_without_amax]), strict=True)
         )
         for layer in self._layers:
-            weight = layer.weight if layer.unit is None else layer.weight * layer.factor
+            weight = layer.weight if layer.unit_scaling is None else layer.weight * layer.weight_factor
             layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))

@@ -189,8 +189,8 @@ def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Returns whether every run of values has at most as many magnitudes as the format, and many values for each
-    magnitude. Zeros are not counted, because activations have many zeros.
+    """Returns whether every run of values has at most as many distinct magnitudes as the format, and whether the runs
+    have many values for each magnitude. Zeros are not counted, because activations have many zeros.
     """
     sorted_magnitudes = runs.abs().sort(dim=1).values
     is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)

@@ -325,8 +325,8 @@ def _compute_spread(signal: Tensor, noise: Tensor) -> SqnrSpread | None:
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """How a delayed scale follows its tensor, in octaves by step. Steps with a scale of 0 or with only zeros are left
-    out.
+    """How a delayed scale follows its tensor: figures in octaves, step by step. Steps with a scale of 0 or with only
+    zeros are left out.
 
     drift_t = |log2(s_t / s_(t-1))| is how far the scale moved. lag_t = log2(amax_t s_t / largest) is above 0 if the
     step's largest values saturate, and below 0 if part of the format's range is unused.

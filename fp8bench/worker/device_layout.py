@@ -255,8 +255,8 @@ class LaidOutArithmetic(Arithmetic):
         new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
         # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
         scale = getattr(self._inner, "scales", {}).get(role)
-        if scale is not None and scale.last is not None and new_holdings and recipe.parts[0][-1] >= 0:
-            address = scale.last.inverse.untyped_storage().data_ptr()
+        if scale is not None and scale.last_pair is not None and new_holdings and recipe.parts[0][-1] >= 0:
+            address = scale.last_pair.inverse.untyped_storage().data_ptr()
             new_holdings[recipe.parts[0][-1]] = _Holding(self._ledger.meter.note, 0, address)
         recorded = []
         for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):

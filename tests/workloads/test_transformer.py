@@ -207,7 +207,7 @@ def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights:
         setup = replace(setup_for(corpus, mode, size=size, weights=weights), arithmetic=exact, high=exact)
         state = Transformer().prepare(setup)
         assert isinstance(state, TrainingState) and isinstance(state.model, GPT)
-        assert (state.model.unit is not None) == (mode == "fp8-unit")
+        assert (state.model.unit_scaling is not None) == (mode == "fp8-unit")
         state.model.double()
         state.gradient_buffers = [one.double() for one in state.gradient_buffers]
         found.append((torch.tensor(state.losses(3), dtype=torch.float64), *state.gradient_buffers, *state.parameters))
@@ -280,7 +280,7 @@ def test_what_compiled_blocks_of_128_do_not_fit_is_refused(mode: str, more: dict
 def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
     setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
     state = Transformer().prepare(setup)
-    with state.weights(SilentPhases()):
+    with state.hold_cast_weights(SilentPhases()):
         kept = {name: one.operands for name, one in state.model.named_modules() if isinstance(one, Linear)}
     assert {name.split(".")[-2] for name, operands in kept.items() if operands is None} == {"mlp"}
     head = kept["head"]
@@ -406,7 +406,7 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
     assert set(marks(Transformer(), state)) == cast | {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
     assert graphs() == before
     if weights == "cached":
-        with state.weights(SilentPhases()), torch.no_grad():
+        with state.hold_cast_weights(SilentPhases()), torch.no_grad():
             for layer in (one for one in state.model.modules() if isinstance(one, Linear)):
                 assert layer.operands is not None
                 layer.operands[0].data.zero_()

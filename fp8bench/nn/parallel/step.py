@@ -163,7 +163,7 @@ def _find_product_limits(precision: Precision) -> Limits:
 
 
 class RanksDisagree(RuntimeError):
-    """Raised if several ranks train something else than one rank alone."""
+    """Raised if training on several ranks gives another result than training on one rank."""
 
 
 @dataclass

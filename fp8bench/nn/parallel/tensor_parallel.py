@@ -105,8 +105,8 @@ class TensorCut(Division):
 
 
 class SequenceCut(TensorCut):
-    """Tensor parallelism in which a rank holds only its own tokens of the residual stream. All ranks hold some
-    weights, whose gradients they sum.
+    """Tensor parallelism in which a rank holds only its own tokens of the residual stream. Weights that are not cut are
+    on all ranks, which sum their gradients.
     """
 
     exchange_before = staticmethod(gather_tokens)

@@ -315,7 +315,7 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
         assert (rows(lab.advance(arm, 6)) == rows(plain.advance(arm, 6))) == (arm == "untouched")
     arithmetics: Any = lab._trainers["fp8"].arithmetics
     for arithmetic in arithmetics.values():
-        scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}
+        scales = {role.value: float(scale.last_pair.scale) for role, scale in arithmetic.scales.items()}
         assert scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
     assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
