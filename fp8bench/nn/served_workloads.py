@@ -112,7 +112,7 @@ class ServedWorkload(Workload):
 
 
 def _make_format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
-    help_text = f"the format of {tensors}: {', '.join(formats)}; {OWN}: that of the dtype"
+    help_text = f"the format of {tensors}: {', '.join(formats)}; {OWN}: the format of the dtype"
     return Axis.choice(name, help_text, OWN, *formats)
 
 

@@ -260,7 +260,7 @@ class _CoverageSums:
 
 def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str:
     if count is None:
-        return "its FLOPs have no formula and are in no sum"
+        return "no formula for its FLOPs is known, so no sum contains them"
     if weight:
         return "a function multiplies by the weight directly, so no layer can be converted"
     if "attention" in operator:
@@ -281,7 +281,7 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
             reason = "it is multiplied in a way that is not x times a weight (for example an einsum)"
         elif product_weight.kind == EXPERTS_KIND:
             rule = _NO_PRODUCT_RULE
-            reason = "nothing is multiplied by it"
+            reason = "the step multiplies nothing by it"
         elif f"{product_weight.name}.{product_weight.parameter}".lstrip(".") in sums.used_by_functions:
             rule = "not-called"
             reason = "a function multiplies by its weight, and the step never calls the layer itself"
