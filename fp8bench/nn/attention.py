@@ -84,7 +84,7 @@ class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Recomputed(torch.autograd.Function):
+class _RecomputedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.run = run
@@ -107,7 +107,7 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
     Untimed references use this function. Timed steps use torch's checkpoints, which import the compiler.
     """
-    return _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return _RecomputedFunction.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)

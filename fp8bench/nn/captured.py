@@ -19,7 +19,7 @@ _LEARNING_RATE = 1e-3
 _MOMENT_DECAYS = (0.9, 0.99)
 
 
-class _Capturing(PlainArithmetic):
+class _CapturingArithmetic(PlainArithmetic):
     """An fp32 arithmetic for one layer. It records a copy of each tensor that the layer casts, if the tensor's role
     is in `recorded`.
     """
@@ -68,7 +68,7 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     config = SIZES[TRAINED_SIZE]
 
     def make_capturing_arithmetic(name: str) -> Arithmetic:
-        return _Capturing(name, recorded)
+        return _CapturingArithmetic(name, recorded)
 
     # With one thread and plain float32 products the tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():

@@ -28,7 +28,7 @@ from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, ServedExperts
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import Norm, normalise
-from fp8bench.nn.served import ROUTER, list_weight_shapes
+from fp8bench.nn.served import ROUTER_PATH, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.storage import CachedHeads, StoredWeight, draw_cached_values
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
         which would show in a step of one token.
         """
         if isinstance(block.mlp, Experts):
-            router = self._weight(f"{path}.{ROUTER}").to(self.carrier)
+            router = self._weight(f"{path}.{ROUTER_PATH}").to(self.carrier)
             experts = [expert.forward for expert in block.mlp.experts]
             self.experts.append(ServedExperts(router, experts, self.config.top_k))
         self._replace_submodule(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)

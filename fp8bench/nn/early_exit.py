@@ -26,7 +26,7 @@ from fp8bench.protocols import Phases, SilentPhases
 _HEAD_SCALE = 2.0
 
 
-class Exits(NamedTuple):
+class ExitRule(NamedTuple):
     """The rule by which rows leave after each block but the last. Only one of the two fields is set.
     `confidence_thresholds` are confidences below which a row stays. `staying_rows` has the positions of the rows that
     stay.
@@ -41,7 +41,7 @@ class EarlyExit(nn.Module):
     block.
     """
 
-    exit_rule: Exits | None = None
+    exit_rule: ExitRule | None = None
 
     def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: ChooseArithmetic) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def compute_confidence(logits: Tensor) -> Tensor:
     return wide_logits.softmax(-1).amax(-1)
 
 
-def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exits:
+def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> ExitRule:
     """Returns exits by a schedule: after each block, a random choice of rows stays. `rows` has the number of rows that
     each block gets.
     """
@@ -108,10 +108,10 @@ def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -
     for count, remaining in itertools.pairwise(rows):
         row_indices = torch.randperm(count, generator=generator)[:remaining].sort().values
         staying_rows.append(row_indices.to(device))
-    return Exits(staying_rows=tuple(staying_rows))
+    return ExitRule(staying_rows=tuple(staying_rows))
 
 
-def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
+def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> ExitRule:
     """Returns exits by thresholds of confidence. In the exact pass, these thresholds give each block as many rows as
     `rows` states for it.
     """
@@ -134,4 +134,4 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
             staying_rows = staying_rows[confidences < confidence_thresholds[-1]]
     # 3. Blocks that no row reaches still need a threshold.
     unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
-    return Exits((*confidence_thresholds, *[math.inf] * unreached_blocks))
+    return ExitRule((*confidence_thresholds, *[math.inf] * unreached_blocks))

@@ -212,7 +212,7 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Travel:
+class RowTravel:
     """How rows travel in a layer of experts. `dispatch_format` and `combine_format` are the formats on the way to the
     experts and back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows
     are padded.
@@ -296,7 +296,7 @@ class LoadedExperts(Experts):
     feeds_empty_experts = False
     plan: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: ChooseArithmetic) -> None:
+    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: RowTravel, choose: ChooseArithmetic) -> None:
         super().__init__(sizes.experts, sizes.width, sizes.hidden, True, 1.0, choose)
         # These weights give scores of order one. With smaller scores all experts would have nearly equal weights.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
@@ -344,7 +344,7 @@ class Mixture(nn.Module):
     blocks: Sequence[LoadedExperts]
 
     def __init__(
-        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: ChooseArithmetic
+        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: RowTravel, choose: ChooseArithmetic
     ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)

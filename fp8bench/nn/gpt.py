@@ -132,9 +132,9 @@ class GPT(LanguageModel):
         return add_balance(loss, experts, self.training and reduction == "mean")
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        return self.read_logits(self.run_blocks(self.embed(tokens), phase, tokens.shape[1]), phase)
+        return self.read_logits(self.run_blocks(self.embed_tokens(tokens), phase, tokens.shape[1]), phase)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         x = self.look_up_embedding(tokens, self.positions)
         return self.apply_dropout(x if self.unit_scaling is None else self.unit_scaling.scale_embedding(x))
 

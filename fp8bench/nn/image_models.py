@@ -26,7 +26,7 @@ from fp8bench.protocols import Arithmetic, Phases, Role
 
 _POINTWISE_WINDOWS = Windows((1, 1), padding=(0, 0))
 _STEM_WINDOWS = Windows((7, 7), (2, 2), (3, 3))
-Inputs = Sequence[Tensor]
+ModelInputs = Sequence[Tensor]
 
 
 class Bottleneck(nn.Module):
@@ -78,13 +78,13 @@ class ImageModel(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
     blocks: nn.ModuleList
 
-    def forward(self, inputs: Inputs, targets: Tensor, phase: Phases) -> Tensor:
+    def forward(self, inputs: ModelInputs, targets: Tensor, phase: Phases) -> Tensor:
         return cross_entropy(self.logits(inputs, phase), targets)
 
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         return cast_to(self.compute_logits(inputs, phase), self.around["logits"])
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         raise NotImplementedError
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class ResNet(ImageModel):
             self.blocks.append(Bottleneck(inputs, sizes, prefix_names(choose, f"blocks.{number}"), layout))
         self.head = Linear(sizes.width, CLASSES, choose("head"))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
         return self.head(self.run_blocks(x, x.dtype, phase).mean((1, 2)), phase)
@@ -134,12 +134,12 @@ class VisionTransformer(ImageModel):
         x = self.add_positions(self.patches(images, phase).flatten(1, 2), self.positions)
         return self.norm(self.run_blocks(x, images.dtype, phase))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         assert self.head is not None
         return self.head(self.encode_image(inputs[0], phase).mean(1), phase)
 
 
-class TwoInput(ImageModel):
+class TwoInputModel(ImageModel):
     """Reads an image's projected tokens and then a text's tokens. Causal blocks over all tokens predict each next
     token of the text.
     """
@@ -154,7 +154,7 @@ class TwoInput(ImageModel):
         self.norm = Norm(sizes.width, False)
         self.head = Linear(sizes.width, sizes.vocabulary, choose("head"))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         images, text = inputs
         image_tokens = self.project(self.image.encode_image(images, phase), phase)
         text_embeddings = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
@@ -163,4 +163,4 @@ class TwoInput(ImageModel):
         return self.head(self.norm(x[:, -text.shape[1] :]), phase)
 
 
-MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}
+MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInputModel}

@@ -166,8 +166,8 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
     return hardware.emulated(f"weights in {weights} are decoded before each product")
 
 
-ROUTER = "mlp.router"
-EXPERTS = ".experts."
+ROUTER_PATH = "mlp.router"
+EXPERTS_PATH = ".experts."
 # For each weight: its shape, and the standard deviation of its random values. A deviation of 0 means that all values
 # are 1, as for norms.
 WeightShapes = dict[str, tuple[tuple[int, ...], float]]
@@ -195,7 +195,7 @@ def list_weight_shapes(config: GPTConfig) -> WeightShapes:
         shapes[f"{block}.attn.out.weight"] = ((width, width), gain * input_deviation)
         # the router's scores are of order one: with smaller scores all experts would have nearly equal weights
         if config.experts:
-            shapes[f"{block}.{ROUTER}"] = ((config.experts, width), input_deviation)
+            shapes[f"{block}.{ROUTER_PATH}"] = ((config.experts, width), input_deviation)
         for part in list_feed_forward_paths(config.experts):
             is_up_product = part.endswith("up")
             shapes[f"{block}.{part}.weight"] = (
@@ -235,7 +235,7 @@ class ServedShape:
     @property
     def active_weights(self) -> float:
         """Returns by how many weights of the blocks one token is multiplied."""
-        expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS in name)
+        expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS_PATH in name)
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
 
     def weights(self, *parts: str) -> int:
@@ -247,7 +247,7 @@ class ServedShape:
         applies.
         """
         for name, shape in self.shapes:
-            if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER):
+            if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER_PATH):
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
@@ -320,10 +320,10 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
             weights += batch * shape[-1] * carrier_bytes
         elif weight_kind == "positions":
             weights += shape[-1] * carrier_bytes
-        elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
+        elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
             is_int4 = arm.weight_format == "int4"
             number_format = int4_format(shape[1]) if is_int4 else WEIGHT_FORMATS[arm.weight_format]
-            weights += number_format.count_bytes(*shape) * (read_share if EXPERTS in name else 1)
+            weights += number_format.count_bytes(*shape) * (read_share if EXPERTS_PATH in name else 1)
         else:
             weights += prod(shape) * carrier_bytes
 

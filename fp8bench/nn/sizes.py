@@ -329,7 +329,7 @@ MODELS: dict[str, LayerFeatures] = {
     },
 }  # fmt: skip
 # The (vocabulary, width) of each model's output layer, which comes after all blocks.
-HEADS: dict[str, tuple[int, int]] = {
+OUTPUT_LAYERS: dict[str, tuple[int, int]] = {
     "gpt2": (50257, 768),
     "gpt3-175b": (50257, 12288),
     "llama3-8b": (128256, 4096),
@@ -408,7 +408,7 @@ def models() -> tuple[str, ...]:
 def list_model_features(model: str) -> LayerFeatures:
     if model in SIZES:
         return list_features(SIZES[model])
-    return {**MODELS[model], "head": HEADS[model]}
+    return {**MODELS[model], "head": OUTPUT_LAYERS[model]}
 
 
 def default_tokens(model: str) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, apply_layout
-from fp8bench.nn.image_models import ImageModel, Inputs
+from fp8bench.nn.image_models import ImageModel, ModelInputs
 from fp8bench.nn.linear import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
@@ -64,7 +64,7 @@ class ImageLoader:
         self._loaded: list[tuple[Tensor, Tensor]] = []
         self._loaded_cycle: Iterator[tuple[Tensor, Tensor]] = iter(())
 
-    def next(self) -> tuple[Inputs, Tensor]:
+    def next(self) -> tuple[ModelInputs, Tensor]:
         images, labels = next(self._loaded_cycle) if self._loaded else self._copy_next_to_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
         images = apply_layout(images.permute(0, 3, 1, 2), self._layout)

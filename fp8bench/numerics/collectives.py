@@ -23,13 +23,13 @@ from torch import Tensor
 from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
-    FromFirst,
-    Largest,
+    BroadcastFromFirst,
+    MaximumOverRanks,
     PendingExchange,
     Program,
     RowsToRanks,
     SentBytes,
-    Shift,
+    ShiftToNextRank,
     run_on_this_rank,
     simulate,
     start_program,
@@ -99,7 +99,7 @@ def _compute_shared_scale(amax: Tensor) -> Program[Tensor]:
     """Returns the scale for the largest magnitude on any rank. A NaN on a rank counts as infinity, because maxima over
     ranks may lose it.
     """
-    return compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    return compute_largest_scale((yield MaximumOverRanks(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
 
 
 def get_overflow_factor(scaling: str, size: int, auto_scale: AutoScale) -> float | Tensor:
@@ -119,7 +119,7 @@ def scale_for_cast(values: Tensor, scaling: str, size: int, auto_scale: AutoScal
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_SCALING:
         scale_of_rank = compute_largest_scale(amax)
-        scale = -(yield Largest(-scale_of_rank))
+        scale = -(yield MaximumOverRanks(-scale_of_rank))
         values = decode_e4m3(encode_e4m3(values * scale_of_rank)) / scale_of_rank
     else:
         scale = yield from _compute_shared_scale(amax)
@@ -159,7 +159,7 @@ def compute_fp8_mean(
         # Each rank has other codes if it has only a part of the vector, or with `fp8_twoshot`. The maximum over ranks
         # gives all of them the same mu.
         share = compute_saturated_share(reduced_vector.codes).reshape(1)
-        auto_scale.update(share if whole_vector and method != TWOSHOT else (yield Largest(share)))
+        auto_scale.update(share if whole_vector and method != TWOSHOT else (yield MaximumOverRanks(share)))
     return reduced_vector
 
 
@@ -256,8 +256,8 @@ def exchange_parts(values: Tensor, size: int) -> Program[ReducedVector]:
 
 def broadcast_from_first(values: Tensor) -> Program[ReducedVector]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
-    codes = yield FromFirst(encode_e4m3(values * scale))
-    scale = yield FromFirst(scale)
+    codes = yield BroadcastFromFirst(encode_e4m3(values * scale))
+    scale = yield BroadcastFromFirst(scale)
     return ReducedVector(decode_e4m3(codes) / scale, codes)
 
 
@@ -269,7 +269,7 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
     codes_by_part = encode_e4m3(values).reshape(size, -1)
     partial_sum = codes_by_part[rank - 1]
     for hop in range(1, size):
-        received_sum = yield Shift(partial_sum)
+        received_sum = yield ShiftToNextRank(partial_sum)
         partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[rank - 1 - hop]))
     if not all_parts:
         return partial_sum

@@ -212,13 +212,13 @@ def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
 
 def explain_host_dependence(step: Callable[[], object]) -> str:
     """Runs a step and returns why it cannot be replayed without the host, or '' if no reason was found."""
-    watch = _HostParts()
+    watch = _HostTransferWatch()
     with watch:
         step()
     return watch.reason
 
 
-class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
+class _HostTransferWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Finds values that move between host and device in a step. A replay of the step would repeat the values of the
     recorded step.
     """

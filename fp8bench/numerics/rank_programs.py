@@ -63,25 +63,25 @@ class RowsToRanks(Exchange):
     def count_sent_bytes(self, size: int) -> float:
         return (sum(self.sent_lengths) - self.sent_lengths[self.rank]) * self.payload.element_size()
 
-    def split(self) -> Sequence[Tensor]:
+    def split_payload(self) -> Sequence[Tensor]:
         return torch.split(self.payload, list(self.sent_lengths))
 
 
-class Shift(Exchange):
+class ShiftToNextRank(Exchange):
     """The payload goes to the next rank, and each rank receives the payload of the previous one."""
 
     def count_sent_bytes(self, size: int) -> float:
         return self.bytes
 
 
-class Largest(Exchange):
+class MaximumOverRanks(Exchange):
     """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
     def count_sent_bytes(self, size: int) -> float:
         return 2 * super().count_sent_bytes(size)
 
 
-class FromFirst(Exchange):
+class BroadcastFromFirst(Exchange):
     """Every rank receives the payload of rank 0."""
 
 
@@ -133,11 +133,11 @@ def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
         case AllToAll():
             return list(torch.stack(payload_of_ranks).unbind(1))
         case RowsToRanks():
-            rows_by_rank = [request.split() for request in requests if isinstance(request, RowsToRanks)]
+            rows_by_rank = [request.split_payload() for request in requests if isinstance(request, RowsToRanks)]
             return [list(received) for received in zip(*rows_by_rank, strict=True)]
-        case Shift():
+        case ShiftToNextRank():
             return [payload_of_ranks[rank - 1] for rank in ranks]
-        case FromFirst():
+        case BroadcastFromFirst():
             return [payload_of_ranks[0] for _ in ranks]
     return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
 
@@ -168,7 +168,7 @@ def start_program(program: Program[T]) -> PendingExchange[T]:
     answer = None
     while True:
         next_exchange = program.send(answer)
-        asynchronous = not isinstance(next_exchange, Largest)
+        asynchronous = not isinstance(next_exchange, MaximumOverRanks)
         operations, answer = _start_exchange(next_exchange, None, asynchronous)
         if asynchronous:
             return PendingExchange(program, operations, answer)
@@ -228,14 +228,14 @@ def _start_exchange(
                 received_payload, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
             )
             answer = torch.split(received_payload, list(received_lengths))
-        case Shift():
+        case ShiftToNextRank():
             answer = torch.empty_like(payload)
             send_and_receive = [
                 dist.P2POp(dist.isend, contiguous_payload, group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, answer, group=group, group_peer=(rank - 1) % size),
             ]
             return dist.batch_isend_irecv(send_and_receive), answer
-        case FromFirst():
+        case BroadcastFromFirst():
             answer = payload.clone()
             pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
         case _:

@@ -196,7 +196,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     """
     exact_rows = as_rows(x)
     rounded_rows = as_rows(y)
-    values = _Values(exact_rows)
+    values = _ValueSums(exact_rows)
     grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
     for tile in iterate_tiles(*exact_rows.shape):
         exact = exact_rows[tile].to(torch.float64)
@@ -214,7 +214,7 @@ def to_decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-class _Values:
+class _ValueSums:
     """Sums and counts of the values of x and y that do not depend on a number format. They stay on the device until
     all tiles are added.
     """

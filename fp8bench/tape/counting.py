@@ -125,7 +125,7 @@ def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[
     return "self", count
 
 
-class Traffic:
+class CallTraffic:
     """The tensors that one operator call reads and writes, with the bytes of each. A call that only returns a view
     reads and writes nothing.
     """
@@ -221,7 +221,7 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
         # Skip calls on meta tensors, with which torch only computes shapes.
         if not all(tensor.is_real for tensor in iterate_tensors(call.result)):
             continue
-        traffic = Traffic(call)
+        traffic = CallTraffic(call)
         unwritten_memory.track_call(traffic)
         bytes_by_dtype = {get_dtype_name(dtype): size for dtype, size in traffic.count_bytes_by_dtype().items() if size}
         flops, argument = count_flops(call)
@@ -257,7 +257,7 @@ class _UnwrittenMemory:
     def count_unwritten(self) -> int:
         return self._read_unwritten + len(self._unwritten)
 
-    def track_call(self, traffic: Traffic) -> None:
+    def track_call(self, traffic: CallTraffic) -> None:
         new_storages = {tensor.storage for tensor in traffic.new_tensors if 0 not in tensor.shape}
         if traffic.only_allocates:
             self._unwritten |= new_storages

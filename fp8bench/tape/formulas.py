@@ -36,7 +36,7 @@ from fp8bench.tape.recorder import (
 # A formula takes a call's arguments by name, and the call's result under the name ''. FORMULAS has a pair for each
 # operator: the argument whose dtype is that of the product, and the formula.
 NamedArguments = Mapping[str, Any]
-Formula = Callable[[NamedArguments], int]
+FlopsFormula = Callable[[NamedArguments], int]
 # The sizes M, N and K of a product (M, K) times (K, N), and the number of products with these sizes.
 ProductSizes = tuple[int, int, int, int]
 ListProducts = Callable[[NamedArguments], list[ProductSizes]]
@@ -72,7 +72,7 @@ def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
     return [(a.shape[-2], b.shape[-1], _count_contraction(a), product_count)]
 
 
-def _make_flops_formula(products: ListProducts) -> Formula:
+def _make_flops_formula(products: ListProducts) -> FlopsFormula:
     return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
 
 
@@ -122,7 +122,7 @@ def _count_attended_pairs(named: NamedArguments) -> float:
     return masked_side * masked_side / 2 + (queries - masked_side) * keys
 
 
-def _make_attention_formula(products: tuple[int, int]) -> Formula:
+def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
     """Returns a FLOP formula for attention. `products` are two numbers: how many matrix products contract over the
     key width, and how many contract over the value width.
     """
@@ -148,7 +148,7 @@ _ATTENTION_FORWARD = ("query", _make_attention_formula((1, 1)))
 _ATTENTION_BACKWARD = ("query", _make_attention_formula((3, 2)))
 
 
-def _make_lstm_formula(times: int, *weights: str) -> tuple[str, Formula]:
+def _make_lstm_formula(times: int, *weights: str) -> tuple[str, FlopsFormula]:
     def flops(named: NamedArguments) -> int:
         steps: int = math.prod(named["input"].shape[:2])
         return times * 2 * steps * sum(math.prod(named[weight].shape) for weight in weights)
@@ -170,12 +170,12 @@ PRODUCT_SHAPES: dict[str, tuple[str, ListProducts]] = {
 }  # fmt: skip
 
 
-def _make_formula(left_name: str, right_name: str) -> tuple[str, Formula]:
+def _make_formula(left_name: str, right_name: str) -> tuple[str, FlopsFormula]:
     return left_name, _make_flops_formula(_make_matrix_shapes(left_name, right_name))
 
 
 _SDPA_OPERATOR = "_scaled_dot_product_{}attention{}"
-FORMULAS: dict[str, tuple[str, Formula]] = {
+FORMULAS: dict[str, tuple[str, FlopsFormula]] = {
     **{name: (argument, _make_flops_formula(shapes)) for name, (argument, shapes) in PRODUCT_SHAPES.items()},
     **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"),
                     _make_formula("self", "mat2")),
@@ -276,7 +276,7 @@ def multiplies_tensors(operator: Any) -> bool | None:
     return False if _multiplies_nothing(operator) else None
 
 
-def _find_formula(name: str) -> tuple[str, Formula] | None:
+def _find_formula(name: str) -> tuple[str, FlopsFormula] | None:
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 

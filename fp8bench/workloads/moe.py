@@ -173,11 +173,11 @@ class Moe(LayerWorkload):
             experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
         ]
         if carrier is torch.float64:  # The exact pass neither rounds nor pads
-            row_formats = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+            row_formats = experts.RowTravel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             row_multiple = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
-            row_formats = experts.Travel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
+            row_formats = experts.RowTravel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
         # 2. Make the layers. Each expert's rows are padded to the multiple of native products.
         state = make_exercise(
             setup,

@@ -200,10 +200,10 @@ class Parallel(Workload):
         """Returns the state of one rank that trains alone. It has the whole batch, or one of `parts` equal parts of
         it.
         """
-        from fp8bench.nn.parallel.division import Undivided
+        from fp8bench.nn.parallel.division import UndividedModel
         from fp8bench.nn.parallel.step import make_parallel_state
 
-        model = Undivided(self._make_model(setup), setup.loss_scale)
+        model = UndividedModel(self._make_model(setup), setup.loss_scale)
         return make_parallel_state(model, _make_loader(setup, parts), setup.facts, plain)
 
     def _make_job(self, setup: Setup, group: ProcessGroup) -> Job:

@@ -33,7 +33,7 @@ from fp8bench.numerics.collectives import (
     draw_rank_values,
     encode_e4m3,
 )
-from fp8bench.numerics.rank_programs import AllGather, Program, SentBytes, Shift, simulate
+from fp8bench.numerics.rank_programs import AllGather, Program, SentBytes, ShiftToNextRank, simulate
 from fp8bench.workloads.collective import SCALINGS
 from tests.counts import for_each
 
@@ -194,14 +194,14 @@ def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monke
     monkeypatch.setattr(dist, "get_world_size", lambda group: 5)
     monkeypatch.setattr(dist, "P2POp", lambda operation, payload, group, group_peer: (operation, group_peer))
     monkeypatch.setattr(dist, "batch_isend_irecv", list)
-    waits, _ = rank_programs._start_exchange(Shift(torch.ones(1)), None, False)
+    waits, _ = rank_programs._start_exchange(ShiftToNextRank(torch.ones(1)), None, False)
     assert waits == [(dist.isend, 4), (dist.irecv, 2)]
 
 
 def test_ranks_that_end_early_are_noticed() -> None:
     def leaves(rank: int) -> Program[int]:
         if rank:
-            yield Shift(torch.ones(1))
+            yield ShiftToNextRank(torch.ones(1))
         yield AllGather(torch.ones(1))
         return rank
 

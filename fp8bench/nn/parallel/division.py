@@ -121,7 +121,7 @@ def make_silent_group() -> ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())), backend="fake")
 
 
-class Undivided(Division):
+class UndividedModel(Division):
     """One rank that trains the whole model alone. All parallel methods are compared with it."""
 
     def __init__(self, model: GPT, loss_scale: float) -> None:

@@ -19,7 +19,7 @@ from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
 
-class Stage(nn.Module):
+class StageModel(nn.Module):
     """One rank's blocks of the model. The first rank also has the embeddings, and the last rank the norm and the
     head.
     """
@@ -43,7 +43,7 @@ class Stage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
         if self.is_first:
-            x = self.model.embed(x)
+            x = self.model.embed_tokens(x)
         x = self.model.run_blocks(x, self.phase, length)
         return self.model.read_logits(x, self.phase) if self.is_last else x
 
@@ -76,7 +76,7 @@ class MarkedStage(PipelineStage):
 
     @property
     def _stage_phase(self) -> Phases:
-        assert isinstance(self.submod, Stage)
+        assert isinstance(self.submod, StageModel)
         return self.submod.phase
 
     def _is_silent(self) -> bool:
@@ -96,7 +96,7 @@ class MarkedStage(PipelineStage):
 class GPipe(Division):
     """One stage of a pipeline with the schedule GPipe. Only the last rank knows the loss."""
 
-    module: Stage
+    module: StageModel
     schedule: ClassVar[type[PipelineScheduleSingle]] = ScheduleGPipe
 
     def __init__(self, job: Job) -> None:
@@ -104,7 +104,7 @@ class GPipe(Division):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         rank = job.group.rank()
         ranks = job.group.size()
-        self.module = Stage(model, rank, ranks)
+        self.module = StageModel(model, rank, ranks)
         super().__init__(self.module.named_weights(), job.loss_scale)
         self.group = job.group
         self._microbatches = int(job.options["microbatches"])

@@ -125,7 +125,9 @@ class SequenceCut(TensorCut):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared_group
-        stream = self.module.run_blocks(group.take_token_share(self.module.embed(tokens)), phase, tokens.shape[1])
+        stream = self.module.run_blocks(
+            group.take_token_share(self.module.embed_tokens(tokens)), phase, tokens.shape[1]
+        )
         return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_token_share(targets))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, Largest, Program, RowsToRanks
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, MaximumOverRanks, Program, RowsToRanks
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ def on_board(place: Place, program: Program[T]) -> T:
         elif isinstance(exchange, AllToAll):
             answer = torch.stack([rows[place.number] for rows in payloads])
         else:
-            assert isinstance(exchange, AllGather | Largest)
+            assert isinstance(exchange, AllGather | MaximumOverRanks)
             answer = payloads if isinstance(exchange, AllGather) else torch.stack(payloads).amax(0)
 
 
