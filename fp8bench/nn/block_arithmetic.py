@@ -34,7 +34,7 @@ class BlockArithmetic(RecipeArithmetic):
     NVFP4 has such bytes too, and the tensor's float32 scale in the last four bytes.
     """
 
-    # In a grouped product, each part's rows must fill whole tiles of scales. Then the scales of all parts simply
+    # In a grouped product, the rows of each group must fill whole tiles of scales. Then the scales of all groups simply
     # follow each other.
     part_rows = TILE_ROWS
 

@@ -192,7 +192,7 @@ class UNet(nn.Module):
             time_vector,
             phase,
         )
-        # 3. Return to full resolution, and append the output of the way down.
+        # 3. Return to full resolution, and append the output of `down`.
         x = torch.cat((half_resolution.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time_vector, phase)

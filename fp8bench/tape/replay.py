@@ -148,7 +148,7 @@ class Replay:
 
     @contextmanager
     def keep_random_states(self) -> Iterator[None]:
-        """Restores the states of all random generators after the body."""
+        """Restores the states of all random generators after the `with` block."""
         states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
@@ -234,7 +234,7 @@ class _InputTensor:
 
 
 class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Records the operators of the phase `phase` in its `with` body. The last item of `stack` is the phase in which
+    """Records the operators of the phase `phase` in its `with` block. The last item of `stack` is the phase in which
     the step is at the moment.
 
     It keeps at most `max_bytes` of memory. With `check` it also records checksums of each call's results.

@@ -35,10 +35,10 @@ class Decode(ServedWorkload):
     name = "decode"
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
-    usual = (("nano", "512"), ("llama-1b", "8192"))
+    default_sizes = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions that the step's token sees, its own included"
     new = 1
-    named = staticmethod(named)
+    find_maker = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)},
         gpu={"size": ("llama-1b",), "context": ("8192",)},

@@ -28,7 +28,7 @@ class Division:
     ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole batch. `fp8_wire` is set
     if tensors are sent in FP8.
 
-    The ranks of a `_shared_group` group exchange tensors inside the model. Each of them holds `common_parameters`,
+    The ranks of `_shared_group` exchange tensors inside the model. Each of them holds `common_parameters`,
     whose gradients they sum.
     """
 

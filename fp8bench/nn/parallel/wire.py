@@ -81,7 +81,7 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         self._recorded_calls: list[tuple[Any, Any]] = []
 
     def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        # Operations of DTensor call these operators.
+        # The operations of DTensor call operators of these namespaces too.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
