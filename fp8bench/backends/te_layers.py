@@ -151,9 +151,9 @@ class TransformerEngine(Backend):
                 *path, attribute = name.split(".")
                 setattr(reduce(getattr, path, module), attribute, weight)
 
-            def run_module(x: Tensor, first: bool | None) -> Tensor:
+            def run_module(x: Tensor, is_first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    y: Tensor = module(x, is_first_microbatch=first)
+                    y: Tensor = module(x, is_first_microbatch=is_first)
                     return y
 
             return LibraryLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)

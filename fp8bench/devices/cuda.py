@@ -45,8 +45,8 @@ def format_pci_address(properties: object) -> str:
     return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
 
 
-def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
-    """Returns why torch has no kernels for the architecture `arch`, if it was built for the architectures `built`.
+def explain_missing_kernels(arch: str, build_names: Sequence[str]) -> str:
+    """Returns why a torch that was built for the architectures `build_names` has no kernels for the architecture `arch`.
     Returns '' if it has kernels, or if that is unknown.
 
     NVIDIA's machine code (sm_90) runs on later minor versions of its major version. With the suffix 'a' it runs on
@@ -54,17 +54,17 @@ def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
     the architecture for which it was built.
     """
     device = _parse_architecture(arch)
-    is_built_in = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
-    built_architectures = filter(None, map(_parse_architecture, built))
+    is_built_in = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in build_names)
+    built_architectures = filter(None, map(_parse_architecture, build_names))
     if (
-        not built
+        not build_names
         or is_built_in
         or (device is not None and any(_can_run(device, target) for target in built_architectures))
     ):
         return ""
     return (
-        f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
-        "them"
+        f"this torch has no kernels for {arch}: it was built for {', '.join(build_names)}. Install a build of torch "
+        "that has them"
     )
 
 
@@ -80,12 +80,12 @@ def _parse_architecture(name: str) -> _Architecture | None:
     return _Architecture(parts[1] == "sm", int(parts[2]), int(parts[3]), parts[4]) if parts else None
 
 
-def _can_run(device: _Architecture, built: _Architecture) -> bool:
-    """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `built`."""
-    if built.suffix == "a":
-        return (device.major, device.minor) == (built.major, built.minor)
-    is_same_or_later = (device.major, device.minor) >= (built.major, built.minor)
-    return is_same_or_later and (device.major == built.major or not (built.machine_code or built.suffix))
+def _can_run(device: _Architecture, target: _Architecture) -> bool:
+    """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `target`."""
+    if target.suffix == "a":
+        return (device.major, device.minor) == (target.major, target.minor)
+    is_same_or_later = (device.major, device.minor) >= (target.major, target.minor)
+    return is_same_or_later and (device.major == target.major or not (target.machine_code or target.suffix))
 
 
 class QueueFiller(NamedTuple):
@@ -207,12 +207,12 @@ class Cuda(Gpu):
             launch = self.captured(index, multiply)
         except (CannotCapture, RuntimeError) as failure:  # memory does not suffice, or the device has no CUDA graphs
             return next(iter(str(failure).splitlines()), type(failure).__name__)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event.record()
         launch()
-        end.record()
-        end.synchronize()
-        seconds = max(begin.elapsed_time(end) * 1e-3, _MINIMUM_FILLING_SECONDS)
+        end_event.record()
+        end_event.synchronize()
+        seconds = max(start_event.elapsed_time(end_event) * 1e-3, _MINIMUM_FILLING_SECONDS)
         return QueueFiller(launch, seconds, (a, b, product))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:

@@ -72,8 +72,8 @@ def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
             continue
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic
-        for word, statistic in norm.named_buffers():  # the running statistics of a batch norm
-            setattr(norm, word, cast_to(statistic, arithmetic))
+        for buffer_name, statistic in norm.named_buffers():  # the running statistics of a batch norm
+            setattr(norm, buffer_name, cast_to(statistic, arithmetic))
 
 
 def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
@@ -87,20 +87,22 @@ def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[
         module_copy.training = module.training
         # Parameters are cast in every pass, because an optimizer may have changed them.
         cast_tensors = {
-            word: cast_to(parameter, arithmetic, Role.WEIGHT)
-            for word, parameter in module.named_parameters(recurse=False)
+            tensor_name: cast_to(parameter, arithmetic, Role.WEIGHT)
+            for tensor_name, parameter in module.named_parameters(recurse=False)
         }
         statistics = {
-            word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
+            tensor_name: tensor
+            for tensor_name, tensor in module.named_buffers(recurse=False)
+            if tensor.is_floating_point()
         }
         # Clone the statistics, because norms write them in place.
-        cast_tensors |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
+        cast_tensors |= {tensor_name: cast_to(tensor, arithmetic).clone() for tensor_name, tensor in statistics.items()}
         inputs = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(module_copy, cast_tensors, (inputs, *more_inputs), named)
         # Copy the new statistics back into the module, rounded like the stored ones.
         with torch.no_grad():
-            for word, statistic in statistics.items() if module_copy.training else ():
-                statistic.copy_(cast_to(cast_tensors[word], arithmetic))
+            for tensor_name, statistic in statistics.items() if module_copy.training else ():
+                statistic.copy_(cast_to(cast_tensors[tensor_name], arithmetic))
         dtype = x.dtype if x.is_floating_point() else next(module.parameters()).dtype
         return y.to(dtype) if isinstance(y, Tensor) else y
 

@@ -263,5 +263,5 @@ def make_rotary_table(context: int, head_width: int) -> Tensor:
 def apply_rotary(x: Tensor, rotation: Tensor) -> Tensor:
     cosine = rotation[:, 0]
     sine = rotation[:, 1]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    first_half, second_half = x.chunk(2, dim=-1)
+    return torch.cat((first_half * cosine - second_half * sine, second_half * cosine + first_half * sine), dim=-1)

@@ -116,10 +116,10 @@ class CompressedRecords:
 
     def __init__(self, records: ByteArray) -> None:
         compressed_records = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
-        record_ends = np.cumsum([len(content) for content in compressed_records])
+        record_ends = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
         self._record_slices = [
-            slice(end - len(content), end)
-            for end, content in zip(record_ends.tolist(), compressed_records, strict=True)
+            slice(record_end - len(compressed_record), record_end)
+            for record_end, compressed_record in zip(record_ends.tolist(), compressed_records, strict=True)
         ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:

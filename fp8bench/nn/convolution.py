@@ -132,8 +132,8 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     """
     output_height, output_width = geometry.count_output_positions(x.shape[1:3])
     (stride_height, stride_width) = geometry.stride
-    (top, side) = geometry.padding
-    padded_images = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side, side, top, top))
+    (top_padding, side_padding) = geometry.padding
+    padded_images = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side_padding, side_padding, top_padding, top_padding))
     shifted_copies = []
     # One shifted copy for each position in the window. Together they are what im2col returns.
     for row in range(geometry.size[0]):

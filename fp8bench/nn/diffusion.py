@@ -92,8 +92,10 @@ class Sampling(Exercise):
 
     @torch.no_grad()
     def take_sampling_step(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
-        for layer, low, high in self.switched_layers:
-            vars(layer).update(high if self.plan.runs_in_high_precision(step) else low)
+        for layer, low_precision_attributes, high_precision_attributes in self.switched_layers:
+            vars(layer).update(
+                high_precision_attributes if self.plan.runs_in_high_precision(step) else low_precision_attributes
+            )
         time = self.plan.time(step)
         next_time = self.plan.time(step + 1)
 

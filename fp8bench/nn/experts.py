@@ -42,10 +42,10 @@ def copy_counts_to_host(counts: Tensor) -> list[int]:
     return counts.tolist()
 
 
-def count_tokens(chosen: Tensor, experts: int) -> Tensor:
+def count_tokens(chosen_experts: Tensor, experts: int) -> Tensor:
     """Counts the tokens of each expert. torch's bincount would make the host wait."""
-    numbers = torch.arange(experts, device=chosen.device)
-    return (chosen.view(-1, 1) == numbers).sum(0)
+    numbers = torch.arange(experts, device=chosen_experts.device)
+    return (chosen_experts.view(-1, 1) == numbers).sum(0)
 
 
 def combine_rows(rows: Tensor, scores: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ class ServedExperts:
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
         token_rows = x.reshape(-1, x.shape[-1])
         router_dtype = widen_dtype(x.dtype)
-        scores, chosen = F.linear(token_rows.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
+        scores, chosen_experts = F.linear(token_rows.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
         # The host waits for the device here, because it must know each expert's number of tokens.
-        self.loads = copy_counts_to_host(count_tokens(chosen, len(self.router)))
+        self.loads = copy_counts_to_host(count_tokens(chosen_experts, len(self.router)))
         # Sort the rows by expert, so that each expert's rows are adjacent. The inverse order restores them.
-        row_order = chosen.flatten().argsort(stable=True)
+        row_order = chosen_experts.flatten().argsort(stable=True)
         rows_by_expert = torch.split_with_sizes(token_rows[row_order // self.top_k], self.loads)
         experts_and_rows = zip(self.experts, rows_by_expert, strict=True)
         outputs = torch.cat([expert(rows, phase) for expert, rows in experts_and_rows if len(rows)])
@@ -109,15 +109,15 @@ class Experts(nn.Module):
         # 1. The router scores each token and chooses its experts, or a plan does.
         token_rows = x.reshape(-1, x.shape[-1])
         scores = F.linear(token_rows.to(self.router.dtype), self.router)
-        chosen_scores, chosen = self._choose_experts(scores)
+        chosen_scores, chosen_experts = self._choose_experts(scores)
 
         # 2. The balancing loss makes the router choose experts with many tokens less often.
-        counts = count_tokens(chosen, self.count)
-        expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
+        counts = count_tokens(chosen_experts, self.count)
+        expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen_experts.numel() * self.ranks)
         self.balance = self.count * (expert_shares * scores.softmax(-1).mean(0)).sum()
 
         # 3. Sort the rows by expert, run the experts, and restore the order of tokens.
-        row_order = chosen.flatten().argsort(stable=True)
+        row_order = chosen_experts.flatten().argsort(stable=True)
         rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[row_order]
         outputs = self._run_experts(rows, counts, phase)[row_order.argsort()].view(
             len(token_rows), EXPERTS_PER_TOKEN, -1
@@ -387,8 +387,8 @@ def measure_disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Ten
     if the exact pass does not choose that expert for the same token. The order of a token's experts does not count.
     """
     disagreement_shares = []
-    for chosen, exact in zip(choices, exact_choices, strict=True):
-        is_exact_choice = (chosen[:, :, None] == exact[:, None, :]).any(-1)
+    for layer_choices, exact_layer_choices in zip(choices, exact_choices, strict=True):
+        is_exact_choice = (layer_choices[:, :, None] == exact_layer_choices[:, None, :]).any(-1)
         disagreement_shares.append(float(1 - is_exact_choice.double().mean()))
     return disagreement_shares
 

@@ -62,8 +62,8 @@ _MAX_LISTED_NAMES = 4
 class ProductWeight:
     """A weight that a model multiplies by: a parameter of a module.
 
-    `name` is the module's path, and `also` has further paths of the same module. If a module has several such
-    parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
+    `name` is the module's path, and `further_names` has further paths of the same module. If a module has several
+    such parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
     explains why, and `rule` is a short code for it.
     """
 
@@ -71,7 +71,7 @@ class ProductWeight:
     kind: str
     module: nn.Module
     parameter: str = "weight"
-    also: tuple[str, ...] = ()
+    further_names: tuple[str, ...] = ()
     head: bool = False
     reason: str = ""
     rule: str = ""
@@ -199,12 +199,14 @@ def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight],
 def _make_layers(product_weight: ProductWeight) -> Iterator[Layer]:
     yield from (
         Layer(name, product_weight.shown_kind, group=product_weight.group)
-        for name in (product_weight.name, *product_weight.also)
+        for name in (product_weight.name, *product_weight.further_names)
     )
 
 
 def _describe_layers(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
-    kind_names = (word for product_weight in holders for word in (product_weight.shown_kind, product_weight.group))
+    kind_names = (
+        kind_name for product_weight in holders for kind_name in (product_weight.shown_kind, product_weight.group)
+    )
     kinds = ", ".join(dict.fromkeys(filter(None, (*kind_names, *around))))
     names = ", ".join(product_weight.name for product_weight in holders[:_MAX_LISTED_NAMES])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
@@ -215,7 +217,7 @@ def _matches_pattern(product_weight: ProductWeight, pattern: str) -> bool:
         return True
     return any(
         fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-        for name in (product_weight.name, *product_weight.also)
+        for name in (product_weight.name, *product_weight.further_names)
     )
 
 
@@ -230,8 +232,10 @@ def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: 
     kind, base = classify_module(module)
     if base is not None:
         # torch's attention module passes its weights to a function directly, so no forward pass can be replaced.
-        first, *also = paths
-        product_weight = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
+        first_path, *further_names = paths
+        product_weight = ProductWeight(
+            first_path or type(module).__name__, kind, module, further_names=tuple(further_names)
+        )
         rule, reason = _check_forward(product_weight, base) or _check_weight(product_weight) or ("", "")
         if in_attention:
             rule = "not-called"
@@ -255,8 +259,8 @@ def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: 
 
 
 def _make_parameter_weight(module: nn.Module, paths: Sequence[str], attribute: str, kind: str) -> ProductWeight:
-    first, *also = (f"{path}.{attribute}".lstrip(".") for path in paths)
-    return ProductWeight(first, kind, module, attribute, tuple(also))
+    first_name, *further_names = (f"{path}.{attribute}".lstrip(".") for path in paths)
+    return ProductWeight(first_name, kind, module, attribute, tuple(further_names))
 
 
 def classify_module(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
@@ -463,11 +467,11 @@ def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
     if func in _GROUPED_FUNCTIONS:
         return _multiply_groups(args[0], args[1], args[2].tolist(), multiplier)
-    first, second = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
-    if second is args[position]:
+    left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
+    if right is args[position]:
         # A product with the weight on the left is the transpose of one with the weight on the right.
-        return _multiply_right(first, second, multiplier)
-    return _multiply_right(second.mT, first.mT, multiplier).mT
+        return _multiply_right(left, right, multiplier)
+    return _multiply_right(right.mT, left.mT, multiplier).mT
 
 
 def _multiply_right(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:

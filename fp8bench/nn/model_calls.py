@@ -251,6 +251,6 @@ def describe_type(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def was_changed(copied: Any) -> bool:
+def was_changed(batch_copy: Any) -> bool:
     """Returns whether an operator has written to any tensor of a fresh copy of a batch."""
-    return any(tensor._version for _, tensor in iterate_named_tensors(copied) if not tensor.is_inference())
+    return any(tensor._version for _, tensor in iterate_named_tensors(batch_copy) if not tensor.is_inference())

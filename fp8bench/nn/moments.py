@@ -70,18 +70,18 @@ def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorage:
     )
 
 
-def choose_storages(arithmetic: Arithmetic, same: bool) -> tuple[MomentStorage, MomentStorage]:
+def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[MomentStorage, MomentStorage]:
     """Returns the storages of the first and the second moment. fp32 and bf16 store both moments without a scale. fp16
     needs a scale because of its short range.
 
     In lower precisions only the first moment is stored in the precision. The second is stored in scaled fp16, as in
     FP8-LM. A shorter range would round small second moments to zero, and the update would be divided by epsilon. With
-    `same`, both moments have the precision nevertheless.
+    `same_precision`, both moments have the precision nevertheless.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
         return make_scaled_storage(FP16), make_scaled_storage(FP16)
     storage = make_arithmetic_storage(arithmetic)
-    return storage, storage if same or arithmetic.plain else make_scaled_storage(FP16)
+    return storage, storage if same_precision or arithmetic.plain else make_scaled_storage(FP16)
 
 
 class Bucket:

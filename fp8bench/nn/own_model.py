@@ -52,21 +52,25 @@ class MakeResult(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def parse_make_result(name: str, answer: object, seed: int = 0) -> MakeResult:
+def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeResult:
     # A tuple's items are known by position, a dictionary's by name.
-    match answer:
+    match returned_value:
         case (nn.Module() as model, batch):
             return _build_make_result(name, seed, model=model, **_classify_batch(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
             return _build_make_result(name, seed, model=model, loss=loss, **_classify_batch(batch))
-        case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
+        case Mapping() if (
+            isinstance(returned_value.get("model"), nn.Module) and {"batch", "batches"} & returned_value.keys()
+        ):
             # An unknown name is probably a typing error.
-            for word in answer:
-                if word not in MakeResult._fields:
-                    raise UnknownName(f"name in what {name} gives", str(word), MakeResult._fields)
-            return _build_make_result(name, seed, **answer)
+            for part_name in returned_value:
+                if part_name not in MakeResult._fields:
+                    raise UnknownName(f"name in what {name} gives", str(part_name), MakeResult._fields)
+            return _build_make_result(name, seed, **returned_value)
     returned_types = (
-        f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
+        f"({', '.join(type(part).__name__ for part in returned_value)})"
+        if isinstance(returned_value, tuple)
+        else type(returned_value).__name__
     )
     raise UsageError(
         f"{name} returns {returned_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a "
@@ -323,7 +327,7 @@ def _make_optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFact
 
 def make_conversion(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
     precision_map = dict(setup.case.precision_map)
-    skip = [word for word in str(setup.params.get("skip", "")).split(";") if word]
+    skip = [pattern for pattern in str(setup.params.get("skip", "")).split(";") if pattern]
 
     def choose_for_layer(layer: Layer) -> Arithmetic | None:
         key = key_of(layer, precision_map)

@@ -30,7 +30,7 @@ from fp8bench.protocols.axes import Option, one_of
 
 HIGH_WEIGHT_GRADIENT_OPTION = Option(
     "weight-gradient",
-    "bf16: the weight gradient's product is computed in bf16; low: as the others",
+    "bf16: the weight gradient's product is computed in bf16; low: like the other products",
     "low",
     one_of("low", "bf16"),
     ("gw",),

@@ -158,8 +158,12 @@ def compute_fp8_mean(
     if scaling == FP8LM_SCALING:
         # Each rank has other codes if it has only a part of the vector, or with `fp8_twoshot`. The maximum over ranks
         # gives all of them the same mu.
-        share = compute_saturated_share(reduced_vector.codes).reshape(1)
-        auto_scale.update(share if whole_vector and method != TWOSHOT else (yield MaximumOverRanks(share)))
+        saturated_part_share = compute_saturated_share(reduced_vector.codes).reshape(1)
+        auto_scale.update(
+            saturated_part_share
+            if whole_vector and method != TWOSHOT
+            else (yield MaximumOverRanks(saturated_part_share))
+        )
     return reduced_vector
 
 
@@ -173,19 +177,19 @@ def gather_parts(part: Tensor) -> Program[ReducedVector]:
 
 class RankTensors(NamedTuple):
     """How the tensors that one rank owns are concatenated to a vector. `lengths` has the number of elements of each
-    tensor. Each tensor has its own scale. `most` is the largest number of tensors that a rank owns.
+    tensor. Each tensor has its own scale. `max_tensor_count` is the largest number of tensors that a rank owns.
     """
 
     lengths: Sequence[int]
-    most: int
+    max_tensor_count: int
 
     @property
     def size(self) -> int:
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
-        amaxes = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
-        return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
+        amaxes = torch.stack([owned_tensor.abs().amax() for owned_tensor in torch.split(values, list(self.lengths))])
+        return torch.nn.functional.pad(amaxes, (0, self.max_tensor_count - len(self.lengths)))
 
     def iterate_tensors(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor with its scale. Callers scale one tensor at a time, without a vector that repeats the
@@ -194,10 +198,14 @@ class RankTensors(NamedTuple):
         return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
 
     def encode_tensors(self, values: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([encode_e4m3(piece * scale) for piece, scale in self.iterate_tensors(values, scales)])
+        return torch.cat(
+            [encode_e4m3(owned_tensor * scale) for owned_tensor, scale in self.iterate_tensors(values, scales)]
+        )
 
     def decode_tensors(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([decode_e4m3(piece) / scale for piece, scale in self.iterate_tensors(codes, scales)])
+        return torch.cat(
+            [decode_e4m3(owned_tensor) / scale for owned_tensor, scale in self.iterate_tensors(codes, scales)]
+        )
 
 
 def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
@@ -241,8 +249,8 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
     total_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
         [
-            piece / (scale * len(tensors_by_rank))
-            for piece, scale in tensors_by_rank[rank].iterate_tensors(total_values, scales[rank])
+            owned_tensor / (scale * len(tensors_by_rank))
+            for owned_tensor, scale in tensors_by_rank[rank].iterate_tensors(total_values, scales[rank])
         ]
     )
 
@@ -321,18 +329,18 @@ def draw_rank_values(seed: int, rank: int, count: int) -> Tensor:
 
 
 def compute_exact_result(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
-    exact = [source.double() for source in sources]
-    size = len(exact)
+    float64_sources = [source.double() for source in sources]
+    size = len(float64_sources)
     match collective:
         case "all_reduce":
-            return torch.stack(exact).mean(0)
+            return torch.stack(float64_sources).mean(0)
         case "reduce_scatter":
-            return torch.stack(exact).mean(0).chunk(size)[rank]
+            return torch.stack(float64_sources).mean(0).chunk(size)[rank]
         case "all_gather":
-            return torch.cat([tensor.chunk(size)[0] for tensor in exact])
+            return torch.cat([tensor.chunk(size)[0] for tensor in float64_sources])
         case "all_to_all":
-            return torch.cat([tensor.chunk(size)[rank] for tensor in exact])
-    return exact[0]
+            return torch.cat([tensor.chunk(size)[rank] for tensor in float64_sources])
+    return float64_sources[0]
 
 
 @dataclass
@@ -432,10 +440,10 @@ def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: 
         measured_values = kind(kind.make_payload(ones, size), size, nullcontext()).float()
         expected_values = torch.ones_like(measured_values)
     else:
-        simulated = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
+        simulated_results = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
         new_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
         measured_values = new_collective(ones, rank, size, nullcontext()).values.cpu()
-        expected_values = simulated[rank].values
+        expected_values = simulated_results[rank].values
     if not torch.equal(measured_values, expected_values):
         first_wrong_index = int((measured_values != expected_values).nonzero()[0])
         raise SelfCheckFailed(

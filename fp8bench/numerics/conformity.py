@@ -59,25 +59,27 @@ _INTEGER_BY_BYTES = {2: torch.int16, 4: torch.int32}
 ExplainedDifference = tuple[Difference, str]
 
 
-def have_different_bits(native: Tensor, emulated: Tensor) -> Tensor:
-    bits = _INTEGER_BY_BYTES[native.element_size()]
-    equal_bits = native.contiguous().view(bits) == emulated.contiguous().view(bits)
-    return ~(equal_bits | (native.isnan() & emulated.isnan()))
+def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tensor:
+    bits = _INTEGER_BY_BYTES[native_result.element_size()]
+    equal_bits = native_result.contiguous().view(bits) == emulated_result.contiguous().view(bits)
+    return ~(equal_bits | (native_result.isnan() & emulated_result.isnan()))
 
 
-def count_steps_between(native: Tensor, emulated: Tensor) -> Tensor:
+def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tensor:
     """Returns for each element how many numbers of the dtype are between two results.
 
     Returns infinity where the results differ and one of them is not finite.
     """
     float_ordinals = []
-    for tensor in (native, emulated):
+    for tensor in (native_result, emulated_result):
         bits = tensor.contiguous().view(_INTEGER_BY_BYTES[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
         float_ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
     distance = (float_ordinals[0] - float_ordinals[1]).abs().to(torch.float64)
-    both_finite = native.isfinite() & emulated.isfinite()
-    return torch.where(both_finite, distance, torch.where(have_different_bits(native, emulated), math.inf, 0.0))
+    both_finite = native_result.isfinite() & emulated_result.isfinite()
+    return torch.where(
+        both_finite, distance, torch.where(have_different_bits(native_result, emulated_result), math.inf, 0.0)
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class ConformitySums:
     bits: int = FLOAT32_BITS
 
     @cached_property
-    def exact(self) -> Tensor:
+    def product(self) -> Tensor:
         return self.a @ self.b.t()
 
     @cached_property
@@ -120,8 +122,8 @@ class ConformitySums:
         nearest, or toward 0 with `toward_zero`.
         """
         round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
-        smallest_result = round_values(self.exact - self.bound)
-        largest_result = round_values(self.exact + self.bound)
+        smallest_result = round_values(self.product - self.bound)
+        largest_result = round_values(self.product + self.bound)
         return bool(((result >= smallest_result) & (result <= largest_result)).all())
 
     def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
@@ -136,10 +138,10 @@ class ConformitySums:
         return values.to(self.dtype).to(torch.float64)
 
     def _round_toward_zero(self, values: Tensor) -> Tensor:
-        nearest = values.to(self.dtype)
-        bits = _INTEGER_BY_BYTES[nearest.element_size()]
-        next_smaller_values = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
-        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest).to(
+        nearest_values = values.to(self.dtype)
+        bits = _INTEGER_BY_BYTES[nearest_values.element_size()]
+        next_smaller_values = (nearest_values.view(bits) - (nearest_values != 0).to(bits)).view(self.dtype)
+        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest_values).to(
             torch.float64
         )
 
@@ -157,27 +159,27 @@ class ConformitySums:
 
     @cached_property
     def rounding_variance(self) -> float:
-        return float(((self.spacing(self.exact) / self.magnitude) ** 2).mean()) / 12
+        return float(((self.spacing(self.product) / self.magnitude) ** 2).mean()) / 12
 
     def mean_square_error(self, result: Tensor) -> float:
-        return float((((result - self.exact) / self.magnitude) ** 2).mean())
+        return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
         """Returns by how much results are smaller than the exact ones on average, divided by the magnitude."""
-        return -float(((result - self.exact) / self.magnitude * self.exact.sign()).mean())
+        return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 
 
 def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference:
     """Explains why a product differs in bits from another product of the same operands."""
     result64 = result.to(torch.float64)
-    if not bool(sums.exact.isfinite().all()) or not bool(result64.any()):
+    if not bool(sums.product.isfinite().all()) or not bool(result64.any()):
         return (
             Difference.UNEXPLAINED,
-            "all results are 0" if sums.exact.isfinite().all() else "operands have NaN or infinity",
+            "all results are 0" if sums.product.isfinite().all() else "operands have NaN or infinity",
         )
     is_not_finite = ~result64.isfinite()
     if bool(is_not_finite.any()):
-        overflows = sums.exact.abs() > torch.finfo(sums.dtype).max
+        overflows = sums.product.abs() > torch.finfo(sums.dtype).max
         if bool((overflows | ~is_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
         return Difference.UNEXPLAINED, f"{int(is_not_finite.sum())} results are NaN or infinite"
@@ -192,15 +194,17 @@ def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference
             return Difference.LAYOUT, description
     for fit in _iterate_scaled_fits(result64, sums):
         if sums.is_near(
-            result64, fit.scaled, (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude
+            result64,
+            fit.scaled_product,
+            (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude,
         ):
             return Difference.SCALE, fit.words
     bits = estimate_sum_bits(result64, sums)
     if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near(
-        result64, sums.exact, sums.relative_bound(bits - 1) * sums.magnitude
+        result64, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
     ):
         return Difference.ACCUMULATION, f"sums seem to be kept in about {bits} bits, where {sums.bits} are expected"
-    if sums.is_near(result64, sums.exact, sums.bound):
+    if sums.is_near(result64, sums.product, sums.bound):
         return Difference.ROUNDING, "each result is a neighbour of the exact value, but not always the nearest"
     return Difference.UNEXPLAINED, ""
 
@@ -213,7 +217,7 @@ def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
     """
     result64 = result.to(torch.float64)
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    is_within_bound = sums.is_near(result64, sums.exact, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
+    is_within_bound = sums.is_near(result64, sums.product, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
     return is_within_bound and sums.mean_square_error(result64) <= _MEAN_SQUARE_RATIO * (
         sums.mean_square_error(short_sums) + sums.rounding_variance
     )
@@ -244,7 +248,7 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
     a = sums.a
     b = sums.b
     if a.shape[0] == b.shape[0]:
-        yield "the result is transposed", sums.exact.t()
+        yield "the result is transposed", sums.product.t()
     if b.shape[0] == b.shape[1] == a.shape[1]:
         yield "the second operand is read transposed", a @ b
     if a.shape[0] == a.shape[1]:
@@ -252,18 +256,18 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
     if a.shape[1] % 2 == 0:
         with_pairs_exchanged = a.view(a.shape[0], -1, 2).flip(-1).reshape(a.shape)
         yield "neighbouring elements of one operand are exchanged in pairs", with_pairs_exchanged @ b.t()
-    yield from find_permutations(result, sums.exact)
+    yield from find_permutations(result, sums.product)
 
 
 def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the correct values with their rows in the order that fits the result, then the same for columns. Yields
     nothing for rows that are already in order, and nothing if two rows are nearest to the same correct row.
     """
-    for words, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
+    for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
         line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
         if sorted(line_order) == list(range(len(line_order))) != line_order:
             permuted_lines = correct_lines[line_order]
-            yield f"{words} are permuted", permuted_lines if words == "rows" else permuted_lines.t()
+            yield f"{line_name} are permuted", permuted_lines if line_name == "rows" else permuted_lines.t()
 
 
 def matches_hopper_units(
@@ -282,25 +286,25 @@ def matches_hopper_units(
         row_scales, column_scales = (scale[:, piece_slice].to(torch.float64) for scale in scales)
         if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (row_scales, column_scales)):
             return False
-        scaled = (
+        scaled_product = (
             sum_like_hopper_units(*(code[:, piece_slice] for code in codes))
             * row_scales[:, :1]
             * column_scales[:, :1].t()
         )
-        total_products = total_products + scaled
-        magnitude = magnitude + scaled.abs()
+        total_products = total_products + scaled_product
+        magnitude = magnitude + scaled_product.abs()
     bound = (codes[0].shape[1] // length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
-    low, high = ((total_products + side * bound).to(result.dtype) for side in (-1, 1))
-    return bool(((result >= low) & (result <= high)).all())
+    lowest_result, highest_result = ((total_products + side * bound).to(result.dtype) for side in (-1, 1))
+    return bool(((result >= lowest_result) & (result <= highest_result)).all())
 
 
 class _Fit(NamedTuple):
-    """A product that is multiplied by fitted factors. `words` describes the factors, `scaled` is the multiplied
+    """A product that is multiplied by fitted factors. `words` describes the factors, `scaled_product` is the multiplied
     product, and `magnitude` is the sum of its terms' magnitudes.
     """
 
     words: str
-    scaled: Tensor
+    scaled_product: Tensor
     magnitude: Tensor
 
 
@@ -311,16 +315,16 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
     for words, by_row, by_column in _SCALED_PARTS:
-        row_factors, column_factors = _fit_factors(result, sums.exact, by_row, by_column)
+        row_factors, column_factors = _fit_factors(result, sums.product, by_row, by_column)
         factor = row_factors * column_factors
-        fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
+        fits.append((words, factor, factor * sums.product, factor.abs() * sums.magnitude))
     fits += _fit_block_scales(result, sums)
-    for words, factors, scaled, magnitude in fits:
+    for words, factors, scaled_product, magnitude in fits:
         smallest_factor = float(factors.min())
         largest_factor = float(factors.max())
         if max(abs(smallest_factor - 1), abs(largest_factor - 1)) > tolerance:
             range_text = f" to {largest_factor:.3g}" if largest_factor - smallest_factor > tolerance else ""
-            yield _Fit(f"{words} scaled by {smallest_factor:.3g}{range_text}", scaled, magnitude)
+            yield _Fit(f"{words} scaled by {smallest_factor:.3g}{range_text}", scaled_product, magnitude)
 
 
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -330,34 +334,34 @@ def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[st
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
         block_products = torch.einsum("mcs,ncs->mnc", a, b)
-        for operand, target, pieces in (
+        for operand, target, partial_products in (
             ("first", result, block_products),
             ("second", result.t(), block_products.transpose(0, 1)),
         ):
-            factors = torch.linalg.lstsq(pieces, target[:, :, None]).solution
-            scaled = (pieces @ factors)[:, :, 0]
-            magnitude = (pieces.abs() @ factors.abs())[:, :, 0]
+            factors = torch.linalg.lstsq(partial_products, target[:, :, None]).solution
+            scaled_product = (partial_products @ factors)[:, :, 0]
+            magnitude = (partial_products.abs() @ factors.abs())[:, :, 0]
             if operand == "second":
-                scaled = scaled.t()
+                scaled_product = scaled_product.t()
                 magnitude = magnitude.t()
-            yield f"blocks of {size} of the {operand} operand", factors, scaled, magnitude
+            yield f"blocks of {size} of the {operand} operand", factors, scaled_product, magnitude
 
 
-def _fit_factors(result: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    row_factors = ((result * exact).sum() / (exact**2).sum()).expand(result.shape[0], 1)
-    column_factors = exact.new_ones(1, result.shape[1])
+def _fit_factors(result: Tensor, exact_product: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+    row_factors = ((result * exact_product).sum() / (exact_product**2).sum()).expand(result.shape[0], 1)
+    column_factors = exact_product.new_ones(1, result.shape[1])
     for _ in range(_FIT_ITERATIONS if by_row and by_column else 1):
         if by_row:
-            row_factors = _fit_ratios(result, exact * column_factors, 1)
+            row_factors = _fit_ratios(result, exact_product * column_factors, 1)
         if by_column:
             row_factors = row_factors if by_row else torch.ones_like(row_factors)
-            column_factors = _fit_ratios(result, exact * row_factors, 0)
+            column_factors = _fit_ratios(result, exact_product * row_factors, 0)
     return row_factors, column_factors
 
 
-def _fit_ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
-    sum_of_squares = (exact**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (result * exact).sum(dimension, keepdim=True) / sum_of_squares
+def _fit_ratios(result: Tensor, exact_product: Tensor, dimension: int) -> Tensor:
+    sum_of_squares = (exact_product**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return (result * exact_product).sum(dimension, keepdim=True) / sum_of_squares
 
 
 def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> ExplainedDifference:
@@ -369,39 +373,39 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
         ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == largest_value) & (source.abs() > largest_value))
     )
     if bool((overflows | ~has_different_bits).all()):
-        first_index = tuple(int(place) for place in has_different_bits.nonzero()[0])
+        first_index = tuple(int(index) for index in has_different_bits.nonzero()[0])
         example = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
         return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
     # 2. Check for the same values in a different order, or multiplied by a scale.
     float64_tensors = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
-    values, expected, original = float64_tensors
-    layouts = list(find_permutations(values, expected))
-    if expected.shape[0] == expected.shape[1]:
-        layouts.insert(0, ("the values are transposed", expected.t()))
-    for words, arranged in layouts:
-        if torch.equal(arranged, values):
+    values, expected_values, source_values = float64_tensors
+    layouts = list(find_permutations(values, expected_values))
+    if expected_values.shape[0] == expected_values.shape[1]:
+        layouts.insert(0, ("the values are transposed", expected_values.t()))
+    for words, arranged_values in layouts:
+        if torch.equal(arranged_values, values):
             return Difference.LAYOUT, words
-    for words, ratio in _iterate_cast_ratios(values, expected):
-        if bool(((values - ratio * expected).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
+    for words, ratio in _iterate_cast_ratios(values, expected_values):
+        if bool(((values - ratio * expected_values).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
             return Difference.SCALE, f"{words} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"
     # 3. Check for a wrong neighbour on the grid. The source value must then be between the result and the correct
     # value. If the result is nearer to the source than the correct value is, it is not on the grid.
-    steps = largest_grid_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(largest_value))
-    distance = (values - expected).abs() / steps
+    steps = largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
+    distance = (values - expected_values).abs() / steps
     min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
     is_neighbour = (
-        ((values - original) * (expected - original) <= 0)
+        ((values - source_values) * (expected_values - source_values) <= 0)
         & (distance > min_distance)
         & (distance < 1 + _VALUE_TOLERANCE)
     )
     if not bool((is_neighbour | ~has_different_bits).all()):
         return Difference.UNEXPLAINED, ""
-    is_truncated = bool((values.abs() <= original.abs())[has_different_bits].all())
+    is_truncated = bool((values.abs() <= source_values.abs())[has_different_bits].all())
     return Difference.ROUNDING, "truncated toward 0" if is_truncated else "to a neighbour that is not the nearest"
 
 
@@ -452,7 +456,7 @@ OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
 _NEARER_RATIO = 2.0
 
 
-def find_nearest_precision(product: Tensor, promised: str, operands_by_precision: OperandsByPrecision) -> str:
+def find_nearest_precision(product: Tensor, promised_precision: str, operands_by_precision: OperandsByPrecision) -> str:
     """Returns the precision in which a product (M, N) of operands (M, K) and (N, K) seems to be computed. Returns ''
     if no precision explains the product clearly better than the promised one.
     """
@@ -468,6 +472,6 @@ def find_nearest_precision(product: Tensor, promised: str, operands_by_precision
     nearest_precision = min(mean_square_errors, key=lambda name: mean_square_errors[name])
     return (
         nearest_precision
-        if mean_square_errors[nearest_precision] * _NEARER_RATIO < mean_square_errors[promised]
+        if mean_square_errors[nearest_precision] * _NEARER_RATIO < mean_square_errors[promised_precision]
         else ""
     )

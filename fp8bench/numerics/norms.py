@@ -25,9 +25,12 @@ def iterate_tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
     if not height or not width:
         return
     rows = max(1, TILE_ELEMENTS // width)
-    for top in range(0, height, rows):
-        for column in range(0, width, TILE_ELEMENTS):
-            yield slice(top, min(top + rows, height)), slice(column, min(column + TILE_ELEMENTS, width))
+    for first_row in range(0, height, rows):
+        for first_column in range(0, width, TILE_ELEMENTS):
+            yield (
+                slice(first_row, min(first_row + rows, height)),
+                slice(first_column, min(first_column + TILE_ELEMENTS, width)),
+            )
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:

@@ -201,10 +201,10 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
 
 
 def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
-    largest = runs.abs().amax(dim=1, keepdim=True)
-    scaled = runs / torch.where(largest > 0, largest, 1.0) * fmt.largest
-    grid_spacing = torch.exp2(scaled.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
-    grid_multiples = scaled / grid_spacing
+    largest_magnitudes = runs.abs().amax(dim=1, keepdim=True)
+    scaled_runs = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
+    grid_spacing = torch.exp2(scaled_runs.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
+    grid_multiples = scaled_runs / grid_spacing
     return bool(
         ((grid_multiples - grid_multiples.round()).abs() <= _GRID_TOLERANCE * grid_multiples.abs().clamp(min=1)).all()
     )

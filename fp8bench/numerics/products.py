@@ -76,8 +76,10 @@ def measure_product_errors(
     are independent, their squares add up, and the error of the casts is sqrt(total^2 - kernel^2).
     """
     chosen_rows = product[list(rows)]
-    first, second = (relative_frobenius(chosen_rows, exact_product(*pair, rows)) for pair in (operands, cast))
-    return first, second
+    total_error, kernel_error = (
+        relative_frobenius(chosen_rows, exact_product(*pair, rows)) for pair in (operands, cast)
+    )
+    return total_error, kernel_error
 
 
 INSTRUCTION_LENGTH = 32
@@ -104,9 +106,9 @@ def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
     float64_operands = (a.to(torch.float64), b.to(torch.float64))
     running_sum = a.new_zeros(len(a), len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], INSTRUCTION_LENGTH):
-        first, second = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
-        summands = torch.cat([first[:, None] * second[None], running_sum[:, :, None]], 2)
-        exponent_sums = _get_exponents(first)[:, None] + _get_exponents(second)[None]
+        a_slice, b_slice = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
+        summands = torch.cat([a_slice[:, None] * b_slice[None], running_sum[:, :, None]], 2)
+        exponent_sums = _get_exponents(a_slice)[:, None] + _get_exponents(b_slice)[None]
         exponents = torch.cat([exponent_sums, _get_exponents(running_sum)[:, :, None]], 2).where(
             summands != 0, _EXPONENT_OF_ZERO
         )
@@ -139,8 +141,8 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     promoted_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
         short_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
-            instruction_slice = slice(first, min(first + INSTRUCTION_LENGTH, start + length))
+        for instruction_start in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
+            instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
             short_sum.addmm_(wide_a[:, instruction_slice], wide_b[:, instruction_slice].t())
             # Truncate after every instruction. Infinities and NaN are unchanged.
             short_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))

@@ -337,7 +337,7 @@ class ScaleCourse:
 
 
 def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    drifts = [_log2_ratio(now, earlier) for earlier, now in itertools.pairwise(scales)]
+    drifts = [_log2_ratio(later_scale, earlier_scale) for earlier_scale, later_scale in itertools.pairwise(scales)]
     lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
         tuple(abs(octaves) for octaves in drifts if octaves is not None),
@@ -361,7 +361,7 @@ def figures_by_name(error: TensorError, course: ScaleCourse | None = None) -> di
     for part, spread in (("_row", error.rows), ("_block", error.blocks)):
         sqnr_by_part[f"{part}_median"] = spread.median_db if spread else None
         sqnr_by_part[f"{part}_p1"] = spread.p1_db if spread else None
-    values = {f"sqnr{part}_db": db if db is None else min(db, EXACT_DB) for part, db in sqnr_by_part.items()}
+    values = {f"sqnr{part}_db": sqnr if sqnr is None else min(sqnr, EXACT_DB) for part, sqnr in sqnr_by_part.items()}
     values |= {
         "relative_error": error.relative,
         "max_ulp": error.max_ulp,

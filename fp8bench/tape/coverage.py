@@ -299,7 +299,7 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
         reason,
         rule,
         explain_misfit(product_weight, products, multiple),
-        product_weight.also,
+        product_weight.further_names,
     )
 
 

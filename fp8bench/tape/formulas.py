@@ -324,7 +324,7 @@ def _multiplies_nothing(operator: Any) -> bool:
     overloads = [operator]
     for operator_packet in operator_packets:
         if operator_packet is not None:
-            overloads += [getattr(operator_packet, word) for word in operator_packet.overloads()]
+            overloads += [getattr(operator_packet, overload_name) for overload_name in operator_packet.overloads()]
     tags = chain.from_iterable(overload.tags for overload in overloads)
     return any(tag.name in _ELEMENTWISE_TAGS for tag in tags)
 

@@ -338,7 +338,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
             results = ((0, self._register_count),)
             self._calls.append(
                 ReplayedCall(
-                    lambda of: _view_storage(view_spec, of.untyped_storage(), of.device),
+                    lambda tensor: _view_storage(view_spec, tensor.untyped_storage(), tensor.device),
                     (source,),
                     {},
                     True,

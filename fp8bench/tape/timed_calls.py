@@ -43,9 +43,9 @@ class _NodeRanges(Generic[L]):
     that ran at that time.
     """
 
-    def __init__(self, first_number: int, outside: L) -> None:
+    def __init__(self, first_number: int, outside_label: L) -> None:
         self.first_number = first_number
-        self._outside = outside
+        self._outside_label = outside_label
         self._ends: list[int] = []
         self._labels: list[L] = []
 
@@ -56,7 +56,7 @@ class _NodeRanges(Generic[L]):
 
     def find_label(self, number: int) -> L:
         range_index = bisect_right(self._ends, number)
-        return self._labels[range_index] if range_index < len(self._ends) else self._outside
+        return self._labels[range_index] if range_index < len(self._ends) else self._outside_label
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
@@ -73,9 +73,9 @@ class _RunningModule(Generic[L]):
 class RunningModules(Generic[L]):
     """Tracks which module a step is in while `watch` is open. Modules without a label are ignored."""
 
-    def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
+    def __init__(self, label_of: Callable[[nn.Module], L | None], outside_label: L) -> None:
         self._label_of = label_of
-        self._outside = outside
+        self._outside_label = outside_label
         self._running: list[_RunningModule[L]] = []
         self._ranges_by_task: dict[int, _NodeRanges[L]] = {}
         # For each backward task: the task that started it. If a block is recomputed, a task starts inside a backward
@@ -101,7 +101,11 @@ class RunningModules(Generic[L]):
         if self._running and self._running[-1].task == task:
             return self._running[-1].label, None, task != _FORWARD_TASK_NUMBER
         node: Any = None if task == _FORWARD_TASK_NUMBER else _current_node()
-        return self._outside if node is None else self._find_node_label(node, task), node, task != _FORWARD_TASK_NUMBER
+        return (
+            self._outside_label if node is None else self._find_node_label(node, task),
+            node,
+            task != _FORWARD_TASK_NUMBER,
+        )
 
     def enter_module(self, label: L) -> None:
         task, number = self._close_range()
@@ -126,7 +130,7 @@ class RunningModules(Generic[L]):
             node_ranges = self._ranges_by_task.get(creating_task)
             if node_ranges is not None and number >= node_ranges.first_number:
                 return node_ranges.find_label(number)
-        return self._outside
+        return self._outside_label
 
     def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
         label = self._label_of(module)
@@ -146,9 +150,11 @@ class RunningModules(Generic[L]):
         number = _next_node_number()
         node_ranges = self._ranges_by_task.get(task)
         if node_ranges is None:
-            node_ranges = self._ranges_by_task[task] = _NodeRanges(number, self._outside)
+            node_ranges = self._ranges_by_task[task] = _NodeRanges(number, self._outside_label)
         running = self._running[-1] if self._running else None
-        node_ranges.add_range(number, running.label if running is not None and running.task == task else self._outside)
+        node_ranges.add_range(
+            number, running.label if running is not None and running.task == task else self._outside_label
+        )
         return task, number
 
     def _label_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
@@ -166,7 +172,7 @@ class RunningModules(Generic[L]):
             node.metadata.setdefault(
                 _LABEL_KEY, ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
             )
-            waiting_nodes += [further for further, _ in node.next_functions]
+            waiting_nodes += [next_node for next_node, _ in node.next_functions]
 
 
 class ModulePaths(RunningModules[str]):
@@ -178,7 +184,7 @@ class ModulePaths(RunningModules[str]):
         self._names: dict[nn.Module, str] = {}
         for root in roots:
             self._name_modules(root)
-        super().__init__(self._find_path, outside="")
+        super().__init__(self._find_path, outside_label="")
 
     def _find_path(self, module: nn.Module) -> str:
         if module not in self._names:

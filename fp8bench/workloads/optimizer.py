@@ -167,7 +167,7 @@ class Optimizer(Workload):
 def _choose_storages(setup: Setup) -> tuple[MomentStorage, MomentStorage]:
     from fp8bench.nn.moments import choose_storages
 
-    return choose_storages(setup.arithmetic, same=setup.params["second_moment"] == "same")
+    return choose_storages(setup.arithmetic, same_precision=setup.params["second_moment"] == "same")
 
 
 def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
@@ -176,7 +176,7 @@ def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
     from fp8bench.nn.arithmetics import PlainArithmetic
     from fp8bench.nn.moments import choose_storages
 
-    return choose_storages(PlainArithmetic(torch.float32), same=True)
+    return choose_storages(PlainArithmetic(torch.float32), same_precision=True)
 
 
 def _draw_initial_state(

@@ -294,7 +294,7 @@ def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
     for bits, short in ((22, True), (14, True), (10, False)):
         assert are_short_sums(short_product(a.float(), b.float(), Accumulator.SHORT, bits), sums) is short
     lost = (a[:, 1:] @ b[:, 1:].t()).float()
-    for wrong in (lost, torch.zeros(M, N), 1.05 * sums.exact.float(), torch.full((M, N), torch.nan)):
+    for wrong in (lost, torch.zeros(M, N), 1.05 * sums.product.float(), torch.full((M, N), torch.nan)):
         assert not are_short_sums(wrong, sums)
 
 

@@ -200,7 +200,9 @@ def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
             float8_layer = Float8Linear.from_float(plain_layer, config)
             multiply = float8_layer.forward
             carrier = layer.arithmetic.carrier
-            float8_layer.forward = lambda x, phase, by=multiply, to=carrier: region(phase.gemm, by, x.to(to))
+            float8_layer.forward = lambda x, phase, multiply=multiply, carrier=carrier: region(
+                phase.gemm, multiply, x.to(carrier)
+            )
             parent_path, _, name = path.rpartition(".")
             setattr(model.blocks.get_submodule(parent_path), name, float8_layer)
 

@@ -94,14 +94,16 @@ class RankGroup:
             find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
             return part[0]
 
-    def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends `sent[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
-        `received[r]` of them from rank r.
+    def exchange_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
+        """Sends `sent_counts[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
+        `received_counts[r]` of them from rank r.
         """
         with self.phase.communication:
-            rows = x.new_zeros(sum(received), *x.shape[1:])
+            rows = x.new_zeros(sum(received_counts), *x.shape[1:])
             if not self.silent:
-                dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self.handle)
+                dist.all_to_all_single(
+                    rows, x.contiguous(), list(received_counts), list(sent_counts), group=self.handle
+                )
             return rows
 
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
@@ -132,11 +134,11 @@ class RankGroup:
         return x.chunk(self.size, _TOKEN_DIMENSION)[self.rank]
 
 
-def _wait_for_all(works: Iterable[dist.Work | None]) -> None:
+def _wait_for_all(operations: Iterable[dist.Work | None]) -> None:
     """Starts all operations between ranks before it waits for the first one."""
-    for work in list(works):
-        if work is not None:
-            work.wait()
+    for operation in list(operations):
+        if operation is not None:
+            operation.wait()
 
 
 class _ExchangeFunction(torch.autograd.Function):
@@ -187,9 +189,9 @@ def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def find_first_fault(fault: str, group: dist.ProcessGroup) -> str:
-    for rank, answer in enumerate(gather_answers(fault, group)):
-        if answer:
-            return f"rank {rank} {answer}"
+    for rank, rank_fault in enumerate(gather_answers(fault, group)):
+        if rank_fault:
+            return f"rank {rank} {rank_fault}"
     return ""
 
 
@@ -223,8 +225,8 @@ class FP8Wire:
         return mean.values
 
     def join_parts(self, part: Tensor, rank: int) -> Program[Tensor]:
-        joined = yield from gather_parts(part)
-        return joined.values
+        joined_vector = yield from gather_parts(part)
+        return joined_vector.values
 
     def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
         """Sends `values` to all ranks by the exchange `program`. Returns what this rank receives."""
@@ -267,8 +269,8 @@ class WireWitness:
         self._group = group
         self._fault = ""
 
-    def compare_exchange(self, values: Tensor, received: Tensor, program: RankProgram) -> None:
-        """Checks that the values `received` in an exchange follow from the `values` that every rank has sent. All
+    def compare_exchange(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
+        """Checks that `received_values` follow from the `values` that every rank has sent in an exchange. All
         ranks must call it for every exchange, because the check needs the values of all ranks.
         """
         lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
@@ -278,9 +280,9 @@ class WireWitness:
         expected_result = simulate([program(tensor, rank) for rank, tensor in enumerate(values_of_ranks)])[
             self._group.rank()
         ]
-        wrong_count = int((received != expected_result).sum())
+        wrong_count = int((received_values != expected_result).sum())
         if wrong_count and not self._fault:
-            numbers = f"{wrong_count:,} of {received.numel():,} FP8 numbers"
+            numbers = f"{wrong_count:,} of {received_values.numel():,} FP8 numbers"
             self._fault = f"has received {numbers} that do not follow from all ranks' values"
 
     def find_fault(self) -> str:

@@ -78,20 +78,20 @@ class RankedExperts(Experts):
             outputs[row_order.argsort()], received_counts, sent_rows, _choose_return_format(self.wire)
         )
 
-    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _exchange(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], wire: str) -> Tensor:
         return_format = _choose_return_format(wire)
         return exchange_tensors(
             x,
-            lambda y: self._send_rows(y, sent, received, wire),
-            lambda y: self._send_rows(y, received, sent, return_format),
+            lambda y: self._send_rows(y, sent_counts, received_counts, wire),
+            lambda y: self._send_rows(y, received_counts, sent_counts, return_format),
         )
 
-    def _send_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _send_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
-            return self.group.exchange_rows(x, sent, received)
+            return self.group.exchange_rows(x, sent_counts, received_counts)
         with self.group.phase.cast:
             encoded = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        received_rows = [self.group.exchange_rows(part, sent, received) for part in encoded]
+        received_rows = [self.group.exchange_rows(part, sent_counts, received_counts) for part in encoded]
         with self.group.phase.cast:
             return (
                 decode_rows(received_rows[0], received_rows[1], x.dtype)

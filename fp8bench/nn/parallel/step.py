@@ -233,12 +233,12 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
         weight = weights[name].double()
         reference_weight = reference_weights[name].double()
         distances.append((weight - reference_weight).abs().max())
-        change = weight - tensor
+        weight_change = weight - tensor
         reference_change = reference_weight - tensor
         squared_sums = (
-            (change - reference_change).square().sum(),
+            (weight_change - reference_change).square().sum(),
             reference_change.square().sum(),
-            (change * reference_change).sum(),
+            (weight_change * reference_change).sum(),
         )
         update_by_weight[name] = WeightUpdate(*map(float, squared_sums))
     return RankDifference(float(max(loss_differences)), float(max(distances)), update_by_weight)
