@@ -46,7 +46,7 @@ def format_pci_address(properties: object) -> str:
 
 
 def explain_missing_kernels(arch: str, build_names: Sequence[str]) -> str:
-    """Returns why a torch that was built for the architectures `build_names` has no kernels for the architecture `arch`.
+    """Returns why torch has no kernels for the architecture `arch`. It was built for the architectures `build_names`.
     Returns '' if it has kernels, or if that is unknown.
 
     NVIDIA's machine code (sm_90) runs on later minor versions of its major version. With the suffix 'a' it runs on
