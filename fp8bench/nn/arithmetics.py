@@ -301,8 +301,10 @@ class ScaledArithmetic(RecipeArithmetic):
                 *row_and_column_casts[1], role is Role.GRADIENT
             )
         inverse, *codes_of_both = self._encode_tensor(tensor, role, _is_recast(role), both=True, amax=amax)
-        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None)
-        return straight, turned
+        operand, transposed_operand = (
+            Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None
+        )
+        return operand, transposed_operand
 
     def operand(self, tensor: Tensor, role: Role, repeat: bool) -> Operand:
         treatment = self.treatments[role]

@@ -122,8 +122,8 @@ class BlockArithmetic(RecipeArithmetic):
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
         column_block_count = count_blocks(operand.data.shape[1], _FP8_BLOCK)
-        turned = store_square_scales(read_square_scales(operand.scale, column_block_count).t())
-        return Operand(transpose_codes(operand.data), turned, operand.gradient)
+        column_scales = store_square_scales(read_square_scales(operand.scale, column_block_count).t())
+        return Operand(transpose_codes(operand.data), column_scales, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:

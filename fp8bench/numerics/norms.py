@@ -45,9 +45,9 @@ def relative_frobenius(value: Tensor, reference: Tensor) -> float:
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     error_squares = reference_squares = 0.0
     for value, reference in zip(values, references, strict=True):
-        noise, signal = _sum_squares(value, reference)
-        error_squares = error_squares + noise
-        reference_squares = reference_squares + signal
+        difference_square, reference_square = _sum_squares(value, reference)
+        error_squares = error_squares + difference_square
+        reference_squares = reference_squares + reference_square
     return math.sqrt(_divide_or_infinite(error_squares, reference_squares))
 
 

@@ -39,16 +39,16 @@ class Factors:
     columns: int = 0
 
     def expand_to_tile(self, tile: Tile) -> Tensor:
-        down, across = (
+        row_blocks, column_blocks = (
             self._block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
         )
-        return self.by_block.index_select(0, down).index_select(1, across).to(torch.float64)
+        return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
-        highest = reshape_to_blocks(magnitudes, self.columns).amax(-1)
-        rows = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(highest.shape)
-        first = tile[1].start // self.columns if self.columns else 0
-        peaks[:, first : first + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
+        block_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
+        rows = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(block_peaks.shape)
+        first_block = tile[1].start // self.columns if self.columns else 0
+        peaks[:, first_block : first_block + block_peaks.shape[1]].scatter_reduce_(0, rows, block_peaks, "amax")
 
     def _block_indices(self, indices: slice, size: int) -> Tensor:
         """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
@@ -219,9 +219,9 @@ class _ValueSums:
     all tiles are added.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        height, width = like.shape
-        device = like.device
+    def __init__(self, tensor: Tensor) -> None:
+        height, width = tensor.shape
+        device = tensor.device
         parts = (height, count_blocks(width, SPREAD_BLOCK))
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
@@ -229,25 +229,30 @@ class _ValueSums:
         # The numbers of values that are not zero in x, that are finite only in x, and that became zero in y.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
-    def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile) -> None:
+    def add(
+        self, exact_values: Tensor, rounded_values: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile
+    ) -> None:
         """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks values
         that are finite in x and y.
         """
-        is_nonzero = exact != 0
+        is_nonzero = exact_values != 0
         self._counts[0] += is_nonzero.sum()
         self._counts[1] += (finite & ~both_finite).sum()
-        self._counts[2] += (is_nonzero & (rounded == 0)).sum()
-        magnitudes = exact.abs()
+        self._counts[2] += (is_nonzero & (rounded_values == 0)).sum()
+        magnitudes = exact_values.abs()
         self._amax = torch.maximum(self._amax, magnitudes.amax())
         self._smallest = torch.minimum(self._smallest, torch.where(is_nonzero, magnitudes, math.inf).amin())
-        exact = torch.where(both_finite, exact, 0.0)
-        rounded = torch.where(both_finite, rounded, 0.0)
-        self._cross += (exact * rounded).sum()
-        self._output += rounded.square().sum()
-        first = tile[1].start // SPREAD_BLOCK
-        for sums, squares in ((self._signal, exact.square()), (self._noise, (rounded - exact).square())):
+        exact_values = torch.where(both_finite, exact_values, 0.0)
+        rounded_values = torch.where(both_finite, rounded_values, 0.0)
+        self._cross += (exact_values * rounded_values).sum()
+        self._output += rounded_values.square().sum()
+        first_block = tile[1].start // SPREAD_BLOCK
+        for sums, squares in (
+            (self._signal, exact_values.square()),
+            (self._noise, (rounded_values - exact_values).square()),
+        ):
             block_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
-            sums[tile[0], first : first + block_sums.shape[1]] += block_sums
+            sums[tile[0], first_block : first_block + block_sums.shape[1]] += block_sums
 
     def error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero_count, lost_count, vanished_count = self._counts.tolist()

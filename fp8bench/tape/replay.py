@@ -206,7 +206,7 @@ class _Memory:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
     `input_contents` is what the phase got as input. It is the step's own storage until a call overwrites it, and a
-    copy afterwards (`copied`). It is None if a call of the phase allocated the storage. `weak_reference`
+    copy afterwards (`has_copied_input`). It is None if a call of the phase allocated the storage. `weak_reference`
     keeps the storage's address from being used again. `registers_by_view` has the register of each tensor that views
     the storage.
     """
@@ -214,16 +214,16 @@ class _Memory:
     weak_reference: StorageWeakRef
     device: torch.device
     input_contents: torch.UntypedStorage | None = None
-    copied: bool = False
+    has_copied_input: bool = False
     overwritten: bool = False
     floating_dtypes: set[torch.dtype] = field(default_factory=set)
     registers_by_view: dict[_TensorView, int] = field(default_factory=dict)
 
     def copy_input(self) -> int:
-        if self.input_contents is None or self.copied:
+        if self.input_contents is None or self.has_copied_input:
             return 0
         self.input_contents = self.input_contents.clone()  # type: ignore[no-untyped-call]
-        self.copied = True
+        self.has_copied_input = True
         return self.input_contents.nbytes()
 
 

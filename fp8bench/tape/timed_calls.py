@@ -226,13 +226,16 @@ class TimedCall(NamedTuple):
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
-    `ranged` each operator runs in a profiler range, whose name has the operator's number.
+    `in_profiler_ranges` each operator runs in a profiler range, whose name has the operator's number.
     """
 
     watches_views = True
 
     def __init__(
-        self, roots: Iterable[nn.Module] = (), clock: Callable[[], int] = perf_counter_ns, ranged: bool = False
+        self,
+        roots: Iterable[nn.Module] = (),
+        clock: Callable[[], int] = perf_counter_ns,
+        in_profiler_ranges: bool = False,
     ) -> None:
         super().__init__()
         self.calls: list[TimedCall] = []
@@ -240,7 +243,7 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         # The task in which an optimizer's step runs. A backward pass inside that step is a separate task.
         self._optimizer_task: int | None = None
         self._clock = clock
-        self._open_range: Callable[[str], Any] = _open_range if ranged else lambda name: _EMPTY_RANGE
+        self._open_range: Callable[[str], Any] = _open_range if in_profiler_ranges else lambda name: _EMPTY_RANGE
 
     @contextmanager
     def time_calls(self) -> Iterator[list[TimedCall]]:

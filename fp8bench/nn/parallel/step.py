@@ -106,12 +106,12 @@ class Limits(NamedTuple):
     furthest: float
     gain: float
 
-    def combine_with(self, second: Limits) -> Limits:
+    def combine_with(self, further_limits: Limits) -> Limits:
         """Returns the limits if two independent roundings add up. The squares of the distances' limits are added, and
         the gains' limits themselves.
         """
-        distances = math.hypot(self.update, second.update), math.hypot(self.furthest, second.furthest)
-        return Limits(*distances, self.gain + second.gain)
+        distances = math.hypot(self.update, further_limits.update), math.hypot(self.furthest, further_limits.furthest)
+        return Limits(*distances, self.gain + further_limits.gain)
 
     def describe_excess(self, difference: RankDifference) -> str:
         name, furthest_update_of_weight = difference.furthest_update
@@ -122,9 +122,9 @@ class Limits(NamedTuple):
             (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
         )
         sentences = []
-        for figure, value, limit in figures:
+        for description, value, limit in figures:
             if not value <= limit:  # a NaN exceeds the limit too
-                sentences.append(f"{figure} is {value:.3g}, but rounding explains at most {limit:g}")
+                sentences.append(f"{description} is {value:.3g}, but rounding explains at most {limit:g}")
         return "; ".join(sentences)
 
 
