@@ -203,11 +203,11 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0].to(ctx.dtype), None, None
 
 
-def _join_heads(x: Tensor, shared: Tensor) -> Tensor:
+def _join_heads(x: Tensor, keys: Tensor) -> Tensor:
     """Joins the query heads that share a key head into one matrix, one after the other along the tokens. `x` is
-    (batch, heads, tokens, n), and `shared` has the number of key heads.
+    (batch, heads, tokens, n). The second dimension of `keys` is the number of key heads.
     """
-    return x.reshape(*shared.shape[:2], -1, x.shape[-1])
+    return x.reshape(*keys.shape[:2], -1, x.shape[-1])
 
 
 class BareAttention(nn.Module):

@@ -6,9 +6,9 @@ dropped. Each expert's products run in its own arithmetic. If all experts share 
 they run as one grouped product. The balancing loss is that of the Switch Transformer.
 
 In a `Mixture` the case also sets the load, and the format in which rows travel to their experts (dispatch) and back
-(combine). If the load is planned, the host knows the number of each expert's tokens before the step and never waits.
-If the router chooses the experts, the host waits for these numbers. The combination is weighted by the router's
-scores in both cases. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for each 128 elements.
+(combine). If the load is planned, the host knows the number of each expert's tokens before the step and never waits. If
+the router chooses the experts, the host waits for these numbers. Whether the load is planned or not, the router's
+scores weight the combination. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for each 128 elements.
 Gradients travel in the carrier.
 """
 

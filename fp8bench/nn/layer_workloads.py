@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class LayerWorkload(Workload):
     """Runs one layer on random inputs, forward only or forward and backward.
 
-    A subclass makes the layer (`layer`) and returns the `shapes` of its inputs, or makes both (`exercise`).
+    A subclass makes the layer (`layer`) and returns the `shapes` of its inputs. Or it makes layer and inputs together
+    (`exercise`).
     """
 
     def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:

@@ -358,7 +358,7 @@ def grouped_linear(
 
     `ends` (int32 on the device) has the row at which each group ends. I and O must be multiples of the arithmetic's
     `groups`. The number of rows of each group must be a multiple of its `part_rows` (for plain products, of `groups`).
-    `operands` has the operands of weights that were already cast, and None for the others.
+    `operands` has an item for each weight: its operands if it was already cast, otherwise None.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 

@@ -38,8 +38,8 @@ class MakeResult(NamedTuple):
     """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
     if the output contains the loss.
 
-    The other fields are only for a training. `batches` is an iterable, or a function of step and seed. `batch` is its
-    first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
+    The fields after `loss` are only for a training. `batches` is an iterable, or a function of step and seed. `batch`
+    is its first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
     `schedule` a function of the optimizer.
     """
 

@@ -291,8 +291,8 @@ class UserDecoder:
 
 
 def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
-    """Returns the weights of linear layers that the model calls as layers. Raises UsageError for experts, because
-    nobody can count the bytes that these read.
+    """Returns the weights of linear layers that the model calls as layers. Raises UsageError for stacked
+    experts, because the bytes that a step reads of them cannot be counted.
     """
     product_weights = find_product_weights(model)
     if any(product_weight.kind == EXPERTS_KIND for product_weight in product_weights):
@@ -364,7 +364,7 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
 
 def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
     """Lists the shapes of a model's parameters, under the names by which `step_bytes` counts their bytes. If the head
-    is tied to the embedding, the weight is listed for both.
+    is tied to the embedding, its weight is listed under both names.
     """
     holders = {id(product_weight.weight): product_weight for product_weight in decoder.product_weights}
     embedding_ids = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]

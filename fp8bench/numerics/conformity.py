@@ -6,8 +6,9 @@ every element. This bound alone would also accept sums in fewer bits. So the mea
 which grows only with K, because rounding errors are unbiased.
 
 The numbers also show the precision in which a product was computed. Operands are rounded to several precisions, and
-their exact products are compared with the result. The nearest one shows the precision, because sums and the rounding
-of the result add much smaller errors. The distances of the other precisions show how certain this is.
+their exact products are compared with the result. The nearest product shows the precision, because sums and the
+rounding of the result add much smaller errors. The farther the products of the other precisions are, the more certain
+this is.
 """
 
 from __future__ import annotations

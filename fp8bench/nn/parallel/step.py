@@ -20,8 +20,8 @@ Weights and tokens that are sent in FP8 are cast again for products, so both rou
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
 expert that gets the token. An expert with few tokens is then far off.
 
-A fault in scales, or in a mean that is sent in FP8, may be far below rounding. witnesses.py and exchanges.py find
-such faults.
+A fault in scales, or in a mean that is sent in FP8, may change results far less than rounding does. witnesses.py and
+exchanges.py find such faults.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Tensor parallelism: ranks divide attention by heads, and feed-forward parts by hidden features. They exchange
-tensors explicitly.
+"""Tensor parallelism: ranks divide attention by heads, and feed-forward parts by hidden features. They exchange tensors
+explicitly.
 
-With sequence parallelism a rank holds only its own tokens of the residual stream. For these it computes norms,
-residuals, head and loss. Before attention and feed-forward parts, each rank gathers all tokens. Afterwards the ranks'
-outputs are summed, and each rank gets the sums for its tokens.
+With sequence parallelism a rank holds only its own tokens of the residual stream. It computes norms, residuals, head
+and loss for its own tokens only. Before attention and feed-forward parts, each rank gathers all tokens. Afterwards the
+ranks' outputs are summed, and each rank gets the sums for its tokens.
 """
 
 from __future__ import annotations
