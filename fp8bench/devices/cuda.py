@@ -20,18 +20,18 @@ _OUT_OF_MEMORY_PATTERN = re.compile(
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch found no process that owns the memory
 )
-# Libraries raise these errors when memory is exhausted, but also for other causes. If at least this many bytes are
-# free, lack of memory is not the cause.
+# Errors that libraries raise when memory is exhausted, but also for other causes. With _ENOUGH_FREE_BYTES or more free,
+# lack of memory is not the cause.
 _NOT_INITIALIZED_PATTERN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _ENOUGH_FREE_BYTES = 1 << 30
-# No GPU has more cycles per second. torch's sleep counts clock cycles, so at a lower clock it lasts longer.
+# A clock rate that no GPU exceeds. torch's sleep counts clock cycles, so at a lower rate it lasts longer.
 _CYCLES_PER_SECOND = 3e9
 # The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
 _LAST_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
 # A GPU's queue is filled with square products. The numbers are the side of a matrix (24 MiB in bfloat16), how many
 # products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is taken to last.
 _FILLING_SIDE, _FILLING_PRODUCTS, _MINIMUM_FILLING_SECONDS = 2048, 16, 20e-6
-# torch's documentation runs this many steps before it captures a graph.
+# The number of steps that torch's documentation runs before it captures a graph.
 _WARM_UP_STEPS = 3
 _CACHING_OFF_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 

@@ -80,7 +80,7 @@ def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[
     """Returns a forward pass for an embedding or a norm that computes in an arithmetic. Its result has the input's
     dtype, or the parameters' dtype if the input is not floating-point.
     """
-    # The copy shares its tensors with the module. It keeps this forward pass when the module's own is replaced.
+    # The copy shares its tensors with the module. It keeps the original forward pass when the module's is replaced.
     module_copy = copy.copy(module)
 
     def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:

@@ -32,8 +32,8 @@ from fp8bench.protocols import Arithmetic, Phases, Role
 
 # The weight of the balancing loss, as in Switch and Mixtral.
 BALANCE_WEIGHT = 0.01
-# The number of an expert's tokens must be a multiple of this, because native weight gradients contract over the
-# tokens. Rows of zeros pad it.
+# The number of which an expert's tokens must be a multiple, because native weight gradients contract over the tokens.
+# Rows of zeros pad the tokens.
 ROW_MULTIPLE = 32
 
 

@@ -430,7 +430,7 @@ def list_features(config: GPTConfig) -> LayerFeatures:
 TRAINED_SIZE = "nano"
 TRAINED_BATCH = 4
 TRAINING_STEPS = 40
-# The tensors of this many last steps are captured, because delayed scales need several steps.
+# The number of last steps whose tensors are captured. Delayed scales need several steps.
 CAPTURED_STEPS = 8
 
 

@@ -28,16 +28,16 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION_LENGTH, PROMOTION_LENGTH, short_product, sum_like_hopper_units
 
 FLOAT32_BITS = 24
-# A float32 sum has these roundings besides its additions: of the two operands' values, of their scales, and of the
-# result.
+# The number of roundings of a float32 sum besides its additions: of the two operands' values, of their scales, and of
+# the result.
 _EXTRA_ROUNDINGS = 4
 # The fewest bits of a sum that are considered. No hardware is known to use fewer.
 _MIN_SUM_BITS = 8
-# A bias within this many standard errors may be chance. Two results of the same kind of sum have mean square errors
+# A bias within _BIAS_ERRORS standard errors may be chance. Two results of the same kind of sum have mean square errors
 # within a factor of _MEAN_SQUARE_RATIO.
 _BIAS_ERRORS = 6.0
 _MEAN_SQUARE_RATIO = 3.0
-# A fitted factor that differs from 1 by less than this is rounding, not a scale.
+# The largest difference from 1 of a fitted factor that counts as rounding, not as a scale.
 _SCALE_TOLERANCE = 2.0**-7
 _SCALED_PARTS = (
     ("the tensor", False, False),
@@ -46,8 +46,8 @@ _SCALED_PARTS = (
     ("rows and columns", True, True),
 )
 _BLOCK_SIZES = (128, 32, 16)
-# Each fitted factor needs this many results. The factors of rows and columns are fitted in turn, in this many
-# iterations.
+# The number of results that each fitted factor needs, and the number of iterations in which the factors of rows and
+# columns are fitted in turn.
 _RESULTS_PER_FACTOR = 8
 _FIT_ITERATIONS = 30
 # Each run of _RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
@@ -451,9 +451,9 @@ def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Ten
 
 # Maps the name of each precision to both operands, rounded to this precision.
 OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
-# A product counts as computed in another precision than the promised one if this makes its mean square error smaller
-# by more than this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 result from
-# bfloat16 copies of FP8 values has three times the error of its rounding.
+# A product counts as computed in another precision than the promised one if its mean square error in that precision is
+# smaller by more than the factor _NEARER_RATIO. Sums in few bits and a library's rounding change the error by less. A
+# bfloat16 result from bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER_RATIO = 2.0
 
 

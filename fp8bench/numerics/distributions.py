@@ -16,11 +16,11 @@ from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VAL
 # The heavy tail of Student's t with 3 degrees of freedom: it has a variance but no kurtosis, so its largest values
 # grow with the number of values.
 DEGREES_OF_FREEDOM = 3
-# One of this many channels is an outlier. Its values are larger by OUTLIER_FACTOR, as in activations of a trained
-# model.
+# One of CHANNELS_PER_OUTLIER channels is an outlier. Its values are larger by OUTLIER_FACTOR, as in activations of a
+# trained model.
 CHANNELS_PER_OUTLIER = 128
 OUTLIER_FACTOR = 50.0
-# Magnitudes of gradients are log-normal with this median and this standard deviation of the natural logarithm.
+# Gradients' magnitudes are log-normal: their median, and the standard deviation of their natural logarithm.
 GRADIENT_MEDIAN = 1e-4
 GRADIENT_DEVIATION = 2.0
 
@@ -96,7 +96,7 @@ class GradientSource:
         return torch.pow(10.0, tensor + row).unsqueeze(1)
 
 
-# Every format represents integers up to this one exactly, even FP4.
+# The largest integer up to which every format represents integers exactly, even FP4.
 _LARGEST_INTEGER = 4
 
 

@@ -131,8 +131,8 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
 _MAX_EXAMINED_LINES = 8
 _MAX_LINE_LENGTH = 1024
 _RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
-# With at least this many values per distinct magnitude, the grid of values is coarser than that of bfloat16, which
-# has 1.2 in 128 values.
+# The fewest values per distinct magnitude that show a coarser grid than bfloat16's. Among 128 values, bfloat16 has 1.2
+# values per distinct magnitude.
 _MIN_VALUES_PER_MAGNITUDE = 1.5
 _MAX_SCALED_FORMAT_BITS = 8
 # The float32 error of a scaled value, as a share of the distance between neighbours on its grid.

@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.norms import relative_frobenius
 
-# By default, exact rows cost at most this many FLOPs, about half a second of one CPU core in fp64.
+# The most FLOPs that exact rows cost by default, about half a second of one CPU core in fp64.
 FLOPS_CAP = 4e9
 _CHUNK_COLUMNS = 1024
 

@@ -82,8 +82,8 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
 
 # The block size for spreads. It is MX's block size for all scalings, so that spreads are comparable.
 SPREAD_BLOCK = 32
-# A magnitude counts as saturated only if it exceeds the largest value by more than this factor, the error of a
-# float32 scale and its inverse.
+# The factor by which a magnitude may exceed the format's largest value without counting as saturated. It allows for
+# the error of a float32 scale and its inverse.
 _SATURATION_TOLERANCE = 1 + 2.0**-21
 _FLOAT64_BIAS = 1023
 _FLOAT64_MANTISSA_BITS = 52

@@ -27,7 +27,7 @@ from fp8bench.tape.formulas import PRODUCT_SHAPES, count_flops
 from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, iterate_tensors
 from fp8bench.tape.timed_calls import RunningModules
 
-# Two steps count as equal if their FLOPs differ by less than this fraction. With experts, the number of tokens of
+# The largest relative difference of two steps' FLOPs that counts as equal. With experts, the number of tokens of
 # each expert changes from step to step.
 _FLOPS_TOLERANCE = 0.05
 _MAX_LISTED_NAMES = 3

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8bench.numerics.operands import OperatorWatch, list_tensors
 from fp8bench.tape.recorder import list_written_arguments
 
-# Names of operators that begin like this allocate memory. Their results have arbitrary contents.
+# How the names of operators begin that allocate memory. The results of these operators have arbitrary contents.
 _ALLOCATION_PREFIXES = ("empty", "new_empty")
 
 

@@ -32,7 +32,7 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
 _LABEL_KEY = "fp8bench.module"
-# All nodes that accumulate a parameter's gradient have this sequence number. No module creates such nodes.
+# The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
 _GRADIENT_NODE_NUMBER = 2**64 - 1
 # The type of a module's label.
 L = TypeVar("L")
@@ -207,7 +207,7 @@ def _find_tensors(result: Any) -> Iterator[Tensor]:
             yield from _find_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-# The profiler range around an operator has this name, followed by the operator's number.
+# The start of the name of the profiler range around an operator. The operator's number follows it.
 RANGE_PREFIX = "fp8bench.operator."
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
