@@ -145,14 +145,14 @@ class EmulatedCore:
     scales. Sums, mask and softmax are fp32. Scores have no scale, because a kernel computes them tile by tile and
     cannot know their largest magnitude. So scores beyond the format's range are lost: they saturate, or in fp16
     become infinite. For the same reason results depend on where the factor 1 / sqrt(head width) is applied: to the
-    scores or, if `prescaled`, to the queries.
+    scores or, if `scales_queries`, to the queries.
 
     A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32 and pass each rounding
     unchanged.
     """
 
     arithmetic: Arithmetic
-    prescaled: bool = False
+    scales_queries: bool = False
     causal: bool = True
     # Each tensor has its own arithmetic, because delayed scales belong to one tensor.
     parts: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
@@ -164,7 +164,7 @@ class EmulatedCore:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
         scores = self._round(self.compute_scores(q, k), "scores", scaled=False)
-        if not self.prescaled:
+        if not self.scales_queries:
             scores = scores * factor
         # The mask is applied after rounding, because not every format of scores has infinities.
         if self.causal:
@@ -177,7 +177,7 @@ class EmulatedCore:
 
     def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
-        if self.prescaled:
+        if self.scales_queries:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
         queries = self._round(q, "queries")
         keys = self._round(k, "keys")

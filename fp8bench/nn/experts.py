@@ -84,9 +84,9 @@ class Experts(nn.Module):
     """A feed-forward block of experts. `balance` is the balancing loss of the last pass: 1 if all experts are chosen
     equally often, and larger otherwise.
 
-    If the load is planned, `planned_experts` holds the experts of each token. `count` is the number of experts on all
-    ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get gradients,
-    which are zero.
+    If the load is planned, `planned_experts` holds the experts of each token. `expert_count` is the number of experts
+    on all ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get
+    gradients, which are zero.
     """
 
     experts: Sequence[FeedForward]
@@ -102,7 +102,7 @@ class Experts(nn.Module):
             FeedForward(width, hidden, gated, gain, choose_in_expert) for choose_in_expert in choose_by_expert
         )
         self.experts = experts  # type: ignore[assignment]
-        self.count = count
+        self.expert_count = count
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -112,9 +112,9 @@ class Experts(nn.Module):
         chosen_scores, chosen_experts = self._choose_experts(scores)
 
         # 2. The balancing loss makes the router choose experts with many tokens less often.
-        counts = count_tokens(chosen_experts, self.count)
+        counts = count_tokens(chosen_experts, self.expert_count)
         expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen_experts.numel() * self.ranks)
-        self.balance = self.count * (expert_shares * scores.softmax(-1).mean(0)).sum()
+        self.balance = self.expert_count * (expert_shares * scores.softmax(-1).mean(0)).sum()
 
         # 3. Sort the rows by expert, run the experts, and restore the order of tokens.
         row_order = chosen_experts.flatten().argsort(stable=True)
@@ -257,7 +257,7 @@ def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
     blocks = [block for block in model.modules() if isinstance(block, Experts)]
     for number, block in enumerate(blocks):
         width = block.router.shape[1]
-        plan = draw_load(load, tokens, MoeSizes(width, width, block.count, EXPERTS_PER_TOKEN), seed + number)
+        plan = draw_load(load, tokens, MoeSizes(width, width, block.expert_count, EXPERTS_PER_TOKEN), seed + number)
         block.planned_experts = None if plan is None else plan.to(block.router.device)
 
 

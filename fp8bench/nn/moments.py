@@ -106,8 +106,8 @@ class Bucket:
         self.fp32_moments = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
-        self._first = [storages[0].make_for_tensor(f"moment.first.{index}") for index in indices]
-        self._second = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
+        self._first_storages = [storages[0].make_for_tensor(f"moment.first.{index}") for index in indices]
+        self._second_storages = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
         self._stored: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the step count on the host, or on the device if the step is fused.
         count_device = parameters[0].device if fused else torch.device("cpu")
@@ -129,10 +129,10 @@ class Bucket:
         if self.fp32_moments is not None:
             return self.fp32_moments
         first, second = self._stored
-        return _restore_moments(self._first, first), _restore_moments(self._second, second)
+        return _restore_moments(self._first_storages, first), _restore_moments(self._second_storages, second)
 
     def store(self, first: list[Tensor], second: list[Tensor]) -> None:
-        self._stored = _store_moments(self._first, first), _store_moments(self._second, second)
+        self._stored = _store_moments(self._first_storages, first), _store_moments(self._second_storages, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         first, second = self.fp32_moments or map(_list_tensors, self._stored)

@@ -145,7 +145,7 @@ class Outcome(NamedTuple):
 class OwnModel:
     """A copy of a user's model, converted for its case. It has an optimizer if it trains.
 
-    `doing` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
+    `running_part` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
     `multiples` are the multiples that native products on this device require. With `draws_alike` a compiled step
     draws the same random numbers as an uncompiled step, which makes it slower.
     """
@@ -179,7 +179,7 @@ class OwnModel:
         self._seed = setup.seed
         self._loss_scale = setup.loss_scale
         self.training = params["pass"] == "training"
-        self.doing = "conversion"
+        self.running_part = "conversion"
         accelerated_model = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
         self.conversion = (
             make_conversion(self.model, setup, multiples) if converts and accelerated_model is None else None
@@ -205,13 +205,13 @@ class OwnModel:
 
     def step(self, phase: Phases) -> object:
         self._set_phase(phase)
-        self.doing = "loading its batch"
+        self.running_part = "loading its batch"
         # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
             batch = move_to_device(self._batch, self._facts.key, copy=self._copies)
             positional, named = self._make_arguments(batch)
         # 2. Run forward. Inference ends after it.
-        self.doing = "forward"
+        self.running_part = "forward"
         if not self.training:
             with torch.no_grad():
                 output = self._call(self.model, positional, named)
@@ -220,14 +220,14 @@ class OwnModel:
         loss = self._compute_loss(self._call(self.model, positional, named), batch)
         self._copies = self._copies and was_changed(batch)
         # 3. Run backward, and divide the gradients by the loss scale.
-        self.doing = "backward"
+        self.running_part = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
             with phase.accumulate:
                 gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
         # 4. Run the optimizer's step, and drop the gradients.
-        self.doing = "the optimizer"
+        self.running_part = "the optimizer"
         if self.optimizer is not None:
             with phase.optimizer_step:
                 self.optimizer.step()

@@ -31,16 +31,18 @@ from fp8bench.protocols import Phases, SilentPhases
 
 @dataclass(eq=False)
 class SharedBatches:
-    """Reads `count` batches from a loader, and hands the same batches to several trainings, one after the other."""
+    """Reads `batch_count` batches from a loader, and hands the same batches to several trainings, one after the
+    other.
+    """
 
     loader: Loader
-    count: int
+    batch_count: int
     batches: list[tuple[Any, Tensor]] = field(default_factory=list)
     batch_cycle: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
 
     def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
         with phase.data_load:
-            self.batches = [self.loader.next() for _ in range(self.count)]
+            self.batches = [self.loader.next() for _ in range(self.batch_count)]
             self.batch_cycle = cycle(self.batches)
         return self.batches
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class ServedWorkload(Workload):
-    """Runs a model with a static cache. A step runs the last `new` tokens of the context. If `new` is None, it runs
-    all tokens.
+    """Runs a model with a static cache. A step runs the last `new_token_count` tokens of the context, or all
+    tokens if it is None.
 
     `default_sizes` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the
     help text of the context.
@@ -43,7 +43,7 @@ class ServedWorkload(Workload):
     batch_axis = "batch"
     default_sizes: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_words: ClassVar[str]
-    new: ClassVar[int | None] = None
+    new_token_count: ClassVar[int | None] = None
     # Finds the function that makes a user's model, by name.
     find_maker: Callable[[str], Callable[[], Any]]
 
@@ -74,7 +74,7 @@ class ServedWorkload(Workload):
         model = find_served_shape(str(params["size"]))
         batch = int(params["batch"])
         context = int(params["context"])
-        new_tokens = self.new or context
+        new_tokens = self.new_token_count or context
         flops = count_forward_flops(model, batch, new_tokens, context)
         return Work(flops, batch * new_tokens, least_memory=estimate_min_memory(model, batch, context))
 
@@ -108,7 +108,11 @@ class ServedWorkload(Workload):
 
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = setup.params
-        return choose_arm(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
+        return (
+            choose_arm(params, self.precision(setup)),
+            self.layers(params),
+            self.new_token_count or int(params["context"]),
+        )
 
 
 def _make_format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:

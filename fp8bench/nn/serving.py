@@ -81,8 +81,8 @@ def make_served_state(
         # If the cache is not static, each step concatenates its tokens to new tensors.
         if params.get("static") == "no" and isinstance(model, Decoder):
             for cache in model.cache:
-                cache.keys.grown = cache.keys.codes
-                cache.values.grown = cache.values.codes
+                cache.keys.grown_tensor = cache.keys.codes
+                cache.values.grown_tensor = cache.values.codes
     # 3. Draw the new tokens, and allocate memory for their logits.
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)

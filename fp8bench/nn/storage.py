@@ -75,11 +75,11 @@ class CachedHeads:
     format requires. They do not change afterwards, so larger values saturate. Scales of tokens and of blocks are
     computed for each token and stored with it.
 
-    If `grown` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions and the
-    new ones, like a cache that starts empty.
+    If `grown_tensor` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions
+    and the new ones, like a cache that starts empty.
     """
 
-    grown: Tensor | None = None
+    grown_tensor: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
         self.number_format = KV_FORMATS.get(name, StorageFormat(64))
@@ -116,8 +116,8 @@ class CachedHeads:
 
     def write(self, x: Tensor, at: int) -> None:
         positions = slice(at, at + x.shape[2])
-        if self.grown is not None:
-            self.grown = torch.cat((self.codes[:, :, :at], x), 2)
+        if self.grown_tensor is not None:
+            self.grown_tensor = torch.cat((self.codes[:, :, :at], x), 2)
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, positions], self.scales[:, :, positions] = self.blocks.encode_rows(x)
@@ -135,7 +135,7 @@ class CachedHeads:
 
     def read(self, end: int) -> Tensor:
         """Returns the first `end` positions in the carrier, without a copy if they are stored in the carrier."""
-        codes = self.codes[:, :, :end] if self.grown is None else self.grown
+        codes = self.codes[:, :, :end] if self.grown_tensor is None else self.grown_tensor
         if self.blocks is not None:
             assert self.scales is not None
             return self.blocks.decode_rows(codes, self.scales[:, :, :end], self.width).to(self.carrier)

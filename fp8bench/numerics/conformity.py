@@ -199,7 +199,7 @@ def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference
             fit.scaled_product,
             (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude,
         ):
-            return Difference.SCALE, fit.words
+            return Difference.SCALE, fit.description
     bits = estimate_sum_bits(result64, sums)
     if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near(
         result64, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
@@ -300,11 +300,11 @@ def matches_hopper_units(
 
 
 class _Fit(NamedTuple):
-    """A product that is multiplied by fitted factors. `words` describes the factors, `scaled_product` is the multiplied
-    product, and `magnitude` is the sum of its terms' magnitudes.
+    """A product that is multiplied by fitted factors. `description` is about the factors, `scaled_product` is the
+    multiplied product, and `magnitude` is the sum of its terms' magnitudes.
     """
 
-    words: str
+    description: str
     scaled_product: Tensor
     magnitude: Tensor
 
@@ -315,17 +315,17 @@ def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
-    for words, by_row, by_column in _SCALED_PARTS:
+    for part_name, by_row, by_column in _SCALED_PARTS:
         row_factors, column_factors = _fit_factors(result, sums.product, by_row, by_column)
         factor = row_factors * column_factors
-        fits.append((words, factor, factor * sums.product, factor.abs() * sums.magnitude))
+        fits.append((part_name, factor, factor * sums.product, factor.abs() * sums.magnitude))
     fits += _fit_block_scales(result, sums)
-    for words, factors, scaled_product, magnitude in fits:
+    for part_name, factors, scaled_product, magnitude in fits:
         smallest_factor = float(factors.min())
         largest_factor = float(factors.max())
         if max(abs(smallest_factor - 1), abs(largest_factor - 1)) > tolerance:
             range_text = f" to {largest_factor:.3g}" if largest_factor - smallest_factor > tolerance else ""
-            yield _Fit(f"{words} scaled by {smallest_factor:.3g}{range_text}", scaled_product, magnitude)
+            yield _Fit(f"{part_name} scaled by {smallest_factor:.3g}{range_text}", scaled_product, magnitude)
 
 
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -385,12 +385,12 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
     layouts = list(find_permutations(values, expected_values))
     if expected_values.shape[0] == expected_values.shape[1]:
         layouts.insert(0, ("the values are transposed", expected_values.t()))
-    for words, arranged_values in layouts:
+    for description, arranged_values in layouts:
         if torch.equal(arranged_values, values):
-            return Difference.LAYOUT, words
-    for words, ratio in _iterate_cast_ratios(values, expected_values):
+            return Difference.LAYOUT, description
+    for description, ratio in _iterate_cast_ratios(values, expected_values):
         if bool(((values - ratio * expected_values).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
-            return Difference.SCALE, f"{words} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
+            return Difference.SCALE, f"{description} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"

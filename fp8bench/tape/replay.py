@@ -215,7 +215,7 @@ class _Memory:
     device: torch.device
     input_contents: torch.UntypedStorage | None = None
     has_copied_input: bool = False
-    overwritten: bool = False
+    is_overwritten: bool = False
     floating_dtypes: set[torch.dtype] = field(default_factory=set)
     registers_by_view: dict[_TensorView, int] = field(default_factory=dict)
 
@@ -292,7 +292,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         for tensor in written_tensors:
             memory = self._find_memory(tensor)
             self._count_bytes(memory.copy_input())
-            memory.overwritten = True
+            memory.is_overwritten = True
         drawn_generators = self._find_generators(func, kwargs)
         states = tuple((generator, generator.get_state()) for generator in drawn_generators) if self._check else ()
         result = func(*args, **kwargs)
@@ -385,7 +385,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _copy_overwritten(self) -> Iterator[OverwrittenInput]:
         for memory in self._input_memories:
-            if memory.overwritten and memory.input_contents is not None:
+            if memory.is_overwritten and memory.input_contents is not None:
                 memory_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
                 self._bytes += memory.input_contents.nbytes()
                 yield OverwrittenInput(memory_bytes, memory_bytes.clone(), tuple(memory.floating_dtypes))

@@ -37,7 +37,7 @@ class Decode(ServedWorkload):
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     default_sizes = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions that the step's token sees, its own included"
-    new = 1
+    new_token_count = 1
     find_maker = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)},

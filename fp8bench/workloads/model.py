@@ -137,7 +137,7 @@ class Model(Workload):
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(
-                    f"{_read_target_name(setup)}: its model fails in {state.doing}: {own_words(error)}."
+                    f"{_read_target_name(setup)}: its model fails in {state.running_part}: {own_words(error)}."
                 ) from error
             raise
         return ()

@@ -33,12 +33,12 @@ class RankedExperts(Experts):
     def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
         self.router = experts.router
-        self.count = experts.count
+        self.expert_count = experts.expert_count
         self.balance = None
         self.group = group
         self.wire = wire
         self.ranks = group.size
-        expert_count = experts.count // group.size
+        expert_count = experts.expert_count // group.size
         self.own_experts = range(expert_count * group.rank, expert_count * (group.rank + 1))
         self.experts = nn.ModuleList(experts.experts[number] for number in self.own_experts)  # type: ignore[assignment]
         self.planned_experts = (

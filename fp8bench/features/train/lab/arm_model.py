@@ -181,7 +181,7 @@ class BuiltInModel(ArmModel):
         for path, module in model.named_modules():
             if isinstance(module, SelfAttention):
                 prescaled = self.settings.attention == "prescaled"
-                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
+                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), scales_queries=prescaled)
                 for product_name, arithmetic in core.parts.items():
                     core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
 
