@@ -164,6 +164,6 @@ class DeviceBuffers:
         self._pin = device != "cpu"
         self.buffers = [torch.empty_like(part, device=device) for part in example.tensors]
 
-    def take(self, operand: Operand) -> None:
+    def copy_from(self, operand: Operand) -> None:
         for buffer, part in zip(self.buffers, operand.tensors, strict=True):
             buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)

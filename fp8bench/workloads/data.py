@@ -148,7 +148,7 @@ class Data(Workload):
             with phase.cast:
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
-            state.destination.take(batch)
+            state.destination.copy_from(batch)
             del values, batch  # free the memory here, because the time for that must count for a phase
         if state.casts_on_device:
             with phase.cast:

@@ -117,7 +117,7 @@ def test_codes_travel_with_their_scale() -> None:
     scale, inverse = factor(x, E4M3, TENSOR)
     operand = Operand(torch_codes(x, E4M3, scale), inverse)
     there = DeviceBuffers(operand, "cpu")
-    there.take(operand)
+    there.copy_from(operand)
     data, scale = there.buffers
     assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())
     assert operand.scale is not None and torch.equal(scale, operand.scale)

@@ -52,7 +52,7 @@ class RankGroup:
         self.rank, self.size = self.handle.rank(), self.handle.size()
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         return is_silent(self.handle)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class RankGroup:
             return maximum
 
     def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
-        if self.silent:
+        if self.is_silent:
             return [x] * self.size
         with self.phase.communication:
             parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -100,7 +100,7 @@ class RankGroup:
         """
         with self.phase.communication:
             rows = x.new_zeros(sum(received_counts), *x.shape[1:])
-            if not self.silent:
+            if not self.is_silent:
                 dist.all_to_all_single(
                     rows, x.contiguous(), list(received_counts), list(sent_counts), group=self.handle
                 )

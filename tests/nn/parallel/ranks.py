@@ -55,7 +55,7 @@ class ThreadedGroup(RankGroup):
     """RankGroup over a board; counts the bytes of rows."""
 
     handle: Any
-    silent = False
+    is_silent = False
 
     def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
