@@ -19,7 +19,7 @@ from fp8bench.formats.hardware import (
 )
 from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, refuse_pairing
+from fp8bench.nn.shared_precisions import RecipePrecision, get_recipe, native_arithmetic, refuse_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision, Role
 from fp8bench.registry import backends
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @backends.register("emulated")
 class EmulatedProducts(Backend):
-    """Emulates products. It works on every device, also if the device has hardware for the format."""
+    """Emulates products on every device, also if the device has hardware for the format."""
 
     name = "emulated"
-    summary = "values rounded by fp8bench, products in fp32: any recipe, any shape, and no speed"
+    summary = "values rounded by fp8bench, products in fp32: any recipe and shape, but not faster"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.accelerated and not (is_nvidia(facts) or is_amd(facts)):
@@ -43,7 +43,7 @@ class EmulatedProducts(Backend):
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         from fp8bench.nn.arithmetics import RecipeArithmetic
 
-        return RecipeArithmetic(recipe_of(precision))
+        return RecipeArithmetic(get_recipe(precision))
 
 
 @backends.register("torch")
@@ -51,7 +51,7 @@ class TorchProducts(Backend):
     """Multiplies with torch's scaled products. Unlike the backend `auto` it never falls back to emulation."""
 
     name = "torch"
-    summary = "torch's scaled products alone: refused where torch has none"
+    summary = "only torch's scaled products: refused where torch has none"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
@@ -61,7 +61,7 @@ class TorchProducts(Backend):
         return refused(f"torch has no such product here ({support.reason}): choose backend=emulated, or auto")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        return native_arithmetic(recipe_of(precision), facts)
+        return native_arithmetic(get_recipe(precision), facts)
 
 
 # For each mode: torchao's name of its recipe.
@@ -98,7 +98,7 @@ class Torchao(Backend):
         return support
 
     def imported(self) -> None:
-        # torchao warns of kernels that were built for other versions of Python and torch
+        # Silence torchao's warnings about kernels that were built for other versions of Python and torch.
         logging.disable(logging.WARNING)
         try:
             with warnings.catch_warnings():
@@ -115,21 +115,23 @@ class Torchao(Backend):
         from torch import nn
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
 
         assert isinstance(precision, RecipePrecision)
         recipe_config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[precision.plain_mode])
         config = replace(recipe_config, emulate=self.support(precision, facts).is_emulated)
 
-        def make_linear(weight: nn.Parameter) -> WholeLayer:
+        def make_linear(weight: nn.Parameter) -> LibraryLayer:
             outputs, inputs = weight.shape
             # On the meta device the layer draws no random numbers. So fp8bench's weights do not depend on the
             # backend.
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = weight
-            return WholeLayer(convert_to_float8_training(linear, config=config))
+            return LibraryLayer(convert_to_float8_training(linear, config=config))
 
-        return WholeLayers(self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config))
+        return LibraryArithmetic(
+            self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config)
+        )
 
     def why_inseparable(self, precision: Precision) -> str:
         return ""
@@ -174,7 +176,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
         cast_config = cast_configs[role, transposed]
         if cast_config.scaling_type is ScalingType.DISABLED:
             return tensor
-        quantised: Tensor = hp_tensor_to_float8_dynamic(
+        quantised_tensor: Tensor = hp_tensor_to_float8_dynamic(
             tensor,
             cast_config.target_dtype,
             mm_config,
@@ -183,7 +185,7 @@ def _make_torchao_products(config: Any) -> Arithmetic:
             axiswise_dim=get_maybe_axiswise_dim(-1, cast_config.scaling_granularity),
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
-        return quantised
+        return quantised_tensor
 
     def restore(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, Float8TrainingTensor):
@@ -212,14 +214,14 @@ class DeepGemm(Backend):
             return refuse_pairing(self.name, precision, ("fp8-block",))
         if not has_hopper_units(facts):
             return refused(
-                "DeepGEMM takes float32 scales of blocks on capability 9.0 (H100, H200) alone: choose backend=auto"
+                "DeepGEMM takes float32 scales of blocks only on capability 9.0 (H100, H200): choose backend=auto"
             )
         return native("DeepGEMM's products of blocks, fp8bench's casts")
 
     def imported(self) -> None:
         try:
             import deep_gemm  # noqa: F401
-        # deep_gemm asserts that there is a CUDA toolkit
+        # deep_gemm raises AssertionError without a CUDA toolkit
         except (ImportError, AssertionError, RuntimeError, OSError) as error:
             raise BackendMissing(self.name, error) from error
 
@@ -227,4 +229,4 @@ class DeepGemm(Backend):
         self.imported()
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
-        return DeepGemmArithmetic(recipe_on_device(recipe_of(precision), facts))
+        return DeepGemmArithmetic(recipe_on_device(get_recipe(precision), facts))

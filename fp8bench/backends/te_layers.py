@@ -61,7 +61,8 @@ class TransformerEngine(Backend):
     name = "te"
     summary = "Transformer Engine's linear layers: current, delayed, block and MXFP8 scaling, NVFP4"
     package = "transformer_engine"
-    install = "transformer-engine[pytorch]"  # Without [pytorch] the package is empty and raises when it is imported
+    # Without the extra [pytorch] the package is empty, and its import raises an error.
+    install = "transformer-engine[pytorch]"
     least = "2.0"
     whole_layers = True
     caches_weights = True
@@ -96,7 +97,7 @@ class TransformerEngine(Backend):
         import torch
         import transformer_engine.pytorch as te
 
-        from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
+        from fp8bench.nn.whole_layers import LibraryArithmetic, LibraryLayer
 
         assert isinstance(precision, RecipePrecision)
         recipe = _make_te_recipe(precision)
@@ -113,11 +114,11 @@ class TransformerEngine(Backend):
         layer_options = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
         norm_options = {"eps": 1e-5, "normalization": "RMSNorm"}
 
-        def make_linear(weight: nn.Parameter) -> WholeLayer:
+        def make_linear(weight: nn.Parameter) -> LibraryLayer:
             outputs, inputs = weight.shape
             return wrap_module(te.Linear(inputs, outputs, **layer_options), {"weight": weight})
 
-        def make_fused_layer(layers: Fused) -> WholeLayer:
+        def make_fused_layer(layers: Fused) -> LibraryLayer:
             first, *later_weights = layers.weights
             # There are three kinds: a GPT-2 block, a norm with one product, and a norm with a feed-forward block.
             if layers.heads:
@@ -133,7 +134,7 @@ class TransformerEngine(Backend):
                 module, {"layer_norm_weight": layers.norms[0], "fc1_weight": first, "fc2_weight": later_weights[0]}
             )
 
-        def make_block(layers: Fused) -> WholeLayer:
+        def make_block(layers: Fused) -> LibraryLayer:
             qkv, _, up, _ = layers.weights
             options = {**_BLOCK_OPTIONS, **layer_options}
             module = te.TransformerLayer(qkv.shape[1], up.shape[0], layers.heads, layernorm_epsilon=1e-5, **options)
@@ -145,19 +146,19 @@ class TransformerEngine(Backend):
                 module, {**weights_by_name, **{name: torch.nn.Parameter(zero_bias, False) for name in _BLOCK_BIASES}}
             )
 
-        def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> WholeLayer:
+        def wrap_module(module: Any, weights: Mapping[str, nn.Parameter]) -> LibraryLayer:
             for name, weight in weights.items():
                 *path, attribute = name.split(".")
                 setattr(reduce(getattr, path, module), attribute, weight)
 
-            def run_module(x: Tensor, first: bool | None) -> Tensor:
+            def run_module(x: Tensor, is_first: bool | None) -> Tensor:
                 with torch.autocast(facts.kind, dtype=torch.bfloat16), autocast():
-                    y: Tensor = module(x, is_first_microbatch=first)
+                    y: Tensor = module(x, is_first_microbatch=is_first)
                     return y
 
-            return WholeLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)
+            return LibraryLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)
 
-        return WholeLayers(
+        return LibraryArithmetic(
             self.name,
             torch.bfloat16,
             make_linear,
@@ -170,15 +171,13 @@ class TransformerEngine(Backend):
         if precision.name in _SEPARABLE_MODES:
             return ""
         return (
-            f"Transformer Engine casts for {precision.name} within its layers alone: choose suite transformer, or "
+            f"Transformer Engine casts for {precision.name} only within its layers: choose suite transformer, or "
             f"{', '.join(_SEPARABLE_MODES)} here"
         )
 
 
 def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
-    """Returns the quantisers and the product that Transformer Engine's layers use, as separate functions. They are
-    those of version 2.20.
-    """
+    """Returns the quantisers and the product that the layers of Transformer Engine 2.20 use, as separate functions."""
     import torch
 
     from fp8bench.nn.whole_layers import SingleProducts
@@ -197,8 +196,8 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
         quantiser.set_usage(rowwise=True, columnwise=False)  # in every operand the last dimension is the contraction
 
     def quantise(tensor: Tensor, role: Role, transposed: bool) -> Tensor:
-        quantised: Tensor = quantisers[role](tensor.contiguous())
-        return quantised
+        quantised_tensor: Tensor = quantisers[role](tensor.contiguous())
+        return quantised_tensor
 
     def multiply(a: Tensor, b: Tensor, dtype: torch.dtype, gradient: bool) -> Tensor:
         gemm_options = getattr(recipe, "fp8_gemm_dgrad" if gradient else "fp8_gemm_fprop", None)
@@ -258,7 +257,7 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         arguments["fp8_format"] = getattr(recipe.Format, arguments["fp8_format"])
     try:
         return getattr(recipe, RECIPE_CLASSES[precision.name])(**arguments)
-    except (AttributeError, TypeError) as error:  # This version lacks the class or one of its arguments
+    except (AttributeError, TypeError) as error:  # this version's recipe class is missing or lacks an argument
         raise BackendMissing("te", error) from error
 
 
@@ -268,17 +267,19 @@ _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, 
 
 
 def _read_history_scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
-    """Returns part, role, largest magnitude and scale for each amax history of a module. The result is empty without
-    delayed scaling.
+    """Returns four values for each amax history of a module: part, role, largest magnitude and scale. The list is
+    empty without delayed scaling.
     """
     scales = []
     for part, layer in module.named_modules():
         for key, (columns, roles) in _HISTORY_COLUMNS.items():
-            meta: Any = getattr(layer, "fp8_meta", {}).get(key)
-            if not hasattr(meta, "amax_history"):
+            fp8_meta: Any = getattr(layer, "fp8_meta", {}).get(key)
+            if not hasattr(fp8_meta, "amax_history"):
                 continue
-            pairs = enumerate(zip(meta.amax_history.amax(0).tolist(), meta.scale.tolist(), strict=True))
-            for index, (amax, scale) in pairs:
+            amaxes_and_scales = enumerate(
+                zip(fp8_meta.amax_history.amax(0).tolist(), fp8_meta.scale.tolist(), strict=True)
+            )
+            for index, (amax, scale) in amaxes_and_scales:
                 product, operand_index = divmod(index, columns)
                 if operand_index < len(roles):
                     role = roles[operand_index] if not product else f"{roles[operand_index]} of product {product + 1}"

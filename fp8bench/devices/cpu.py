@@ -31,7 +31,7 @@ class HostStamper(Stamper):
         return time.perf_counter_ns
 
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
-        return [later - earlier for earlier, later in pairwise(stamps)]
+        return [later_stamp - earlier_stamp for earlier_stamp, later_stamp in pairwise(stamps)]
 
 
 class ProfilerMeter(StreamMeter):
@@ -85,14 +85,15 @@ class Cpu(Device):
         return ProfilerMeter("cpu") if kineto_available() else "torch was built without its profiler (kineto)"
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The first text is torch's. The other two come from C++ libraries.
+        # The first message is torch's. The other two are errors of C++ libraries.
         messages = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "dnnl_out_of_memory")
-        return isinstance(error, MemoryError) or any(word in str(error) for word in messages)
+        return isinstance(error, MemoryError) or any(message in str(error) for message in messages)
 
     @contextlib.contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """Sets RLIMIT_DATA to twice the limit plus 256 MiB, because the kernel counts all private writable memory. So
-        the machine does not run out of memory. A caller that needs an exact limit must count tensors.
+        """Lets the process allocate twice the limit plus 256 MiB (RLIMIT_DATA), because the kernel counts more than
+        tensors. This keeps the machine from running out of memory. A caller that needs an exact limit must count
+        tensors.
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
@@ -106,19 +107,21 @@ class Cpu(Device):
         return free_bytes()
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Limits memory to what is free. Without a limit the kernel would kill this process or another one."""
+        """Limits this process to the free memory, divided by the number `shared_by` of processes that share it.
+        Without a limit the kernel would kill this process or another one.
+        """
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
                 _limit_data(read_data_bytes() + free // shared_by)
 
 
-def _limit_data(allowed: int) -> tuple[int, int]:
-    """Lowers RLIMIT_DATA to `allowed` bytes and returns the limits that it had before. If the limit was lower
-    already, it stays.
+def _limit_data(allowed_bytes: int) -> tuple[int, int]:
+    """Lowers RLIMIT_DATA to `allowed_bytes`, unless it is lower already. Returns the soft and the hard limit that it
+    had before.
     """
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     finite_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *finite_limits]), hard_limit))
+    resource.setrlimit(resource.RLIMIT_DATA, (min([allowed_bytes, *finite_limits]), hard_limit))
     return soft_limit, hard_limit
 
 
@@ -159,9 +162,9 @@ def _read_container_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tupl
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     )
-    for limit, used in limit_and_usage_files:
+    for limit_file, usage_file in limit_and_usage_files:
         with contextlib.suppress(OSError, ValueError):  # the file may be missing, or the limit may be the word 'max'
-            yield int((root / limit).read_text()), int((root / used).read_text())
+            yield int((root / limit_file).read_text()), int((root / usage_file).read_text())
 
 
 def free_bytes() -> int:
@@ -170,7 +173,7 @@ def free_bytes() -> int:
     """
     if (available_bytes := _read_bytes("/proc/meminfo", "MemAvailable:")) is None:
         return 0
-    return min([available_bytes, *(max(0, limit - taken) for limit, taken in _read_container_memory())])
+    return min([available_bytes, *(max(0, limit - used_bytes) for limit, used_bytes in _read_container_memory())])
 
 
 def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
@@ -181,9 +184,9 @@ def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     usable_caches = [(0, 0, 0)]
     for index in (system / f"cpu{usable_core}" / "cache").glob("index*"):
         try:
-            level, size, shared = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
+            level, size, shared_cpu_list = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
             sharing_cores = 0
-            for part in shared.split(","):
+            for part in shared_cpu_list.split(","):
                 first_core, _, last_core = part.partition("-")
                 sharing_cores += int(last_core or first_core) - int(first_core) + 1
             usable_caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing_cores))

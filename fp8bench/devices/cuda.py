@@ -20,17 +20,18 @@ _OUT_OF_MEMORY_PATTERN = re.compile(
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
     r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch found no process that owns the memory
 )
-# Such errors can have other causes. If at least this many bytes are free, lack of memory is not the cause.
-_NOT_INITIALIZED = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+# Errors that libraries raise when memory is exhausted, but also for other causes. With _ENOUGH_FREE_BYTES or more free,
+# lack of memory is not the cause.
+_NOT_INITIALIZED_PATTERN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
 _ENOUGH_FREE_BYTES = 1 << 30
-# No GPU has more cycles per second. torch's sleep counts clock cycles, so at a lower clock it lasts longer.
+# A clock rate that no GPU exceeds. torch's sleep counts clock cycles, so at a lower rate it lasts longer.
 _CYCLES_PER_SECOND = 3e9
 # The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
 _LAST_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
 # A GPU's queue is filled with square products. The numbers are the side of a matrix (24 MiB in bfloat16), how many
 # products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is taken to last.
 _FILLING_SIDE, _FILLING_PRODUCTS, _MINIMUM_FILLING_SECONDS = 2048, 16, 20e-6
-# torch's documentation runs this many steps before it captures a graph.
+# The number of steps that torch's documentation runs before it captures a graph.
 _WARM_UP_STEPS = 3
 _CACHING_OFF_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
@@ -44,8 +45,8 @@ def format_pci_address(properties: object) -> str:
     return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
 
 
-def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
-    """Returns why torch has no kernels for the architecture `arch`, if it was built for the architectures `built`.
+def explain_missing_kernels(arch: str, build_names: Sequence[str]) -> str:
+    """Returns why torch has no kernels for the architecture `arch`. It was built for the architectures `build_names`.
     Returns '' if it has kernels, or if that is unknown.
 
     NVIDIA's machine code (sm_90) runs on later minor versions of its major version. With the suffix 'a' it runs on
@@ -53,17 +54,17 @@ def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
     the architecture for which it was built.
     """
     device = _parse_architecture(arch)
-    is_named = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
-    built_architectures = filter(None, map(_parse_architecture, built))
+    is_built_in = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in build_names)
+    built_architectures = filter(None, map(_parse_architecture, build_names))
     if (
-        not built
-        or is_named
+        not build_names
+        or is_built_in
         or (device is not None and any(_can_run(device, target) for target in built_architectures))
     ):
         return ""
     return (
-        f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
-        "them"
+        f"this torch has no kernels for {arch}: it was built for {', '.join(build_names)}. Install a build of torch "
+        "that has them"
     )
 
 
@@ -79,12 +80,12 @@ def _parse_architecture(name: str) -> _Architecture | None:
     return _Architecture(parts[1] == "sm", int(parts[2]), int(parts[3]), parts[4]) if parts else None
 
 
-def _can_run(device: _Architecture, built: _Architecture) -> bool:
-    """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `built`."""
-    if built.suffix == "a":
-        return (device.major, device.minor) == (built.major, built.minor)
-    is_later = (device.major, device.minor) >= (built.major, built.minor)
-    return is_later and (device.major == built.major or not (built.machine_code or built.suffix))
+def _can_run(device: _Architecture, target: _Architecture) -> bool:
+    """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `target`."""
+    if target.suffix == "a":
+        return (device.major, device.minor) == (target.major, target.minor)
+    is_same_or_later = (device.major, device.minor) >= (target.major, target.minor)
+    return is_same_or_later and (device.major == target.major or not (target.machine_code or target.suffix))
 
 
 class QueueFiller(NamedTuple):
@@ -104,29 +105,31 @@ class Cuda(Gpu):
 
     kind = "cuda"
     # For each index of a device: its queue filler, or the reason why products could not be captured.
-    _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
+    _filler_by_index: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
 
-        properties = torch.cuda.get_device_properties(index)
-        architecture = f"sm_{properties.major}{properties.minor}"
+        device_properties = torch.cuda.get_device_properties(index)
+        architecture = f"sm_{device_properties.major}{device_properties.minor}"
         if torch.version.hip:  # a CUDA build has gcnArchName too, but that contains the name of the device
-            architecture = getattr(properties, "gcnArchName", architecture)
+            architecture = getattr(device_properties, "gcnArchName", architecture)
         return DeviceFacts(
             "cuda",
             index,
-            properties.name,
-            properties.total_memory,
+            device_properties.name,
+            device_properties.total_memory,
             str(torch.__version__),
-            capability=(properties.major, properties.minor),
+            capability=(device_properties.major, device_properties.minor),
             cuda=torch.version.cuda,
             hip=torch.version.hip,
             arch=architecture,
-            uuid=str(getattr(properties, "uuid", "")),
-            pci=format_pci_address(properties),
+            uuid=str(getattr(device_properties, "uuid", "")),
+            pci=format_pci_address(device_properties),
             unusable=explain_missing_kernels(architecture, torch.cuda.get_arch_list()),
-            cache_bytes=_LAST_CACHE_BYTES.get(architecture.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
+            cache_bytes=_LAST_CACHE_BYTES.get(
+                architecture.partition(":")[0], getattr(device_properties, "L2_cache_size", 0)
+            ),
             cache_shared=1,
         )
 
@@ -135,10 +138,11 @@ class Cuda(Gpu):
 
         if isinstance(error, torch.cuda.OutOfMemoryError) or _OUT_OF_MEMORY_PATTERN.search(str(error)):
             return True
-        if not _NOT_INITIALIZED.search(str(error)):
+        if not _NOT_INITIALIZED_PATTERN.search(str(error)):
             return False
         try:
-            return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES  # this counts the memory of other processes too
+            # The driver counts the memory of other processes as used.
+            return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES
         except Exception:  # noqa: BLE001 - a broken device was not out of memory
             return False
 
@@ -169,9 +173,9 @@ class Cuda(Gpu):
         """
         import torch
 
-        if index not in self._fillers:
-            self._fillers[index] = self._make_filler(index)
-        filler = self._fillers[index]
+        if index not in self._filler_by_index:
+            self._filler_by_index[index] = self._make_filler(index)
+        filler = self._filler_by_index[index]
         if isinstance(filler, str) or seconds < filler.seconds:
             torch.cuda._sleep(round(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             return
@@ -179,12 +183,12 @@ class Cuda(Gpu):
             filler.launch()
 
     def why_idle(self, index: int) -> str:
-        filler = self._fillers.get(index, "")
+        filler = self._filler_by_index.get(index, "")
         return filler if isinstance(filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
-        """Captures products of random numbers and times one launch of them. Returns the reason if that fails. torch's
-        dispatch modes do not count captured products as operations of a step.
+        """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if
+        that fails. torch's dispatch modes do not count captured products as operations of a step.
         """
         import torch
 
@@ -201,14 +205,14 @@ class Cuda(Gpu):
                     torch.mm(a, b, out=product)
 
             launch = self.captured(index, multiply)
-        except (CannotCapture, RuntimeError) as failure:  # there is too little memory, or the device has no graphs
+        except (CannotCapture, RuntimeError) as failure:  # memory does not suffice, or the device has no CUDA graphs
             return next(iter(str(failure).splitlines()), type(failure).__name__)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
+        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start_event.record()
         launch()
-        end.record()
-        end.synchronize()
-        seconds = max(begin.elapsed_time(end) * 1e-3, _MINIMUM_FILLING_SECONDS)
+        end_event.record()
+        end_event.synchronize()
+        seconds = max(start_event.elapsed_time(end_event) * 1e-3, _MINIMUM_FILLING_SECONDS)
         return QueueFiller(launch, seconds, (a, b, product))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:

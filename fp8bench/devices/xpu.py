@@ -28,15 +28,15 @@ class Xpu(Gpu):
     def facts(self, index: int) -> DeviceFacts:
         import torch
 
-        properties = torch.xpu.get_device_properties(index)
+        device_properties = torch.xpu.get_device_properties(index)
         return DeviceFacts(
             "xpu",
             index,
-            properties.name,
-            properties.total_memory,
+            device_properties.name,
+            device_properties.total_memory,
             str(torch.__version__),
-            arch=f"{getattr(properties, 'architecture', 0):#x}",
-            uuid=str(getattr(properties, "uuid", "")),
+            arch=f"{getattr(device_properties, 'architecture', 0):#x}",
+            uuid=str(getattr(device_properties, "uuid", "")),
             scaled_products=torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "XPU"),
         )
 

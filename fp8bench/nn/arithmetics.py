@@ -89,7 +89,7 @@ def count_casts(inner: Arithmetic, kind: str, ledger: Ledger) -> Arithmetic:
         assert source is not None
         ledger.add(kind, role.value, source)
 
-    # count no transposed operand, because it was counted when it was cast
+    # Do not count transposed operands, because the same tensors were counted when they were cast.
     return WatchedArithmetic(inner, record_cast, turned=False)
 
 
@@ -110,7 +110,7 @@ class RecipeArithmetic(Arithmetic):
         self.recipe = recipe
         self.name = name
         self.carrier = carrier
-        # A delayed scale exists before its tensor. Then no caller needs to compute the tensor's largest magnitude.
+        # A delayed scale does not depend on the tensor that is cast, so no caller computes its largest magnitude.
         self.takes_amax = self._cast_reads_amax and scales is None
         self.keeps_source = recipe.keeps_source
         self.settles = recipe.delayed is not None and scales is None
@@ -146,24 +146,26 @@ class RecipeArithmetic(Arithmetic):
 
     def memory(self) -> dict[str, Tensor]:
         memory: dict[str, Tensor] = {}
-        for role, stateful in self._list_stateful_parts().items():
-            memory |= {f"{role}.{name}": tensor for name, tensor in stateful.memory().items()}
+        for role, stateful_part in self._list_stateful_parts().items():
+            memory |= {f"{role}.{name}": tensor for name, tensor in stateful_part.memory().items()}
         return memory
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        for role, stateful in self._list_stateful_parts().items():
+        for role, stateful_part in self._list_stateful_parts().items():
             prefix = f"{role}."
-            stateful.recall({name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)})
+            stateful_part.recall(
+                {name.removeprefix(prefix): memory[name] for name in memory if name.startswith(prefix)}
+            )
 
     def _list_stateful_parts(self) -> dict[str, DelayedScale | StaticScale | _SeedSequence]:
-        """Returns the scales and seeds that last from cast to cast, by role and kind."""
-        stateful: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
+        """Returns the scales and seeds that persist between casts, by role and kind."""
+        stateful_parts: dict[str, DelayedScale | StaticScale | _SeedSequence] = {}
         for role, scale in self.scales.items():
             if isinstance(scale, DelayedScale | StaticScale):
-                stateful[f"{role}.scale"] = scale
+                stateful_parts[f"{role}.scale"] = scale
         for role, draws in self._seeds.items():
-            stateful[f"{role}.draws"] = draws
-        return stateful
+            stateful_parts[f"{role}.draws"] = draws
+        return stateful_parts
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
         return self.operand(tensor, role, _is_recast(role))
@@ -184,7 +186,7 @@ class RecipeArithmetic(Arithmetic):
 
     def last_scale(self, role: Role) -> Tensor | None:
         """Returns the scale of the role's last cast, or None if scales are computed from each tensor alone."""
-        last_cast = self.scales[role].last if role in self.scales else None
+        last_cast = self.scales[role].last_pair if role in self.scales else None
         return last_cast and last_cast.scale
 
     def _can_share_cast(self, role: Role) -> bool:
@@ -198,7 +200,7 @@ class RecipeArithmetic(Arithmetic):
         return not (transpose_differs or self.treatments[role].stochastic)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        if a.data.dtype == b.data.dtype == self.carrier:  # in such recipes weight gradients are computed in the carrier
+        if a.data.dtype == b.data.dtype == self.carrier:  # a weight gradient that the recipe keeps in high precision
             return to_dtype(torch.mm(a.data, b.data.t()), dtype)
         if self.recipe.accumulator is Accumulator.FP32:
             return multiply_in_float32(a.data, b.data, dtype)
@@ -220,8 +222,8 @@ class RecipeArithmetic(Arithmetic):
 
 
 def _is_recast(role: Role) -> bool:
-    """Returns whether a cast repeats one of the forward pass. Inputs and weights are cast during backward only if a
-    block is recomputed there.
+    """Returns whether a cast repeats a cast of the forward pass. During backward, inputs and weights are cast only if
+    their block is recomputed.
     """
     return role is not Role.GRADIENT and backward_is_running()
 
@@ -241,20 +243,20 @@ class _SeedSequence:
         return self._seed
 
     def reserve_seeds(self, device: torch.device, count: int, repeat: bool = False) -> Draw:
-        """Reserves the next `count` seeds of the sequence for a kernel that adds the steps itself. With `repeat` the
-        kernel uses the last seed again.
+        """Reserves the next `count` seeds of the sequence for a kernel, which computes them from the last seed. With
+        `repeat` the kernel uses the last seed again.
         """
         previous = self._seed
-        last = (
+        last_seed = (
             previous
             if previous is not None
             else torch.full((1,), self._first_seed - 1, dtype=torch.int64, device=device)
         )
-        new_last = torch.empty_like(last)
+        new_last_seed = torch.empty_like(last_seed)
         if repeat and previous is not None:
-            return Draw(last, new_last, (0,))
-        self._seed = new_last
-        return Draw(last, new_last, tuple(range(1, count + 1)))
+            return Draw(last_seed, new_last_seed, (0,))
+        self._seed = new_last_seed
+        return Draw(last_seed, new_last_seed, tuple(range(1, count + 1)))
 
     def memory(self) -> dict[str, Tensor]:
         return {} if self._seed is None else {"seed": self._seed}
@@ -276,7 +278,7 @@ class ScaledArithmetic(RecipeArithmetic):
     not, as in Transformer Engine and torchao.
     """
 
-    # The only output dtype of products with row scales. It is None if the device supports any output dtype.
+    # The only output dtype that products with row scales can have, or None if they can have any.
     row_output_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
     @property
@@ -289,16 +291,20 @@ class ScaledArithmetic(RecipeArithmetic):
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        # If the two products need different casts, there are two ways. Either cast for the first product only, or
-        # cast by rows and by columns in one call.
+        # If the two products need different casts, cast for the first product only, unless a single call can cast
+        # both by rows and by columns.
         if not self._can_share_cast(role):
             if treatment.scaling is None or not self._has_equal_casts(role):
                 return self.cast(tensor, role), None
-            both_casts = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
-            return Operand(*both_casts[0], role is Role.GRADIENT), Operand(*both_casts[1], role is Role.GRADIENT)
+            row_and_column_casts = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding)
+            return Operand(*row_and_column_casts[0], role is Role.GRADIENT), Operand(
+                *row_and_column_casts[1], role is Role.GRADIENT
+            )
         inverse, *codes_of_both = self._encode_tensor(tensor, role, _is_recast(role), both=True, amax=amax)
-        straight, turned = (Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None)
-        return straight, turned
+        operand, transposed_operand = (
+            Operand(data, inverse, role is Role.GRADIENT) for data in codes_of_both if data is not None
+        )
+        return operand, transposed_operand
 
     def operand(self, tensor: Tensor, role: Role, repeat: bool) -> Operand:
         treatment = self.treatments[role]
@@ -335,8 +341,8 @@ class ScaledArithmetic(RecipeArithmetic):
             return self.scales[role].next(tensor, repeat, amax)
         treatment = self.treatments[role]
         if treatment.scaling is None:
-            unit = torch.ones((), dtype=torch.float32, device=tensor.device)
-            return unit, unit
+            scale_of_one = torch.ones((), dtype=torch.float32, device=tensor.device)
+            return scale_of_one, scale_of_one
         amax = largest_magnitude(tensor) if amax is None else amax
         return current_scale(amax, treatment.fmt, treatment.scaling.rounding)
 
@@ -353,12 +359,12 @@ class ScaledArithmetic(RecipeArithmetic):
             raise ValueError("CUDA has no product of two E5M2 tensors: cast one of them to E4M3")
         if a.scale is None or b.scale is None:
             raise ValueError("a float8 operand has no scale: cast it with this arithmetic")
-        tensor_wise = self._has_tensor_scales
-        scaling_type = (ScalingType.TensorWise if tensor_wise else ScalingType.RowWise).value
+        has_tensor_scales = self._has_tensor_scales
+        scaling_type = (ScalingType.TensorWise if has_tensor_scales else ScalingType.RowWise).value
         # The scales of the second operand's columns must be a row vector. torch also accepts a column vector, but
         # then computes a wrong product.
-        scale_b = b.scale if tensor_wise else b.scale.t()
-        output_dtype = dtype if tensor_wise or self.row_output_dtype is None else self.row_output_dtype
+        scale_b = b.scale if has_tensor_scales else b.scale.t()
+        output_dtype = dtype if has_tensor_scales or self.row_output_dtype is None else self.row_output_dtype
         accumulates_fast = not (a.gradient or b.gradient)
         # functional.scaled_mm calls this operator, but torch 2.11 cannot compile functional.scaled_mm.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
@@ -381,8 +387,8 @@ class ScaledArithmetic(RecipeArithmetic):
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
-        # This operator also works on meta tensors, unlike the one that functional.scaled_grouped_mm calls. It takes
-        # scales as vectors.
+        # functional.scaled_grouped_mm calls another operator, which does not work on meta tensors. This operator takes
+        # the scales as vectors.
         scales = (a.scale.squeeze(-1), b.scale.squeeze(-1))
         accumulates_fast = not (a.gradient or b.gradient)
         return torch.ops.aten._scaled_grouped_mm.default(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fp8bench.protocols import Arithmetic, Role
 
 
-class _Rounded(torch.autograd.Function):
+class _RoundedTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
         ctx.arithmetic = arithmetic
@@ -30,8 +30,8 @@ class _Rounded(torch.autograd.Function):
 
 def round_values(x: Tensor, arithmetic: Arithmetic, role: Role) -> Tensor:
     """Rounds a tensor by an arithmetic's cast and returns the rounded values in the tensor's dtype."""
-    flat = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
-    y = arithmetic.restore(arithmetic.cast(flat, role), x.dtype).view(x.shape)
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    y = arithmetic.restore(arithmetic.cast(rows, role), x.dtype).view(x.shape)
     return y if x.is_contiguous() else torch.empty_like(x).copy_(y)  # images keep their strides
 
 
@@ -46,7 +46,7 @@ def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -
         return x
     if arithmetic.plain:
         return x.to(arithmetic.carrier)
-    return _Rounded.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
+    return _RoundedTensor.apply(x, arithmetic, role)  # type: ignore[no-untyped-call]
 
 
 def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
@@ -58,49 +58,51 @@ def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -
 
 @torch.no_grad()
 def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
-    """Sets the arithmetics of the layers around products. `arithmetics` are by name. A name is the path of a norm, or
-    a key in the `around` dictionary of one of the model's modules.
+    """Sets the arithmetics of the layers around products. `arithmetics` maps a layer's name to its arithmetic. The
+    name is the path of a norm, or a key in the `around` dictionary of one of the model's modules.
     """
     for name, arithmetic in arithmetics.items():
         modules = [part for part in model.modules() if name in getattr(part, "around", ())]
         for part in modules:
             part.around = {**part.around, name: arithmetic}
         for part in model.modules() if name == "residual" else ():
-            if hasattr(part, "residual"):
-                part.residual = arithmetic
+            if hasattr(part, "residual_arithmetic"):
+                part.residual_arithmetic = arithmetic
         if modules:
             continue
         norm: Any = model.get_submodule(name)
         norm.arithmetic = arithmetic
-        for word, statistic in norm.named_buffers():  # the running statistics of a batch norm
-            setattr(norm, word, cast_to(statistic, arithmetic))
+        for buffer_name, statistic in norm.named_buffers():  # the running statistics of a batch norm
+            setattr(norm, buffer_name, cast_to(statistic, arithmetic))
 
 
 def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    """Returns a forward pass for an embedding or a norm that computes in an arithmetic and returns the usual dtype.
-    That is the input's dtype, or the parameters' dtype if the input is not floating-point.
+    """Returns a forward pass for an embedding or a norm that computes in an arithmetic. Its result has the input's
+    dtype, or the parameters' dtype if the input is not floating-point.
     """
-    # The copy shares its tensors with the module. It keeps this forward pass when the module's own is replaced.
+    # The copy shares its tensors with the module. It keeps the original forward pass when the module's is replaced.
     module_copy = copy.copy(module)
 
     def forward(x: Tensor, *more_inputs: Any, **named: Any) -> Any:
         module_copy.training = module.training
         # Parameters are cast in every pass, because an optimizer may have changed them.
         cast_tensors = {
-            word: cast_to(parameter, arithmetic, Role.WEIGHT)
-            for word, parameter in module.named_parameters(recurse=False)
+            tensor_name: cast_to(parameter, arithmetic, Role.WEIGHT)
+            for tensor_name, parameter in module.named_parameters(recurse=False)
         }
         statistics = {
-            word: tensor for word, tensor in module.named_buffers(recurse=False) if tensor.is_floating_point()
+            tensor_name: tensor
+            for tensor_name, tensor in module.named_buffers(recurse=False)
+            if tensor.is_floating_point()
         }
         # Clone the statistics, because norms write them in place.
-        cast_tensors |= {word: cast_to(tensor, arithmetic).clone() for word, tensor in statistics.items()}
+        cast_tensors |= {tensor_name: cast_to(tensor, arithmetic).clone() for tensor_name, tensor in statistics.items()}
         inputs = cast_to(x, arithmetic) if x.is_floating_point() else x
         y = torch.func.functional_call(module_copy, cast_tensors, (inputs, *more_inputs), named)
         # Copy the new statistics back into the module, rounded like the stored ones.
         with torch.no_grad():
-            for word, statistic in statistics.items() if module_copy.training else ():
-                statistic.copy_(cast_to(cast_tensors[word], arithmetic))
+            for tensor_name, statistic in statistics.items() if module_copy.training else ():
+                statistic.copy_(cast_to(cast_tensors[tensor_name], arithmetic))
         dtype = x.dtype if x.is_floating_point() else next(module.parameters()).dtype
         return y.to(dtype) if isinstance(y, Tensor) else y
 

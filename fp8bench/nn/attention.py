@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.nn.linear import ChooseArithmetic, Linear, region
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -31,13 +31,13 @@ class Cache(Protocol):
     """
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
-        """Adds keys and values of new tokens. Returns those of all tokens as the cache stores them."""
+        """Stores the keys and values of new tokens. Returns those of all tokens, with the rounding of the cache."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
 def select_attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Makes torch use the named attention kernel inside the body. The body must include the backward pass, because
+    """Returns a context in which torch uses the named attention kernel. It must include the backward pass, because
     recomputed blocks choose a kernel there.
     """
     if name == "auto":
@@ -63,11 +63,11 @@ class FusedCore:
 
 
 def compute_fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    if grouped and q.dtype == torch.float32 and q.device.type != "cpu":
+    has_shared_key_heads = q.shape[1] != k.shape[1]
+    if has_shared_key_heads and q.dtype == torch.float32 and q.device.type != "cpu":
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
-        grouped = False
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+        has_shared_key_heads = False
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=has_shared_key_heads)
 
 
 class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
@@ -77,14 +77,14 @@ class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
 
     largest_bytes = 0
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
         if func._schema.name in ("aten::_softmax", "aten::_safe_softmax"):
             self.largest_bytes = max(self.largest_bytes, result.nbytes)
         return result
 
 
-class _Recomputed(torch.autograd.Function):
+class _RecomputedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.run = run
@@ -105,17 +105,17 @@ def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Returns run(*inputs), but keeps only the inputs for backward, which calls `run` again. `run` must be
     deterministic.
 
-    Untimed references use it. Timed steps use torch's checkpoints, which import the compiler.
+    Untimed references use this function. Timed steps use torch's checkpoints, which import the compiler.
     """
-    return _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
+    return _RecomputedFunction.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class HeadwiseCore:
     """Runs another attention core for one query head of one sequence at a time, and computes it again in backward.
 
-    fp64 references use it, because no fused GPU kernel computes fp64. Without it the fp64 scores of all heads would
-    not fit into memory.
+    fp64 references use this core, because no fused GPU kernel computes fp64, and because the fp64 scores of all heads
+    together would not fit into memory.
     """
 
     inner: AttentionCore
@@ -145,14 +145,14 @@ class EmulatedCore:
     scales. Sums, mask and softmax are fp32. Scores have no scale, because a kernel computes them tile by tile and
     cannot know their largest magnitude. So scores beyond the format's range are lost: they saturate, or in fp16
     become infinite. For the same reason results depend on where the factor 1 / sqrt(head width) is applied: to the
-    scores or, if `prescaled`, to the queries.
+    scores or, if `scales_queries`, to the queries.
 
     A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32 and pass each rounding
     unchanged.
     """
 
     arithmetic: Arithmetic
-    prescaled: bool = False
+    scales_queries: bool = False
     causal: bool = True
     # Each tensor has its own arithmetic, because delayed scales belong to one tensor.
     parts: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
@@ -164,7 +164,7 @@ class EmulatedCore:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
         scores = self._round(self.compute_scores(q, k), "scores", scaled=False)
-        if not self.prescaled:
+        if not self.scales_queries:
             scores = scores * factor
         # The mask is applied after rounding, because not every format of scores has infinities.
         if self.causal:
@@ -172,12 +172,12 @@ class EmulatedCore:
             scores = scores.masked_fill(is_masked, -math.inf)
         probabilities = self._round(scores.softmax(-1), "probabilities")
         values = self._round(v.transpose(-1, -2), "values")
-        mixed = _join_heads(probabilities, values) @ values.transpose(-1, -2)
-        return mixed.view(q.shape).to(q.dtype)
+        mixed_values = _join_heads(probabilities, values) @ values.transpose(-1, -2)
+        return mixed_values.view(q.shape).to(q.dtype)
 
     def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
-        if self.prescaled:
+        if self.scales_queries:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
         queries = self._round(q, "queries")
         keys = self._round(k, "keys")
@@ -203,11 +203,11 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0].to(ctx.dtype), None, None
 
 
-def _join_heads(x: Tensor, shared: Tensor) -> Tensor:
-    """Joins query heads that share a key head into one matrix. `x` is (batch, heads, tokens, n), and the joined heads
-    follow each other along the tokens.
+def _join_heads(x: Tensor, keys: Tensor) -> Tensor:
+    """Joins the query heads that share a key head into one matrix, one after the other along the tokens. `x` is
+    (batch, heads, tokens, n). The second dimension of `keys` is the number of key heads.
     """
-    return x.reshape(*shared.shape[:2], -1, x.shape[-1])
+    return x.reshape(*keys.shape[:2], -1, x.shape[-1])
 
 
 class BareAttention(nn.Module):
@@ -225,7 +225,7 @@ class SelfAttention(nn.Module):
     """Self-attention with one product for queries, keys and values, the core, and the output product."""
 
     def __init__(
-        self, width: int, heads: int, key_heads: int, gain: float, choose: Choose, core: AttentionCore
+        self, width: int, heads: int, key_heads: int, gain: float, choose: ChooseArithmetic, core: AttentionCore
     ) -> None:
         super().__init__()
         self.head_width = width // heads
@@ -242,8 +242,8 @@ class SelfAttention(nn.Module):
             k = apply_rotary(k, rotation)
         if cache is not None:
             k, v = cache.store(k, v, phase)
-        mixed = region(phase.attention, cache or self.core, q, k, v)
-        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
+        mixed_values = region(phase.attention, cache or self.core, q, k, v)
+        y: Tensor = self.out(mixed_values.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 
     def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
@@ -263,5 +263,5 @@ def make_rotary_table(context: int, head_width: int) -> Tensor:
 def apply_rotary(x: Tensor, rotation: Tensor) -> Tensor:
     cosine = rotation[:, 0]
     sine = rotation[:, 1]
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    first_half, second_half = x.chunk(2, dim=-1)
+    return torch.cat((first_half * cosine - second_half * sine, second_half * cosine + first_half * sine), dim=-1)

@@ -28,8 +28,8 @@ def make_loader(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> T
 
 
 class TokenLoader:
-    """Loads random windows of the token file, the same for the same seed. Each batch is copied to the device
-    immediately.
+    """Loads batches of random windows of the token file. The windows follow from the seed. Each batch is copied to the
+    device immediately.
 
     A token of the file is a byte. For a vocabulary of more than 256 ids, an id combines a byte with the next one, so
     that some thousand ids occur. With only 256 of 50304 ids nearly all rows of an embedding's gradient would be zero.
@@ -62,8 +62,8 @@ class TokenLoader:
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
-        """Copies this many batches to the device. They overwrite batches that were loaded before. `next` then returns
-        them in turn.
+        """Copies this many batches to the device, in place of those that were loaded before. `next` then returns these
+        batches again and again.
         """
         for index in range(batches):
             host_batch = self._draw_windows()
@@ -74,8 +74,8 @@ class TokenLoader:
 
     def _draw_windows(self) -> Tensor:
         window_length = self._length + self._tokens_per_id
-        starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
-        ids = np.stack([self._tokens[start : start + window_length] for start in starts]).astype(np.int64)
+        window_starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + window_length] for start in window_starts]).astype(np.int64)
         if self._tokens_per_id == 2:
             ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
         return torch.from_numpy(ids % self._vocabulary)
@@ -87,21 +87,21 @@ _ZLIB_LEVEL = 6
 _BYTE_MEAN = 127.5
 _BYTE_DEVIATION = 63.75
 
-SINGLE = np.dtype(np.float32)
-DOUBLE = np.dtype(np.float64)
-Bytes = NDArray[np.uint8]
-Indices = NDArray[np.int64]
+FLOAT32_DTYPE = np.dtype(np.float32)
+FLOAT64_DTYPE = np.dtype(np.float64)
+ByteArray = NDArray[np.uint8]
+IndexArray = NDArray[np.int64]
 
 
-def draw_text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
+def draw_text_records(path: str, count: int, size: int, random: np.random.Generator) -> ByteArray:
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
-    starts = random.integers(0, len(tokens) - size + 1, count)
-    return np.stack([tokens[start : start + size] for start in starts]).astype(np.uint8)
+    record_starts = random.integers(0, len(tokens) - size + 1, count)
+    return np.stack([tokens[start : start + size] for start in record_starts]).astype(np.uint8)
 
 
-def normalise_bytes(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
+def normalise_bytes(values: ByteArray, dtype: np.dtype[np.floating] = FLOAT32_DTYPE) -> NDArray[np.floating]:
     result = values.astype(dtype)
     result -= _BYTE_MEAN
     result /= _BYTE_DEVIATION
@@ -114,22 +114,23 @@ class CompressedRecords:
     A batch is a tensor (batch, size) of normalised fp32 numbers on the host.
     """
 
-    def __init__(self, records: Bytes) -> None:
-        compressed = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
-        record_ends = np.cumsum([len(content) for content in compressed])
+    def __init__(self, records: ByteArray) -> None:
+        compressed_records = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
+        record_ends = np.cumsum([len(compressed_record) for compressed_record in compressed_records])
         self._record_slices = [
-            slice(end - len(content), end) for end, content in zip(record_ends.tolist(), compressed, strict=True)
+            slice(record_end - len(compressed_record), record_end)
+            for record_end, compressed_record in zip(record_ends.tolist(), compressed_records, strict=True)
         ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:
-            file.write(b"".join(compressed))
+            file.write(b"".join(compressed_records))
             file.flush()
             # The file has no name. It exists as long as this mapping.
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
-    def read_batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
-        """Decodes the records with these indices. If `into`, an earlier batch of the same size, is given, they are
-        written to it.
+    def read_batch(self, indices: IndexArray, into: Tensor | None = None) -> Tensor:
+        """Returns the decoded records with these indices. With `into`, an earlier batch of the same size, they are
+        written to that batch.
         """
         batch = torch.empty(len(indices), self._size) if into is None else into
         for row, index in zip(batch.numpy(), indices, strict=True):
@@ -143,14 +144,14 @@ class CompressedRecords:
 class DecodedRecords:
     """Records that are stored decoded in memory."""
 
-    def __init__(self, records: Bytes) -> None:
+    def __init__(self, records: ByteArray) -> None:
         self._values = torch.from_numpy(normalise_bytes(records))
 
-    def read_batch(self, indices: Indices) -> Tensor:
+    def read_batch(self, indices: IndexArray) -> Tensor:
         return self._values.index_select(0, torch.from_numpy(indices))
 
 
-Records = CompressedRecords | DecodedRecords
+StoredRecords = CompressedRecords | DecodedRecords
 
 
 class DeviceBuffers:
@@ -163,6 +164,6 @@ class DeviceBuffers:
         self._pin = device != "cpu"
         self.buffers = [torch.empty_like(part, device=device) for part in example.tensors]
 
-    def take(self, operand: Operand) -> None:
+    def copy_from(self, operand: Operand) -> None:
         for buffer, part in zip(self.buffers, operand.tensors, strict=True):
             buffer.copy_(part.pin_memory() if self._pin else part, non_blocking=self._pin)

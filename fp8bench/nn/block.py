@@ -3,13 +3,13 @@
     x += attention(norm(x))         in the stream's dtype, with dropout in training if configured
     x += feed_forward(norm(x))      or experts in place of the feed-forward part
 
-| switch               | what it changes                                                                           |
-|----------------------|-------------------------------------------------------------------------------------------|
-| `core`               | whether attention is causal, and its kernel                                               |
-| `config.modern`      | a block like Llama's: RMS norm, gated feed-forward part, rotary positions                 |
-| `config.experts`     | experts in place of one feed-forward part                                                 |
-| `adaptive` (adaLN)   | time and condition shift and scale both norms, and gate both branches, as in a DiT        |
-| `cache` of a pass    | attention reads keys and values from a cache, as in a served model                        |
+| switch                 | what it changes                                                                           |
+|------------------------|-------------------------------------------------------------------------------------------|
+| `core`                 | whether attention is causal, and its kernel                                               |
+| `config.is_llama_like` | a block like Llama's: RMS norm, gated feed-forward part, rotary positions                 |
+| `config.experts`       | experts in place of one feed-forward part                                                 |
+| `adaptive` (adaLN)     | time and condition shift and scale both norms, and gate both branches, as in a DiT        |
+| `cache` of a pass      | attention reads keys and values from a cache, as in a served model                        |
 """
 
 from __future__ import annotations
@@ -24,30 +24,35 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to, widen_dtype
 from fp8bench.nn.attention import AttentionCore, Cache, SelfAttention
 from fp8bench.nn.experts import Experts
-from fp8bench.nn.linear import Choose, Linear, number_parts, prefix_names
-from fp8bench.nn.parts import FeedForward, Norm, drop
+from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts, prefix_names
+from fp8bench.nn.parts import FeedForward, Norm, apply_dropout
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
 
 def build_blocks(
-    config: GPTConfig, choose: Choose, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
+    config: GPTConfig, choose: ChooseArithmetic, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
 ) -> nn.ModuleList:
     """Builds the blocks of a model, whose layers are named `blocks.N...`."""
-    scopes = number_parts(choose, "blocks", config.layers)
-    return nn.ModuleList(Block(config, scope, core, dropout, adaptive) for scope in scopes)
+    choose_by_block = number_parts(choose, "blocks", config.layers)
+    return nn.ModuleList(Block(config, choose_in_block, core, dropout, adaptive) for choose_in_block in choose_by_block)
 
 
 class Block(nn.Module):
-    """A transformer block. `residual` is the arithmetic that rounds the residual stream, if any. `unit` is a forward
-    pass that replaces the block's own in a unit-scaled model.
+    """A transformer block. `residual_arithmetic` is the arithmetic that rounds the residual stream, if any.
+    `unit_scaling` is a forward pass that replaces the block's own in a unit-scaled model.
     """
 
-    residual: Arithmetic | None = None
-    unit: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
+    residual_arithmetic: Arithmetic | None = None
+    unit_scaling: Callable[[Block, Tensor, Phases, Tensor | None], Tensor] | None = None
 
     def __init__(
-        self, config: GPTConfig, choose: Choose, core: AttentionCore, dropout: float = 0.0, adaptive: bool = False
+        self,
+        config: GPTConfig,
+        choose: ChooseArithmetic,
+        core: AttentionCore,
+        dropout: float = 0.0,
+        adaptive: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = dropout
@@ -55,7 +60,7 @@ class Block(nn.Module):
         # versions.
         self.modulation = Modulation(config.width, 6, choose) if adaptive else None
         self.norm_attn, self.norm_mlp = (
-            ModulatedNorm() if adaptive else Norm(config.width, config.modern) for _ in range(2)
+            ModulatedNorm() if adaptive else Norm(config.width, config.is_llama_like) for _ in range(2)
         )
         # Without gates the residual stream grows with each block. So the weights that write to the stream start
         # smaller in deeper models, as in GPT-2.
@@ -63,7 +68,7 @@ class Block(nn.Module):
         self.attn = SelfAttention(
             config.width, config.heads, config.key_heads, gain, prefix_names(choose, "attn"), core
         )
-        mlp_sizes = (config.width, config.hidden, config.modern, gain)
+        mlp_sizes = (config.width, config.hidden, config.is_llama_like, gain)
         choose_mlp = prefix_names(choose, "mlp")
         self.mlp = (
             Experts(config.experts, *mlp_sizes, choose_mlp) if config.experts else FeedForward(*mlp_sizes, choose_mlp)
@@ -78,8 +83,8 @@ class Block(nn.Module):
         time: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        if self.unit is not None:
-            return self.unit(self, x, phase, rotation)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase, rotation)
         # A GPT's block has no modulation. In a DiT's block the time shifts, scales and gates both branches.
         if self.modulation is None:
             x = self.add_change(x, self.attn(self.norm_attn(x), phase, rotation, cache))
@@ -91,28 +96,28 @@ class Block(nn.Module):
 
     def add_change(self, x: Tensor, change: Tensor, gate: Tensor | None = None) -> Tensor:
         change = self.convert_change(change, x.dtype)
-        return cast_to(x + (change if gate is None else gate * change), self.residual)
+        return cast_to(x + (change if gate is None else gate * change), self.residual_arithmetic)
 
     def convert_change(self, change: Tensor, dtype: torch.dtype) -> Tensor:
         """Converts a branch's output to the dtype of the stream, and applies dropout. The layer that made it may have
         a different carrier.
         """
-        return drop(change.to(dtype), self.dropout if self.training else 0.0)
+        return apply_dropout(change.to(dtype), self.dropout if self.training else 0.0)
 
 
 class Modulation(nn.Module):
-    """Computes vectors for each image from its time step and its condition. There are `count` vectors, each of
+    """Computes `count` vectors for each image, from the embedding of its time step and its condition. Each result is
     (batch, 1, width).
     """
 
-    def __init__(self, width: int, count: int, choose: Choose) -> None:
+    def __init__(self, width: int, count: int, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.count = count
         self.product = Linear(width, count * width, choose("modulation"))
 
     def forward(self, time: Tensor, phase: Phases, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        vectors: Tensor = self.product(time, phase).to(dtype)[:, None]
-        return vectors.chunk(self.count, dim=-1)
+        modulation_vectors: Tensor = self.product(time, phase).to(dtype)[:, None]
+        return modulation_vectors.chunk(self.count, dim=-1)
 
 
 class ModulatedNorm(nn.Module):

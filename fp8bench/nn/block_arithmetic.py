@@ -18,8 +18,8 @@ from fp8bench.nn.rotations import rotate_and_find_amaxes
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Operand, Role
 
-_ROW_SCALING = ScalingType.BlockWise1x128.value
-_SQUARE_SCALING = ScalingType.BlockWise128x128.value
+_ROW_BLOCK_SCALING = ScalingType.BlockWise1x128.value
+_SQUARE_BLOCK_SCALING = ScalingType.BlockWise128x128.value
 _FP8_BLOCK = 128
 _MX_BLOCK = 32
 _NVFP4_BLOCK = 16
@@ -34,7 +34,7 @@ class BlockArithmetic(RecipeArithmetic):
     NVFP4 has such bytes too, and the tensor's float32 scale in the last four bytes.
     """
 
-    # In a grouped product, each part's rows must fill whole tiles of scales. Then the scales of all parts simply
+    # In a grouped product, the rows of each group must fill whole tiles of scales. Then the scales of all groups simply
     # follow each other.
     part_rows = TILE_ROWS
 
@@ -62,8 +62,8 @@ class BlockArithmetic(RecipeArithmetic):
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         if not self._is_rotated(role) or not self._has_tiled_scales(role):
             return super().cast_transpose(source, role)
-        rotated = rotate_and_find_amaxes(source, self._signs)
-        return self._cast_to_tiles(rotated.values, role, repeat=False, amaxes=rotated.amaxes)
+        rotated_tensor = rotate_and_find_amaxes(source, self._signs)
+        return self._cast_to_tiles(rotated_tensor.values, role, repeat=False, amaxes=rotated_tensor.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
@@ -95,10 +95,10 @@ class BlockArithmetic(RecipeArithmetic):
             turned, *amaxes_found = rotate_and_find_amaxes(turned, self._signs)
             amaxes = amaxes_found[::-1]
         seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
-        both_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
+        row_and_column_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
         rows, columns = tensor.shape
         gradient = role is Role.GRADIENT
-        return Operand(*both_casts[0], gradient, columns), Operand(*both_casts[1], gradient, rows)
+        return Operand(*row_and_column_casts[0], gradient, columns), Operand(*row_and_column_casts[1], gradient, rows)
 
     def _has_tiled_scales(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
@@ -108,9 +108,9 @@ class BlockArithmetic(RecipeArithmetic):
         return role is not Role.WEIGHT and self.recipe.hadamard
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
-        """Returns whether one cast of both orientations draws the same seeds as two separate casts. It does for
-        gradients, whose two casts always follow each other directly. An operand of a different role may have other
-        casts between its two.
+        """Returns whether one cast of both orientations draws the same random numbers as two separate casts. It does
+        for gradients, because their second cast always follows the first one directly. Between the two casts of
+        another operand there may be other casts.
         """
         keeps_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not keeps_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)
@@ -121,24 +121,24 @@ class BlockArithmetic(RecipeArithmetic):
 
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
-        column_blocks = count_blocks(operand.data.shape[1], _FP8_BLOCK)
-        turned = store_square_scales(read_square_scales(operand.scale, column_blocks).t())
-        return Operand(transpose_codes(operand.data), turned, operand.gradient)
+        column_block_count = count_blocks(operand.data.shape[1], _FP8_BLOCK)
+        column_scales = store_square_scales(read_square_scales(operand.scale, column_block_count).t())
+        return Operand(transpose_codes(operand.data), column_scales, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
             return super().product(a, b, dtype)
         scales_a, kinds_a, swizzles = _unpack_scales(a)
         scales_b, kinds_b, _ = _unpack_scales(b)
-        # Fast accumulation is off. Kernels with block scales either refuse it, or add their parts in float32 anyway.
+        # Do not ask for fast accumulation: kernels with block scales refuse it, or add blocks in float32 anyway.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
         )
         return to_dtype(product, dtype)
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Multiplies groups. Only MX operands and operands in the carrier's dtype are possible. The scales of each
-        part fill whole tiles, and parts follow each other.
+        """Multiplies each group of rows of `a` by its matrix in `b`. Only MX operands and operands in the carrier's
+        dtype are possible. The scales of each group fill whole tiles, and follow those of the group before.
         """
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
@@ -182,9 +182,9 @@ class DeepGemmArithmetic(BlockArithmetic):
             output = torch.zeros(shape, dtype=torch.float32, device=device)
             deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK))
         else:
-            column_blocks = count_blocks(b.data.shape[1], _FP8_BLOCK)
+            column_block_count = count_blocks(b.data.shape[1], _FP8_BLOCK)
             output = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            second = b.data, read_square_scales(b.scale, column_blocks).contiguous()
+            second = b.data, read_square_scales(b.scale, column_block_count).contiguous()
             deep_gemm.fp8_gemm_nt(first, second, output, recipe=(1, _FP8_BLOCK, _FP8_BLOCK))
         return to_dtype(output, dtype)
 
@@ -195,7 +195,7 @@ def _unpack_scales(operand: Operand) -> tuple[list[Tensor], list[int], list[int]
         raise ValueError("an operand has codes but no block scales: cast it with this arithmetic")
     # float32 scales are stored by rows or squares, and those of MX and NVFP4 in the tiles that the tensor cores read.
     if scale.dtype == torch.float32:
-        return [scale], [_ROW_SCALING if _has_row_scales(operand.data, scale) else _SQUARE_SCALING], []
+        return [scale], [_ROW_BLOCK_SCALING if _has_row_scales(operand.data, scale) else _SQUARE_BLOCK_SCALING], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value
     if scale.dtype == torch.float8_e8m0fnu:
         return [scale], [ScalingType.BlockWise1x32.value], [tiles]
@@ -209,19 +209,19 @@ def _split_nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
-    """Returns whether float32 scales belong to 1x128 blocks. If not, they belong to 128x128 squares and have another
-    shape.
+    """Returns whether float32 scales belong to 1x128 blocks. Otherwise they belong to 128x128 squares, and have
+    another shape.
     """
     return tuple(scale.shape) == (data.shape[0], count_blocks(data.shape[1], _FP8_BLOCK))
 
 
 def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
-        column_blocks = count_blocks(data.shape[1], _FP8_BLOCK)
+        column_block_count = count_blocks(data.shape[1], _FP8_BLOCK)
         matrix = (
             scale
             if _has_row_scales(data, scale)
-            else read_square_scales(scale, column_blocks).repeat_interleave(_FP8_BLOCK, 0)
+            else read_square_scales(scale, column_block_count).repeat_interleave(_FP8_BLOCK, 0)
         )
         return data.to(torch.float32) * _repeat_scales(matrix, _FP8_BLOCK, data.shape)
     elements = _decode_codes(data)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp8bench.nn.gpt import GPT
 from fp8bench.protocols import Phases, SilentPhases
 
-Forward = Callable[[Tensor, Tensor, Phases], Tensor]
+ForwardPass = Callable[[Tensor, Tensor, Phases], Tensor]
 
 
 def copy_function(function: Callable[..., Any]) -> FunctionType:
@@ -27,7 +27,7 @@ def copy_function(function: Callable[..., Any]) -> FunctionType:
     return copy
 
 
-def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
+def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> ForwardPass:
     """Compiles the forward and backward pass of a model's loss by a first call with these tensors. Returns the
     compiled loss.
 
@@ -40,7 +40,7 @@ def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
     return _compile_by_first_call(compiled_forward, model, tokens, targets, graphs=1)
 
 
-def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> Forward:
+def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> ForwardPass:
     """Compiles the blocks of a model by a first call with these tensors. Returns the loss of the model, in which
     embedding, head and loss are not compiled.
 
@@ -59,10 +59,11 @@ def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> Forward:
 
 
 def _compile_by_first_call(
-    compiled_forward: Forward, model: nn.Module, tokens: Tensor, targets: Tensor, graphs: int
-) -> Forward:
-    """Calls a function that torch compiles at its first call, and drops this call's gradients. Returns the function
-    without phases. Raises an error unless torch compiled between one and `graphs` graphs.
+    compiled_forward: ForwardPass, model: nn.Module, tokens: Tensor, targets: Tensor, graphs: int
+) -> ForwardPass:
+    """Calls a function that torch compiles at its first call, and drops the gradients of this call. Returns a function
+    that calls it without phase markers. Raises an error unless torch compiled at least one and at most `graphs`
+    graphs.
     """
     from torch._dynamo.utils import counters
 

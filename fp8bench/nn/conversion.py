@@ -29,11 +29,11 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.around import make_rounded_forward, make_rounded_head_forward
 from fp8bench.nn.convolution import Windows, convolve
 from fp8bench.nn.holders import (
-    EXPERTS,
-    LINEAR,
+    EXPERTS_KIND,
+    LINEAR_KIND,
     ProductWeight,
     StackedWeightWatch,
-    check_map,
+    check_precision_map,
     classify_module,
     find_product_weights,
     get_weight,
@@ -41,11 +41,11 @@ from fp8bench.nn.holders import (
     refuse_meta,
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
-from fp8bench.nn.whole_layers import WholeLayers
+from fp8bench.nn.whole_layers import LibraryArithmetic
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 
 # A function that returns the arithmetic of a layer, or None if the layer shall not change.
-Choose = Callable[[Layer], Arithmetic | None]
+ChooseForLayer = Callable[[Layer], Arithmetic | None]
 
 
 class Conversion:
@@ -55,21 +55,21 @@ class Conversion:
             conversion.phase = phase
             loss = model(**batch).loss
 
-    `held` lists all weights that the model multiplies by, with a reason for each that is not converted. `multiples`
-    are the multiples that native products on this device require of K and N: a layer whose sides do not fit is not
-    converted, and rows are padded. With `shown` each converted module gets its arithmetic as an attribute, so that
-    other code can watch its casts. `keys` are the keys of the precision map behind `choose`. A layer with two paths
-    is looked up by the path that the map names.
+    `product_weights` lists all weights that the model multiplies by, with a reason for each that is not converted.
+    `multiples` are two numbers: on this device, K and N of native products must be multiples of these. A layer whose
+    sides do not fit is not converted, and rows are padded. With `shown` each converted module gets its arithmetic as an
+    attribute, so that other code can watch its casts. `keys` are the keys of the precision map that `choose` uses. If a
+    layer has two paths, `choose` gets the path that the map names.
 
     Raises UsageError if no layer would be converted, and UnknownName for a pattern or key that matches no layer. The
-    model does not change until the context is entered. Copy a model before converting it, because replacements refer
-    to the original.
+    model does not change until the context is entered. Copy a model before converting it, because replacements refer to
+    the original.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        choose: Choose,
+        choose: ChooseForLayer,
         *,
         skip: Sequence[str] = (),
         keys: Collection[str] = (),
@@ -79,16 +79,16 @@ class Conversion:
         refuse_meta(model)
         self._shown = shown
         self.phase: Phases = SilentPhases()
-        self._rows = multiples[0]
+        self._row_multiple = multiples[0]
         self._replaced: list[nn.Module] = []
         # 1. Find all weights of products, and the layers around them that the map names.
         holders = find_product_weights(model, skip)
         surrounding_layers = list_surrounding_layers(model, holders)
-        check_map(keys, holders, [layer for layer, _ in surrounding_layers])
+        check_precision_map(keys, holders, [layer for layer, _ in surrounding_layers])
         self._around: list[tuple[nn.Module, Arithmetic]] = []
         for layer, module in surrounding_layers:
             arithmetic = None if key_of(layer, keys) is None else choose(layer)
-            if isinstance(arithmetic, WholeLayers):
+            if isinstance(arithmetic, LibraryArithmetic):
                 raise UsageError(
                     f"{layer.name} has no matrix product, and this backend only has layers with one. Give {layer.kind} "
                     "another precision in --precision-map."
@@ -96,59 +96,69 @@ class Conversion:
             if arithmetic is not None:
                 self._around.append((module, arithmetic))
         # 2. Choose an arithmetic for each weight, or a reason why it is not converted.
-        arithmetics = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
-        self.held = tuple(_apply_rules(held, arithmetic, multiples) for held, arithmetic in arithmetics)
+        arithmetics = [
+            (product_weight, None if product_weight.reason else choose(product_weight.layer(keys)))
+            for product_weight in holders
+        ]
+        self.product_weights = tuple(
+            _apply_rules(product_weight, arithmetic, multiples) for product_weight, arithmetic in arithmetics
+        )
         self._arithmetics = {
-            id(held): arithmetic
-            for held, (_, arithmetic) in zip(self.held, arithmetics, strict=True)
-            if arithmetic is not None and not held.reason
+            id(product_weight): arithmetic
+            for product_weight, (_, arithmetic) in zip(self.product_weights, arithmetics, strict=True)
+            if arithmetic is not None and not product_weight.reason
         }
         # 3. Refuse a conversion that converts nothing. It would report the carrier's figures under the precision's
         # name.
         if not self._arithmetics:
             raise UsageError(
-                f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)}). `fp8bench "
-                "profile --dtypes untouched` measures it unchanged. To convert it, build these layers from nn.Linear."
+                f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.product_weights)}). "
+                "`fp8bench profile --dtypes untouched` measures it unchanged. To convert it, build these layers from "
+                "nn.Linear."
             )
 
     @property
     def converted_weights(self) -> tuple[ProductWeight, ...]:
-        return tuple(held for held in self.held if not held.reason)
+        return tuple(product_weight for product_weight in self.product_weights if not product_weight.reason)
 
     def __enter__(self) -> Self:
         try:
-            stacks: dict[nn.Module, list[ProductWeight]] = {}
+            weights_by_module: dict[nn.Module, list[ProductWeight]] = {}
             # All experts of a module share the module's forward pass, so they are replaced together.
-            for held in self.converted_weights:
-                if held.kind == EXPERTS:
-                    stacks.setdefault(held.module, []).append(held)
+            for product_weight in self.converted_weights:
+                if product_weight.kind == EXPERTS_KIND:
+                    weights_by_module.setdefault(product_weight.module, []).append(product_weight)
                 else:
                     if self._shown:
-                        self._replaced.append(held.module)
-                        vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
-                    self._replace(held.module, make_forward(held.module, held.kind, self._make_products(held)))
+                        self._replaced.append(product_weight.module)
+                        vars(product_weight.module)["arithmetic"] = self._arithmetics[id(product_weight)]
+                    self._replace_forward(
+                        product_weight.module,
+                        make_forward(product_weight.module, product_weight.kind, self._make_products(product_weight)),
+                    )
             # The new forward pass recognises products with stacked weights at the moment of their calls.
-            for module, parameters in stacks.items():
-                self._replace(module, self._make_stacked_forward(module, parameters))
+            for module, parameters in weights_by_module.items():
+                self._replace_forward(module, self._make_stacked_forward(module, parameters))
             for module, arithmetic in self._around:
                 self._replace_around(module, arithmetic)
         # If a replacement fails, undo all of them, so that no model stays half converted.
         except BaseException:
-            self.undo()
+            self.restore_forward_passes()
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.undo()
+        self.restore_forward_passes()
 
-    def undo(self) -> None:
+    def restore_forward_passes(self) -> None:
         while self._replaced:
             for name in ("forward", "arithmetic") if self._shown else ("forward",):
                 vars(self._replaced[-1]).pop(name, None)
             self._replaced.pop()
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append(module)  # first of all, so that an interrupt before the next line can be undone
+    def _replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        # Record the module first, so that its forward pass is also restored after an interrupt before the next line.
+        self._replaced.append(module)
         vars(module)["forward"] = forward
 
     def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
@@ -160,13 +170,15 @@ class Conversion:
             if isinstance(module, nn.Embedding) or not classify_module(module)[0]
             else make_rounded_head_forward
         )
-        self._replace(module, make_replacement(module, arithmetic))
+        self._replace_forward(module, make_replacement(module, arithmetic))
         if self._shown and make_replacement is make_rounded_forward:
             vars(module)["arithmetic"] = arithmetic
 
-    def _make_products(self, held: ProductWeight) -> LayerProducts:
-        arithmetic_module = held.module if self._shown and held.kind != EXPERTS else None
-        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, arithmetic_module)
+    def _make_products(self, product_weight: ProductWeight) -> LayerProducts:
+        arithmetic_module = product_weight.module if self._shown and product_weight.kind != EXPERTS_KIND else None
+        return LayerProducts(
+            self._arithmetics[id(product_weight)], lambda: self.phase, self._row_multiple, arithmetic_module
+        )
 
     def _make_stacked_forward(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
         products = {parameter.parameter: self._make_products(parameter) for parameter in parameters}
@@ -179,55 +191,65 @@ class Conversion:
         return forward
 
 
-def _apply_rules(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
-    if held.reason:
-        return held
+def _apply_rules(
+    product_weight: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]
+) -> ProductWeight:
+    if product_weight.reason:
+        return product_weight
     if arithmetic is None:
-        return replace(held, rule="kept", reason="the precision map leaves it unconverted")
-    if isinstance(arithmetic, WholeLayers) and held.kind != LINEAR:
-        return replace(held, rule="backend", reason=f"the backend has linear layers only, and none for {held.kind}")
-    misfit_text = explain_misfit(held, multiples)
-    return replace(held, rule="shape", reason=misfit_text) if misfit_text else held
+        return replace(product_weight, rule="kept", reason="the precision map leaves it unconverted")
+    if isinstance(arithmetic, LibraryArithmetic) and product_weight.kind != LINEAR_KIND:
+        return replace(
+            product_weight,
+            rule="backend",
+            reason=f"the backend has linear layers only, and none for {product_weight.kind}",
+        )
+    misfit_text = explain_misfit(product_weight, multiples)
+    return replace(product_weight, rule="shape", reason=misfit_text) if misfit_text else product_weight
 
 
-def explain_misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
-    """Returns why native products refuse a layer, because of its numbers of inputs and outputs. Returns '' if they
-    accept it. The number of rows is not checked, because rows can be padded.
+def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) -> str:
+    """Returns why native products refuse a layer with these numbers of inputs and outputs, or '' if they accept it.
+    The number of rows is not checked, because rows can be padded.
     """
-    multiple = max(multiples)  # inputs and outputs are each K of one product of the layer and N of another
-    outputs, inputs = held.sides
-    misfits = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % multiple]
-    verb_text = "is no multiple" if len(misfits) == 1 else "are no multiples"
-    return f"{' and '.join(misfits)} {verb_text} of {multiple}, as native products require" if misfits else ""
+    side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in another product
+    outputs, inputs = product_weight.sides
+    misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % side_multiple]
+    verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"
+    return (
+        f"{' and '.join(misfit_sides)} {verb_text} of {side_multiple}, as native products require"
+        if misfit_sides
+        else ""
+    )
 
 
-def _list_reasons(held: Sequence[ProductWeight]) -> str:
-    counts = Counter(holder.reason for holder in held)
+def _list_reasons(product_weights: Sequence[ProductWeight]) -> str:
+    counts = Counter(product_weight.reason for product_weight in product_weights)
     reasons = [f"{count} weight{'s' if count > 1 else ''}: {reason}" for reason, count in counts.most_common(3)]
     return "; ".join(reasons) or "it has no layer with a matrix product"
 
 
 # A function that multiplies x (..., K) by a transposed weight (N, K). The result is (..., N).
-Multiply = Callable[[Tensor, Tensor], Tensor]
+MultiplyFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class LayerProducts:
     """Computes the products of one layer in one arithmetic. `phase` returns the phase markers of the running step.
 
-    Native products require K to be a multiple of `rows`. A weight gradient sums over the rows of its input, so these
-    rows are padded with zeros, which change no product and no scale. If the arithmetic is shown as an attribute of a
-    module, `arithmetic_module` is that module.
+    Native products require K to be a multiple of `row_multiple`. A weight gradient sums over the rows of its input, so
+    these rows are padded with zeros, which change no product and no scale. If the arithmetic is shown as an attribute
+    of a module, `arithmetic_module` is that module.
     """
 
-    chosen: Arithmetic
+    chosen_arithmetic: Arithmetic
     phase: Callable[[], Phases]
-    rows: int = 1
+    row_multiple: int = 1
     arithmetic_module: nn.Module | None = None
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return self.chosen if self.arithmetic_module is None else vars(self.arithmetic_module)["arithmetic"]
+        return self.chosen_arithmetic if self.arithmetic_module is None else vars(self.arithmetic_module)["arithmetic"]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         dtype = _get_result_dtype(x)
@@ -235,29 +257,29 @@ class LayerProducts:
             return F.linear(x, weight.to(x.dtype)).to(dtype)
         with _disable_autocast(x):
             weight = self._limit_to_fp32(weight)
-            padding_rows = -(x.numel() // x.shape[-1]) % self.rows
+            padding_rows = -(x.numel() // x.shape[-1]) % self.row_multiple
             if not padding_rows:
                 return linear(x, weight, self.arithmetic, self.phase()).to(dtype)
-            flat = x.reshape(-1, x.shape[-1])
-            y = linear(F.pad(flat, (0, 0, 0, padding_rows)), weight, self.arithmetic, self.phase())
-            return y[: len(flat)].view(*x.shape[:-1], -1).to(dtype)
+            input_rows = x.reshape(-1, x.shape[-1])
+            y = linear(F.pad(input_rows, (0, 0, 0, padding_rows)), weight, self.arithmetic, self.phase())
+            return y[: len(input_rows)].view(*x.shape[:-1], -1).to(dtype)
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Multiplies parts of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied by the
-        first weight, and so on.
+        """Multiplies groups of rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied
+        by the first weight, and so on.
 
-        All parts run as one grouped product if the arithmetic has one and if at least half of the padded rows hold
+        All groups run as one grouped product, if the arithmetic has one and if at least half of the padded rows hold
         tokens.
         """
-        multiple = self.arithmetic.groups
+        side_multiple = self.arithmetic.groups
         part_rows = self.arithmetic.part_rows
         padded_sizes = [max(part_rows, round_up(size, part_rows)) for size in sizes]
         row_parts = torch.split_with_sizes(x, list(sizes))
         weight_sides = {side for weight in weights for side in weight.shape}
         # If most rows would be padding, or the kernel refuses the sides, one product for each part is faster.
-        if not multiple or sum(padded_sizes) > 2 * len(x) or any(side % multiple for side in weight_sides):
-            pairs = zip(row_parts, weights, strict=True)
-            products = [self.linear(part, weight) for part, weight in pairs if len(part)]
+        if not side_multiple or sum(padded_sizes) > 2 * len(x) or any(side % side_multiple for side in weight_sides):
+            parts_and_weights = zip(row_parts, weights, strict=True)
+            products = [self.linear(part, weight) for part, weight in parts_and_weights if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
         rows = torch.cat(
             [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(row_parts, padded_sizes, strict=True)]
@@ -288,7 +310,7 @@ class LayerProducts:
                 return multiply(x_carrier).to(dtype)
 
     def convolve_images(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
-        # torch gives the result the memory layout of the input, and a later layer may rely on it. So do the same.
+        # Return the result in the memory layout of the input, as torch does: a later layer may rely on it.
         channels_last = any(
             tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
             for tensor in (x, weight)
@@ -316,7 +338,7 @@ def make_forward(module: nn.Module, kind: str, products: LayerProducts) -> Calla
 
 
 # Parameter names are those of the forward passes that these functions replace.
-def _linear_forward(module: Any, multiply: Multiply, input: Tensor) -> Tensor:  # noqa: A002
+def _linear_forward(module: Any, multiply: MultiplyFunction, input: Tensor) -> Tensor:  # noqa: A002
     return _add_bias(multiply(input, module.weight), module.bias)
 
 
@@ -368,7 +390,7 @@ class AcceleratedModel(PlainArithmetic):
         self._facts = facts
 
     def prepare_model(
-        self, model: nn.Module, optimizer_of: MakeOptimizer
+        self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """Returns the model that Accelerate has prepared, and its optimizer.
 
@@ -384,7 +406,7 @@ class AcceleratedModel(PlainArithmetic):
                 from accelerate import Accelerator
                 from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 
-                recipes = {
+                recipe_handlers = {
                     "ao": AORecipeKwargs,
                     "te": TERecipeKwargs,
                     "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
@@ -392,12 +414,14 @@ class AcceleratedModel(PlainArithmetic):
                 # The model is already on its device, so Accelerate must not move it.
                 accelerator = Accelerator(
                     mixed_precision="fp8",
-                    kwargs_handlers=[recipes[self._recipe]()],
+                    kwargs_handlers=[recipe_handlers[self._recipe]()],
                     cpu=not self._facts.accelerated,
                     device_placement=False,
                 )
                 prepared = accelerator.prepare(model) if makes_optimizer_afterwards else model
-                optimizer = optimizer_of([parameter for parameter in prepared.parameters() if parameter.requires_grad])
+                optimizer = make_optimizer(
+                    [parameter for parameter in prepared.parameters() if parameter.requires_grad]
+                )
                 if optimizer is not None:
                     optimizer = accelerator.prepare(optimizer) if makes_optimizer_afterwards else optimizer
                 if not makes_optimizer_afterwards:
@@ -424,12 +448,14 @@ def find_converted_layers(model: nn.Module) -> frozenset[str]:
     )
 
 
-def explain_unchanged(held: ProductWeight) -> ProductWeight:
-    if held.kind != LINEAR:
-        return replace(held, rule="class", reason="Accelerate converts nn.Linear only")
-    if any(side % 16 for side in held.sides):
-        return replace(held, rule="shape", reason="Accelerate skips layers whose sides are not multiples of 16")
-    return replace(held, rule="kept", reason="Accelerate skips the first and the last linear layer")
+def explain_unchanged(product_weight: ProductWeight) -> ProductWeight:
+    if product_weight.kind != LINEAR_KIND:
+        return replace(product_weight, rule="class", reason="Accelerate converts nn.Linear only")
+    if any(side % 16 for side in product_weight.sides):
+        return replace(
+            product_weight, rule="shape", reason="Accelerate skips layers whose sides are not multiples of 16"
+        )
+    return replace(product_weight, rule="kept", reason="Accelerate skips the first and the last linear layer")
 
 
 @contextmanager

@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to, widen_dtype
-from fp8bench.nn.linear import Choose, OperandPair, cast_marker, free_weight, linear, refuse_double_backward, region
+from fp8bench.nn.linear import (
+    ChooseArithmetic,
+    OperandPair,
+    cast_marker,
+    free_weight,
+    linear,
+    refuse_double_backward,
+    region,
+)
 from fp8bench.nn.parts import Norm
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -38,10 +46,10 @@ class Windows(NamedTuple):
     dilation: Sides = (1, 1)
 
     def count_output_positions(self, image: Sequence[int]) -> Sides:
-        positions = []
+        output_positions = []
         for side, size, stride, padding, dilation in zip(image, *self, strict=True):
-            positions.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
-        return positions[0], positions[1]
+            output_positions.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
+        return output_positions[0], output_positions[1]
 
 
 _DEFAULT_WINDOWS = Windows()
@@ -49,7 +57,7 @@ Layout = torch.memory_format
 
 
 def casts_in_memory_order(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Returns whether casts of images and weights work element by element, in the order of memory. Otherwise casts
+    """Returns whether casts of images and weights work element by element, in the order of their memory. Otherwise they
     work row by row.
     """
     return arithmetic.plain and layout == torch.contiguous_format
@@ -105,8 +113,8 @@ class _OperandForm(NamedTuple):
         return self.decode_values(self.arithmetic.turn(operand, source, role)).t()
 
     def compute_gradient(self, output_gradient: Tensor, images: Tensor, windows: Tensor, for_windows: bool) -> Tensor:
-        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. It reads only
-        the shape of that operand.
+        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. Of the operand
+        whose gradient is computed, only the shape is read.
         """
         stride, padding, dilation = self.geometry[1:]
         mask = [not for_windows, for_windows, False]
@@ -124,8 +132,8 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
     """
     output_height, output_width = geometry.count_output_positions(x.shape[1:3])
     (stride_height, stride_width) = geometry.stride
-    (top, side) = geometry.padding
-    padded = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side, side, top, top))
+    (top_padding, side_padding) = geometry.padding
+    padded_images = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side_padding, side_padding, top_padding, top_padding))
     shifted_copies = []
     # One shifted copy for each position in the window. Together they are what im2col returns.
     for row in range(geometry.size[0]):
@@ -134,7 +142,7 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
             column_offset = column * geometry.dilation[1]
             rows = slice(row_offset, row_offset + stride_height * (output_height - 1) + 1, stride_height)
             columns = slice(column_offset, column_offset + stride_width * (output_width - 1) + 1, stride_width)
-            shifted_copies.append(padded[:, rows, columns])
+            shifted_copies.append(padded_images[:, rows, columns])
     return torch.cat(shifted_copies, dim=-1).to(x.dtype)
 
 
@@ -145,71 +153,73 @@ class _ConvolvedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, form: _OperandForm, phase: Phases, operands: OperandPair | None
+        ctx: Any, x: Tensor, weight: Tensor, operand_form: _OperandForm, phase: Phases, operands: OperandPair | None
     ) -> Tensor:
-        arithmetic = form.arithmetic
-        geometry = form.geometry
+        arithmetic = operand_form.arithmetic
+        geometry = operand_form.geometry
         with cast_marker(arithmetic, phase):
-            pixels = form.to_rows(x)
+            pixels = operand_form.to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
             b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
-            images = form.to_images(form.decode_values(a), x.shape)
-            windows = form.to_windows(form.decode_values(b))
+            images = operand_form.to_images(operand_form.decode_values(a), x.shape)
+            windows = operand_form.to_windows(operand_form.decode_values(b))
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
-        ctx.form = form
+        ctx.operand_form = operand_form
         ctx.phase = phase
         ctx.shape = x.shape
         ctx.weight_shape = weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
-            return apply_layout(y.to(arithmetic.carrier), form.layout)
+            return apply_layout(y.to(arithmetic.carrier), operand_form.layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward()
-        form = ctx.form
+        operand_form = ctx.operand_form
         phase = ctx.phase
-        arithmetic = ctx.form.arithmetic
+        arithmetic = ctx.operand_form.arithmetic
         a_data, a_scale, b_data, b_scale, pixels, weight = ctx.saved_tensors
         a = Operand(a_data, a_scale)
         b = Operand(b_data, b_scale)
-        casting = cast_marker(arithmetic, phase)
+        cast_phase = cast_marker(arithmetic, phase)
 
         # 1. Cast the incoming gradient. Restore the forward operands, whose shapes are needed below.
-        with casting:
+        with cast_phase:
             output_shape = gradients[0].shape
-            gradient = form.to_rows(gradients[0])
+            gradient = operand_form.to_rows(gradients[0])
             gradient_operand = arithmetic.cast(gradient, Role.GRADIENT)
-            images = form.to_images(form.decode_values(a), ctx.shape)
-            windows = form.to_windows(form.decode_values(b))
+            images = operand_form.to_images(operand_form.decode_values(a), ctx.shape)
+            windows = operand_form.to_windows(operand_form.decode_values(b))
 
         # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            with casting:
-                transposed_windows = form.to_windows(form.decode_transpose(b, weight, Role.WEIGHT))
-                gradient_images = form.to_images(form.decode_values(gradient_operand), output_shape)
+            with cast_phase:
+                transposed_windows = operand_form.to_windows(operand_form.decode_transpose(b, weight, Role.WEIGHT))
+                gradient_images = operand_form.to_images(operand_form.decode_values(gradient_operand), output_shape)
             with phase.gemm:
-                input_gradient = form.compute_gradient(gradient_images, images, transposed_windows, False).to(
+                input_gradient = operand_form.compute_gradient(gradient_images, images, transposed_windows, False).to(
                     arithmetic.carrier
                 )
 
         # 3. The weight gradient contracts over batch and positions.
         if ctx.needs_input_grad[1]:
-            with casting:
-                transposed_gradient = form.to_images(
-                    form.decode_transpose(gradient_operand, gradient, Role.GRADIENT), output_shape
+            with cast_phase:
+                transposed_gradient = operand_form.to_images(
+                    operand_form.decode_transpose(gradient_operand, gradient, Role.GRADIENT), output_shape
                 )
-                transposed_images = form.to_images(form.decode_transpose(a, pixels, Role.INPUT), ctx.shape)
+                transposed_images = operand_form.to_images(
+                    operand_form.decode_transpose(a, pixels, Role.INPUT), ctx.shape
+                )
             with phase.gemm:
-                weight_like = windows.to(transposed_gradient.dtype)
-                weight_gradient = form.compute_gradient(
-                    transposed_gradient, transposed_images, weight_like, True
+                window_template = windows.to(transposed_gradient.dtype)
+                weight_gradient = operand_form.compute_gradient(
+                    transposed_gradient, transposed_images, window_template, True
                 ).reshape(ctx.weight_shape)
             # the master weight is fp32: without this conversion, autograd would convert the gradient outside of any
             # phase
-            with casting:
+            with cast_phase:
                 weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None
 
@@ -230,10 +240,10 @@ def convolve(
     operands.
     """
     x = x.to(arithmetic.carrier)
-    # Without rotations or short sums, the convolution can be torch's own, on the rounded values of the operands.
+    # Without rotations or short sums, torch's own convolution can compute the product of the rounded operands.
     if not arithmetic.explicit:
-        form = _OperandForm(arithmetic, geometry, layout)
-        return _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]
+        operand_form = _OperandForm(arithmetic, geometry, layout)
+        return _ConvolvedProduct.apply(x, weight, operand_form, phase, operands)  # type: ignore[no-untyped-call]
     # Other arithmetics only have matrix products. So copy the windows into a matrix, with one row for each output
     # position, and multiply as in a linear layer.
     if x.requires_grad:
@@ -271,15 +281,15 @@ class Convolution(nn.Module):
         )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return convolve(x, self.shape_weight(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
+        return convolve(x, self.reshape_weight(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
 
     def cast_once(self) -> None:
         """Casts the weight once for all later forward passes and frees the original, as `linear.cast_once` does."""
-        operand = self.arithmetic.cast(self.shape_weight().detach(), Role.WEIGHT)
+        operand = self.arithmetic.cast(self.reshape_weight().detach(), Role.WEIGHT)
         self.operands = operand, operand
         free_weight(self.weight)
 
-    def shape_weight(self) -> Tensor:
+    def reshape_weight(self) -> Tensor:
         if self.layout == torch.channels_last:
             return self.weight
         windows = self.weight.permute(0, 2, 3, 1)
@@ -311,8 +321,8 @@ class BatchNorm(nn.Module):
         x_cast = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
         uses_batch_statistics = self.training or not statistics
-        # Backward refers to these statistics. If there is an arithmetic, use copies, because the originals are
-        # rounded below.
+        # Backward refers to these statistics. If there is an arithmetic, use copies, because the module's statistics
+        # are rounded below.
         running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
         mean, variance = running_statistics or (None, None)
         y = F.batch_norm(x_cast, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)
@@ -327,7 +337,9 @@ class ResidualBlock(nn.Module):
     ReLU.
     """
 
-    def __init__(self, channels: int, choose: Choose, layer_norm: bool = False, running: bool = False) -> None:
+    def __init__(
+        self, channels: int, choose: ChooseArithmetic, layer_norm: bool = False, running: bool = False
+    ) -> None:
         super().__init__()
         self.first, self.second = (Convolution(channels, channels, choose(name)) for name in ("first", "second"))
         self.norm_first, self.norm_second = (

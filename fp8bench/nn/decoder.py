@@ -28,7 +28,7 @@ from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, ServedExperts
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import Norm, normalise
-from fp8bench.nn.served import ROUTER, list_weight_shapes
+from fp8bench.nn.served import ROUTER_PATH, list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.storage import CachedHeads, StoredWeight, draw_cached_values
 from fp8bench.protocols import Arithmetic, Phases, Role
@@ -92,19 +92,20 @@ class ServedNorm:
         self.weight = weight
         self.arithmetic = arithmetic
         self.carrier = carrier
-        self.form = norm.root_mean_square, norm.epsilon
+        self.norm_options = norm.root_mean_square, norm.epsilon
         self.dtype = widen_dtype(carrier) if arithmetic is None else weight.dtype
 
     def __call__(self, x: Tensor) -> Tensor:
         x_cast = cast_to(x, self.arithmetic).to(self.dtype)
-        return normalise(x_cast, self.weight.to(self.dtype), *self.form).to(self.carrier)
+        return normalise(x_cast, self.weight.to(self.dtype), *self.norm_options).to(self.carrier)
 
 
 class Decoder(nn.Module):
     """A GPT for serving. `weight(name)` reads each parameter, and `kv` is the format of the cache.
 
-    The two `sizes` are the number of sequences and the number of positions in each sequence's cache. A pass with
-    `calibrates` computes the scales of the cache, which later passes keep. In serving, the first prompt does this.
+    The two `sizes` are the number of sequences and the number of positions in each sequence's cache. While
+    `calibrates` is set, each pass computes the scales of the cache. Later passes keep these scales. In serving, the
+    first prompt determines them.
     """
 
     blocks: Iterable[Block]
@@ -113,7 +114,7 @@ class Decoder(nn.Module):
         self,
         config: GPTConfig,
         weight: ReadWeight,
-        keep: StoreWeight,
+        store_weight: StoreWeight,
         kv: str,
         carrier: torch.dtype,
         sizes: tuple[int, int],
@@ -125,13 +126,15 @@ class Decoder(nn.Module):
         self.vocabulary = config.vocabulary
         self.around = around or {}
         self._weight = weight
-        self._keep = keep
+        self._store_weight = store_weight
 
         # 1. Make the layers around the blocks.
         self.embedding = self._cast_part_weight("embedding", "embedding")
         device = str(self.embedding.device)
-        self.positions = None if config.modern else self._cast_part_weight("positions", "embedding")
-        self.rotation = make_rotary_table(sizes[1], config.head_width).to(device, carrier) if config.modern else None
+        self.positions = None if config.is_llama_like else self._cast_part_weight("positions", "embedding")
+        self.rotation = (
+            make_rotary_table(sizes[1], config.head_width).to(device, carrier) if config.is_llama_like else None
+        )
 
         # 2. Make the blocks on the meta device, where they need no memory. Then give each layer its weight, one at a
         # time.
@@ -140,14 +143,14 @@ class Decoder(nn.Module):
         self.experts: list[ServedExperts] = []
         with torch.device("meta"):
             self.blocks = build_blocks(config, lambda name: PlainArithmetic(carrier), FusedCore())  # type: ignore[assignment]
-            norm = Norm(config.width, config.modern)
+            norm = Norm(config.width, config.is_llama_like)
         for path, module in list(self.named_modules()):
             if isinstance(module, Linear):
-                self._replace(path, self._make_linear(path, self._weight(f"{path}.weight")))
+                self._replace_submodule(path, self._make_linear(path, self._weight(f"{path}.weight")))
             elif isinstance(module, Norm):
-                self._replace(path, self._make_norm(path, module))
+                self._replace_submodule(path, self._make_norm(path, module))
         for number, block in enumerate(self.blocks):
-            block.residual = self.around.get("residual")
+            block.residual_arithmetic = self.around.get("residual")
             self._replace_branches(f"blocks.{number}", block)
         self.norm = self._make_norm("norm", norm)
         # A tied head uses the embedding's tensor. That is impossible if the embedding alone is rounded to a
@@ -155,7 +158,7 @@ class Decoder(nn.Module):
         has_shared_head = config.tied and "embedding" not in self.around
         head = self.embedding if has_shared_head else self._weight("embedding" if config.tied else "head.weight")
         self.head = self._make_linear("head", head)
-        del self._weight, self._keep
+        del self._weight, self._store_weight
 
         # 3. Make an empty cache.
         self.calibrates = False
@@ -175,27 +178,27 @@ class Decoder(nn.Module):
         which would show in a step of one token.
         """
         if isinstance(block.mlp, Experts):
-            router = self._weight(f"{path}.{ROUTER}").to(self.carrier)
+            router = self._weight(f"{path}.{ROUTER_PATH}").to(self.carrier)
             experts = [expert.forward for expert in block.mlp.experts]
             self.experts.append(ServedExperts(router, experts, self.config.top_k))
-        self._replace(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)
-        self._replace(f"{path}.attn", block.attn.forward)
+        self._replace_submodule(f"{path}.mlp", self.experts[-1] if self.experts else block.mlp.forward)
+        self._replace_submodule(f"{path}.attn", block.attn.forward)
 
-    def _replace(self, path: str, served: Callable[..., Tensor]) -> None:
+    def _replace_submodule(self, path: str, served: Callable[..., Tensor]) -> None:
         owner, _, name = path.rpartition(".")
         parent = self.get_submodule(owner)
         delattr(parent, name)
         vars(parent)[name] = served
 
     def _make_linear(self, path: str, weight: Tensor) -> ServedLinear:
-        self.layers[path] = stored = self._keep(path, weight)
-        return ServedLinear(stored)
+        self.layers[path] = stored_weight = self._store_weight(path, weight)
+        return ServedLinear(stored_weight)
 
     def _make_norm(self, path: str, norm: Norm) -> ServedNorm:
         weight = self._cast_part_weight(f"{path}.weight", path)
-        served = ServedNorm(norm, weight, self.around.get(path), self.carrier)
-        self.norms.append(served)
-        return served
+        served_norm = ServedNorm(norm, weight, self.around.get(path), self.carrier)
+        self.norms.append(served_norm)
+        return served_norm
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
         """Returns the logits of the last new token, or with `every` those of every new token. They are (batch, new
@@ -212,7 +215,7 @@ class Decoder(nn.Module):
         logits = self.head(self.norm(x if every else x[:, -1:]), phase)
         return cast_to(logits, self.around.get("logits"))
 
-    def fill(self, end: int, generator: torch.Generator) -> None:
+    def fill_cache(self, end: int, generator: torch.Generator) -> None:
         """Fills the first `end` positions of the cache with random values like those of a trained model."""
         for cache in self.cache:
             for heads in cache:
@@ -234,8 +237,8 @@ class Decoder(nn.Module):
 
     def weight_bytes(self) -> int:
         tensors = [norm.weight for norm in self.norms] + [experts.router for experts in self.experts]
-        for stored in self.layers.values():
-            tensors += stored.tensors()
+        for stored_weight in self.layers.values():
+            tensors += stored_weight.tensors()
         tensors += [self.embedding] if self.positions is None else [self.embedding, self.positions]
         distinct_tensors = {
             tensor.data_ptr(): tensor for tensor in tensors
@@ -245,14 +248,13 @@ class Decoder(nn.Module):
     def expert_bytes(self) -> int:
         """Returns the bytes of the expert weights that the last pass read."""
         loads = self.loads
-        total = 0
-        for path, stored in self.layers.items():
-            # Only experts are counted. The path of an expert's layer contains the number of the block and the number
-            # of the expert.
+        total_bytes = 0
+        for path, stored_weight in self.layers.items():
+            # Count experts only: the path of an expert's layer has the number of the block and that of the expert.
             block, _, expert = path.removeprefix("blocks.").partition(".mlp.experts.")
             if expert and loads[int(block)][int(expert.partition(".")[0])]:
-                total += sum(tensor.nbytes for tensor in stored.tensors())
-        return total
+                total_bytes += sum(tensor.nbytes for tensor in stored_weight.tensors())
+        return total_bytes
 
     def weight_count(self) -> int:
         return sum(prod(shape) for shape, _ in list_weight_shapes(self.config).values())

@@ -19,19 +19,19 @@ from fp8bench.nn.around import cast_to, start_stream, widen_dtype
 from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.block import ModulatedNorm, Modulation, build_blocks
 from fp8bench.nn.convolution import Convolution
-from fp8bench.nn.linear import Choose, Linear, prefix_names
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, count_heads
+from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
+from fp8bench.nn.sizes import FREQUENCIES, LATENT_CHANNELS, PATCH_SIDE, DenoiserSizes, count_heads
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _NORM_GROUPS = 8
 
 
 class TimeEmbedding(nn.Module):
-    """Turns time steps and conditions into vectors. `time_dtype` is the dtype of the time steps. The angles of their
+    """Turns time steps and conditions into vectors. Time steps are rounded to `time_dtype`. Then the angles of their
     sines and cosines are computed in fp32 or wider.
     """
 
-    def __init__(self, width: int, time_dtype: torch.dtype, choose: Choose) -> None:
+    def __init__(self, width: int, time_dtype: torch.dtype, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.time_dtype = time_dtype
         self.up = Linear(FREQUENCIES, width, choose("up"))
@@ -58,24 +58,29 @@ class DiT(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
+        self,
+        sizes: DenoiserSizes,
+        choose: ChooseArithmetic,
+        carrier: torch.dtype,
+        time_dtype: torch.dtype,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.carrier = carrier
-        self.side = sizes.image // PATCH
+        self.side = sizes.image // PATCH_SIDE
         self.time = TimeEmbedding(sizes.width, time_dtype, prefix_names(choose, "time"))
-        self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
+        self.first = Linear(PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = build_blocks(sizes.blocks, choose, core, adaptive=True)
         self.modulation = Modulation(sizes.width, 2, choose)
         self.norm = ModulatedNorm()
-        self.last = Linear(sizes.width, PATCH * PATCH * CHANNELS, choose("last"))
+        self.last = Linear(sizes.width, PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Turn patches into tokens.
         batch = len(latent)
         side = self.side
-        patch_grid = latent.view(batch, side, PATCH, side, PATCH, CHANNELS)
+        patch_grid = latent.view(batch, side, PATCH_SIDE, side, PATCH_SIDE, LATENT_CHANNELS)
         patches = patch_grid.transpose(2, 3).reshape(batch, side * side, -1)
 
         # 2. Run the stream through all blocks, modulated by time and condition.
@@ -88,7 +93,7 @@ class DiT(nn.Module):
 
         # 3. Turn tokens back into patches.
         y = self.last(self.norm(x, *self.modulation(time_vector, phase, x.dtype)), phase)
-        y = y.view(batch, side, side, PATCH, PATCH, CHANNELS)
+        y = y.view(batch, side, side, PATCH_SIDE, PATCH_SIDE, LATENT_CHANNELS)
         return y.transpose(2, 3).reshape(latent.shape)
 
 
@@ -111,9 +116,9 @@ class GroupNorm(nn.Module):
 class TimedResidual(nn.Module):
     """A residual block of two 3x3 convolutions after norms. The time vector is added between them."""
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
-    def __init__(self, inputs: int, outputs: int, width: int, choose: Choose) -> None:
+    def __init__(self, inputs: int, outputs: int, width: int, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.norms = nn.ModuleList((GroupNorm(inputs), GroupNorm(outputs)))
         self.conv1 = Convolution(inputs, outputs, choose("conv1"))
@@ -125,18 +130,23 @@ class TimedResidual(nn.Module):
         first, second = self.norms
         hidden = self.conv1(F.silu(first(x)), phase).to(x.dtype) + self.time(time, phase).to(x.dtype)[:, None, None]
         shortcut = x if self.skip is None else self.skip(x, phase).to(x.dtype)
-        return cast_to(shortcut + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual)
+        return cast_to(shortcut + self.conv2(F.silu(second(hidden)), phase).to(x.dtype), self.residual_arithmetic)
 
 
 class UNet(nn.Module):
-    """Residual blocks at three stages: at full resolution, at half resolution with twice the channels and attention,
-    and at full resolution again.
+    """A UNet: residual blocks at full resolution, at half resolution with twice the channels and attention, and at full
+    resolution again.
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
+        self,
+        sizes: DenoiserSizes,
+        choose: ChooseArithmetic,
+        carrier: torch.dtype,
+        time_dtype: torch.dtype,
+        core: AttentionCore,
     ) -> None:
         super().__init__()
         self.carrier = carrier
@@ -147,37 +157,42 @@ class UNet(nn.Module):
 
         # Every block reads the time step, so that one network serves all noise levels.
         self.time = TimeEmbedding(width, time_dtype, prefix_names(choose, "time"))
-        self.first = Convolution(CHANNELS, width, choose("first"))
+        self.first = Convolution(LATENT_CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
         # Attention runs only at the lowest resolution, where it is cheapest.
         heads = count_heads(2 * width)
         self.attn = SelfAttention(2 * width, heads, heads, 1.0, prefix_names(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
-        # The blocks on the way up also read the output of the way down. So the first of them has more inputs.
+        # The first block of `up` reads the output of `middle` and that of `down`, so it has more inputs.
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )
         self.norm = GroupNorm(width)
-        self.last = Convolution(width, CHANNELS, choose("last"))
+        self.last = Convolution(width, LATENT_CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
         # 1. Start the stream at full resolution.
         time_vector = self.time(times, condition, phase)
-        residual = self.around["residual"]
-        x = start_stream(self.first(latent, phase), self.carrier, residual)
+        residual_arithmetic = self.around["residual"]
+        x = start_stream(self.first(latent, phase), self.carrier, residual_arithmetic)
         for block in self.down:
             x = block(x, time_vector, phase)
         # 2. Run the middle blocks and attention at half the resolution.
-        enter, leave = self.middle
-        half_resolution = enter(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase)
-        mixed = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
-        half_resolution = leave(
-            cast_to(half_resolution + mixed.view(half_resolution.shape).to(half_resolution.dtype), residual),
+        first_middle_block, second_middle_block = self.middle
+        half_resolution = first_middle_block(
+            F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase
+        )
+        attention_output = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
+        half_resolution = second_middle_block(
+            cast_to(
+                half_resolution + attention_output.view(half_resolution.shape).to(half_resolution.dtype),
+                residual_arithmetic,
+            ),
             time_vector,
             phase,
         )
-        # 3. Return to full resolution, and append the output of the way down.
+        # 3. Return to full resolution, and append the output of `down`.
         x = torch.cat((half_resolution.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
             x = block(x, time_vector, phase)

@@ -20,8 +20,8 @@ from fp8bench.nn.attention import AttentionCore, FusedCore, HeadwiseCore, select
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.denoisers import DENOISERS
 from fp8bench.nn.exercise import Exercise, make_exercise
-from fp8bench.nn.linear import Choose, Linear, free_weight
-from fp8bench.nn.sizes import CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
+from fp8bench.nn.linear import ChooseArithmetic, Linear, free_weight
+from fp8bench.nn.sizes import LATENT_CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases
@@ -48,8 +48,9 @@ def compute_noise_angle(time: int) -> float:
 
 @dataclass
 class Sampling(Exercise):
-    """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the high-precision
-    steps of the `plan`, all layers use the arithmetic `high`. Weights are cast once before all steps, as in serving.
+    """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the steps that `plan`
+    runs in high precision, all layers use the arithmetic `high`. Weights are cast once before all steps, as in
+    serving.
     """
 
     plan: SamplerPlan
@@ -80,8 +81,8 @@ class Sampling(Exercise):
                 pass
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        *_, last = self.sample_latents(SilentPhases())
-        return last, ()
+        *_, last_latent = self.sample_latents(SilentPhases())
+        return last_latent, ()
 
     def sample_latents(self, phase: Phases) -> Iterator[Tensor]:
         latent = self.inputs[0]
@@ -91,8 +92,10 @@ class Sampling(Exercise):
 
     @torch.no_grad()
     def take_sampling_step(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
-        for layer, low, high in self.switched_layers:
-            vars(layer).update(high if self.plan.is_high(step) else low)
+        for layer, low_precision_attributes, high_precision_attributes in self.switched_layers:
+            vars(layer).update(
+                high_precision_attributes if self.plan.runs_in_high_precision(step) else low_precision_attributes
+            )
         time = self.plan.time(step)
         next_time = self.plan.time(step + 1)
 
@@ -105,15 +108,15 @@ class Sampling(Exercise):
         if self.plan.guidance == "none":
             velocity = predict(latent, condition)
         else:
-            no_condition = torch.zeros_like(condition)
+            zero_condition = torch.zeros_like(condition)
             if self.plan.guidance == "twice":
-                conditioned = predict(latent, condition)
-                unconditioned = predict(latent, no_condition)
+                conditioned_velocity = predict(latent, condition)
+                unconditioned_velocity = predict(latent, zero_condition)
             else:
-                conditioned, unconditioned = predict(
-                    torch.cat((latent, latent)), torch.cat((condition, no_condition))
+                conditioned_velocity, unconditioned_velocity = predict(
+                    torch.cat((latent, latent)), torch.cat((condition, zero_condition))
                 ).chunk(2)
-            velocity = unconditioned + GUIDANCE_WEIGHT * (conditioned - unconditioned)
+            velocity = unconditioned_velocity + GUIDANCE_WEIGHT * (conditioned_velocity - unconditioned_velocity)
 
         # 2. Mix the image and noise that latent and velocity imply for the next time step.
         velocity = velocity.to(latent.dtype)
@@ -123,7 +126,7 @@ class Sampling(Exercise):
 
 
 def _cast_layer_weight(layer: Linear | Convolution, arithmetic: Arithmetic) -> _LayerAttributes:
-    weight = layer.shape_weight() if isinstance(layer, Convolution) else layer.weight
+    weight = layer.reshape_weight() if isinstance(layer, Convolution) else layer.weight
     operand = arithmetic.cast(weight.detach(), Role.WEIGHT)
     # sampling needs no gradient, so the operand is not transposed
     return {"arithmetic": arithmetic, "operands": (operand, operand)}
@@ -142,20 +145,20 @@ def measure_step_errors(
     """
     phases = SilentPhases()
     exact_latents = list(exact.sample_latents(phases))
-    starts = [exact.inputs[0], *exact_latents[:-1]]
+    step_starts = [exact.inputs[0], *exact_latents[:-1]]
 
-    def sample_both_ways(sampling: Sampling) -> dict[str, list[Tensor]]:
+    def sample_whole_and_by_step(sampling: Sampling) -> dict[str, list[Tensor]]:
         latents_from_noise = list(sampling.sample_latents(phases))
         latents_after_one_step = []
-        for step, start in enumerate(starts):
+        for step, start in enumerate(step_starts):
             latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
         return {"free": latents_from_noise, "single": latents_after_one_step}
 
     # 1. Sample in all arithmetics. The variant also uses a different attention kernel.
     with select_attention_kernel("math"):
-        variant_latents = sample_both_ways(variant)
-    low_latents = sample_both_ways(low)
-    carrier_latents = sample_both_ways(carrier_sampling)
+        variant_latents = sample_whole_and_by_step(variant)
+    low_latents = sample_whole_and_by_step(low)
+    carrier_latents = sample_whole_and_by_step(carrier_sampling)
 
     # 2. Compare the latents after each step.
     errors: dict[str, float] = {}
@@ -181,15 +184,15 @@ class DenoiserTraining(Exercise):
         with phase.elementwise:
             _, loss = self._predict(phase)
         with phase.elementwise:
-            torch.autograd.grad(loss, self.leaves())
+            torch.autograd.grad(loss, self.list_leaf_tensors())
             del loss
 
-    def leaves(self) -> list[Tensor]:
+    def list_leaf_tensors(self) -> list[Tensor]:
         return list(self.layer.parameters())
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
         output, loss = self._predict(SilentPhases())
-        return output.detach(), torch.autograd.grad(loss, self.leaves())
+        return output.detach(), torch.autograd.grad(loss, self.list_leaf_tensors())
 
     def _predict(self, phase: Phases) -> tuple[Tensor, Tensor]:
         image, noise, condition, times = self.inputs
@@ -200,10 +203,16 @@ class DenoiserTraining(Exercise):
 
 
 def make_denoiser_state(
-    setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
+    setup: Setup,
+    sizes: DenoiserSizes,
+    plan: SamplerPlan | None,
+    choose: ChooseArithmetic,
+    carrier: torch.dtype,
+    rounded: bool,
 ) -> Sampling | DenoiserTraining:
-    """Makes a sampling if there is a plan, and otherwise a training step. Noise, images, conditions and times come
-    from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the carrier.
+    """Returns a Sampling if there is a plan, and otherwise a DenoiserTraining. Noise, images, conditions and times
+    follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the
+    carrier.
     """
     input_dtype = widen_dtype(carrier)
     core: AttentionCore = FusedCore(causal=False)
@@ -211,7 +220,7 @@ def make_denoiser_state(
         core = HeadwiseCore(core)
         rounded = False
     time_dtype = carrier if rounded else input_dtype
-    latents = (sizes.batch, sizes.image, sizes.image, CHANNELS)
+    latents = (sizes.batch, sizes.image, sizes.image, LATENT_CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
     # The layer and its inputs are the same for every precision. Only the arithmetic differs.
     state = make_exercise(

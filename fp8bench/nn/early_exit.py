@@ -1,9 +1,8 @@
 """Feed-forward blocks with early exits: a row leaves as soon as a classifier head is confident about it. So the
 amount of work depends on the data and on the precision.
 
-After each block a fixed fraction of the rows leaves. Which rows leave is decided in one of two ways: by thresholds of
-confidence, or by a schedule that ignores the data. The thresholds are such that this fraction leaves in the exact
-pass.
+After each block a fixed fraction of the rows leaves. Either thresholds of confidence decide which rows leave, or a
+schedule that ignores the data. The thresholds are chosen so that this fraction leaves in the exact pass.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.linear import Choose, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, number_parts
 from fp8bench.nn.parts import FeedForward
 from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Phases, SilentPhases
@@ -27,26 +26,29 @@ from fp8bench.protocols import Phases, SilentPhases
 _HEAD_SCALE = 2.0
 
 
-class Exits(NamedTuple):
-    """The rule by which rows leave after each block but the last. Only one of the two fields is set. `thresholds` are
-    confidences below which a row stays. `staying` has the positions of the rows that stay.
+class ExitRule(NamedTuple):
+    """The rule by which rows leave after each block but the last. Only one of the two fields is set.
+    `confidence_thresholds` are confidences below which a row stays. `staying_rows` has the positions of the rows that
+    stay.
     """
 
-    thresholds: tuple[float, ...] = ()
-    staying: tuple[Tensor, ...] = ()
+    confidence_thresholds: tuple[float, ...] = ()
+    staying_rows: tuple[Tensor, ...] = ()
 
 
 class EarlyExit(nn.Module):
-    """Residual feed-forward blocks that share one classifier head. Without `exits` every row runs through every
+    """Residual feed-forward blocks that share one classifier head. Without `exit_rule` every row runs through every
     block.
     """
 
-    exits: Exits | None = None
+    exit_rule: ExitRule | None = None
 
-    def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: Choose) -> None:
+    def __init__(self, width: int, hidden: int, depth: int, classes: int, choose: ChooseArithmetic) -> None:
         super().__init__()
-        scopes = number_parts(choose, "blocks", depth)
-        self.blocks = nn.ModuleList(FeedForward(width, hidden, False, 1.0, scope) for scope in scopes)
+        choose_by_block = number_parts(choose, "blocks", depth)
+        self.blocks = nn.ModuleList(
+            FeedForward(width, hidden, False, 1.0, choose_in_block) for choose_in_block in choose_by_block
+        )
         self.head = nn.Parameter(_HEAD_SCALE * torch.randn(classes, width) * width**-0.5)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -59,21 +61,21 @@ class EarlyExit(nn.Module):
         """Yields two things for each block: the indices of the rows that it gets, and their logits after it."""
         rows = torch.arange(len(x), device=x.device)
         for number, block in enumerate(self.blocks):
-            x = x + to_dtype(block(_normalise(x), phase), x.dtype)
+            x = x + to_dtype(block(_normalise_rows(x), phase), x.dtype)
             with phase.gemm:
-                logits = _normalise(x) @ to_dtype(self.head, x.dtype).t()
+                logits = _normalise_rows(x) @ to_dtype(self.head, x.dtype).t()
             yield rows, logits
-            if self.exits is None or number == len(self.blocks) - 1:
+            if self.exit_rule is None or number == len(self.blocks) - 1:
                 continue
             # Rows that leave now cost nothing in later blocks. With a schedule the confidence is computed too, so
             # that the step does the same work as with thresholds. With thresholds the host waits for the number of
             # rows that stay.
             confidences = compute_confidence(logits)
-            exits = self.exits
+            exits = self.exit_rule
             staying_rows = (
-                exits.staying[number]
-                if exits.staying
-                else (confidences < exits.thresholds[number]).nonzero().squeeze(-1)
+                exits.staying_rows[number]
+                if exits.staying_rows
+                else (confidences < exits.confidence_thresholds[number]).nonzero().squeeze(-1)
             )
             x = x[staying_rows]
             rows = rows[staying_rows]
@@ -81,14 +83,14 @@ class EarlyExit(nn.Module):
                 return
 
     def count_blocks(self, x: Tensor) -> Tensor:
-        block_counts = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        block_count_by_row = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         with torch.no_grad():
             for rows, _ in self.iterate_blocks(x, SilentPhases()):
-                block_counts[rows] += 1
-        return block_counts
+                block_count_by_row[rows] += 1
+        return block_count_by_row
 
 
-def _normalise(x: Tensor) -> Tensor:
+def _normalise_rows(x: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:])
 
 
@@ -97,28 +99,28 @@ def compute_confidence(logits: Tensor) -> Tensor:
     return wide_logits.softmax(-1).amax(-1)
 
 
-def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> Exits:
-    """Returns exits by a schedule. After each block random rows stay. Their number is the one that `rows` has for the
-    next block.
+def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> ExitRule:
+    """Returns exits by a schedule: after each block, a random choice of rows stays. `rows` has the number of rows that
+    each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
-    staying = []
+    staying_rows = []
     for count, remaining in itertools.pairwise(rows):
-        row_numbers = torch.randperm(count, generator=generator)[:remaining].sort().values
-        staying.append(row_numbers.to(device))
-    return Exits(staying=tuple(staying))
+        row_indices = torch.randperm(count, generator=generator)[:remaining].sort().values
+        staying_rows.append(row_indices.to(device))
+    return ExitRule(staying_rows=tuple(staying_rows))
 
 
-def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Exits:
-    """Returns exits by thresholds of confidence. With these thresholds, each block of the exact pass gets the number
-    of rows that `rows` has for it.
+def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> ExitRule:
+    """Returns exits by thresholds of confidence. In the exact pass, these thresholds give each block as many rows as
+    `rows` states for it.
     """
-    thresholds: list[float] = []
-    staying = torch.arange(len(x), device=x.device)
+    confidence_thresholds: list[float] = []
+    staying_rows = torch.arange(len(x), device=x.device)
     with torch.no_grad():
-        for count, (row_numbers, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
+        for count, (row_indices, logits) in zip(rows[1:], exact.iterate_blocks(x, SilentPhases()), strict=False):
             # 1. In `exact` no row leaves. So select the rows that would stay under all earlier thresholds.
-            confidences = compute_confidence(logits[torch.isin(row_numbers, staying)])
+            confidences = compute_confidence(logits[torch.isin(row_indices, staying_rows)])
             sorted_confidences = confidences.sort().values
             if count and not sorted_confidences[count - 1] < sorted_confidences[count]:
                 raise UsageError(
@@ -126,8 +128,10 @@ def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> Ex
                     "choose exits=held, or another width"
                 )
             # 2. Put the threshold half-way between two rows, so that rounding does not move a row across it.
-            thresholds.append(float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0)
-            staying = staying[confidences < thresholds[-1]]
+            confidence_thresholds.append(
+                float(sorted_confidences[count - 1] + sorted_confidences[count]) / 2 if count else 0.0
+            )
+            staying_rows = staying_rows[confidences < confidence_thresholds[-1]]
     # 3. Blocks that no row reaches still need a threshold.
-    unreached_blocks = len(exact.blocks) - 1 - len(thresholds)
-    return Exits((*thresholds, *[math.inf] * unreached_blocks))
+    unreached_blocks = len(exact.blocks) - 1 - len(confidence_thresholds)
+    return ExitRule((*confidence_thresholds, *[math.inf] * unreached_blocks))

@@ -35,14 +35,14 @@ class Exercise:
         with phase.elementwise:
             output = self.layer(*self.inputs, phase)
         with phase.elementwise:
-            # autograd.grad, because backward() would copy gradients that a layer passes on unchanged.
-            torch.autograd.grad(output, self.leaves(), self.output_gradient)
+            # Use autograd.grad: backward() would copy the gradients that a layer passes on unchanged.
+            torch.autograd.grad(output, self.list_leaf_tensors(), self.output_gradient)
             del output
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.output_gradient}
 
-    def leaves(self) -> list[Tensor]:
+    def list_leaf_tensors(self) -> list[Tensor]:
         return [*self.inputs, *self.layer.parameters()]
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -50,7 +50,7 @@ class Exercise:
             with torch.no_grad():
                 return self.layer(*self.inputs, SilentPhases()), ()
         output: Tensor = self.layer(*self.inputs, SilentPhases())
-        return output.detach(), torch.autograd.grad(output, self.leaves(), self.output_gradient)
+        return output.detach(), torch.autograd.grad(output, self.list_leaf_tensors(), self.output_gradient)
 
     def measure_errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
         """Returns the relative errors of output and gradients compared with `exact`. With `settles`, a pass runs
@@ -81,8 +81,8 @@ def make_exercise(
     """
     params = setup.params
     # fork_rng restores the process's random state afterwards.
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
-    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
+    gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
+    with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
         wrap_model_forward(layer)

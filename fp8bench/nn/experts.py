@@ -6,9 +6,9 @@ dropped. Each expert's products run in its own arithmetic. If all experts share 
 they run as one grouped product. The balancing loss is that of the Switch Transformer.
 
 In a `Mixture` the case also sets the load, and the format in which rows travel to their experts (dispatch) and back
-(combine). If the load is planned, the host knows the number of each expert's tokens before the step and never waits.
-If the router chooses the experts, the host waits for these numbers. The combination is weighted by the router's
-scores in both cases. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for each 128 elements.
+(combine). If the load is planned, the host knows the number of each expert's tokens before the step and never waits. If
+the router chooses the experts, the host waits for these numbers. Whether the load is planned or not, the router's
+scores weight the combination. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for each 128 elements.
 Gradients travel in the carrier.
 """
 
@@ -25,27 +25,27 @@ from torch import Tensor, nn
 
 from fp8bench.formats.recipes import round_up
 from fp8bench.nn.around import cast_to, start_stream, widen_dtype
-from fp8bench.nn.linear import Choose, Linear, grouped_linear, linear, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, Linear, grouped_linear, linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
 from fp8bench.nn.sizes import EXPERTS_PER_TOKEN, MoeSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 # The weight of the balancing loss, as in Switch and Mixtral.
 BALANCE_WEIGHT = 0.01
-# The number of an expert's tokens must be a multiple of this, because native weight gradients contract over the
-# tokens. Rows of zeros pad it.
+# The number of which an expert's tokens must be a multiple, because native weight gradients contract over the tokens.
+# Rows of zeros pad the tokens.
 ROW_MULTIPLE = 32
 
 
 def copy_counts_to_host(counts: Tensor) -> list[int]:
-    """Copies each expert's number of tokens to the host. This is the only point where the host waits within a layer."""
+    """Copies each expert's number of tokens to the host. Within a layer the host waits for the device only here."""
     return counts.tolist()
 
 
-def count_tokens(chosen: Tensor, experts: int) -> Tensor:
+def count_tokens(chosen_experts: Tensor, experts: int) -> Tensor:
     """Counts the tokens of each expert. torch's bincount would make the host wait."""
-    numbers = torch.arange(experts, device=chosen.device)
-    return (chosen.view(-1, 1) == numbers).sum(0)
+    numbers = torch.arange(experts, device=chosen_experts.device)
+    return (chosen_experts.view(-1, 1) == numbers).sum(0)
 
 
 def combine_rows(rows: Tensor, scores: Tensor) -> Tensor:
@@ -66,17 +66,17 @@ class ServedExperts:
         self.loads: list[int] = []
 
     def __call__(self, x: Tensor, phase: Phases) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
+        token_rows = x.reshape(-1, x.shape[-1])
         router_dtype = widen_dtype(x.dtype)
-        scores, chosen = F.linear(flat.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
+        scores, chosen_experts = F.linear(token_rows.to(router_dtype), self.router.to(router_dtype)).topk(self.top_k)
         # The host waits for the device here, because it must know each expert's number of tokens.
-        self.loads = copy_counts_to_host(count_tokens(chosen, len(self.router)))
+        self.loads = copy_counts_to_host(count_tokens(chosen_experts, len(self.router)))
         # Sort the rows by expert, so that each expert's rows are adjacent. The inverse order restores them.
-        order = chosen.flatten().argsort(stable=True)
-        rows_by_expert = torch.split_with_sizes(flat[order // self.top_k], self.loads)
-        pairs = zip(self.experts, rows_by_expert, strict=True)
-        outputs = torch.cat([expert(rows, phase) for expert, rows in pairs if len(rows)])
-        rows = outputs[order.argsort()].view(len(flat), self.top_k, -1)
+        row_order = chosen_experts.flatten().argsort(stable=True)
+        rows_by_expert = torch.split_with_sizes(token_rows[row_order // self.top_k], self.loads)
+        experts_and_rows = zip(self.experts, rows_by_expert, strict=True)
+        outputs = torch.cat([expert(rows, phase) for expert, rows in experts_and_rows if len(rows)])
+        rows = outputs[row_order.argsort()].view(len(token_rows), self.top_k, -1)
         return combine_rows(rows, scores).to(x.dtype).view(x.shape)
 
 
@@ -84,9 +84,9 @@ class Experts(nn.Module):
     """A feed-forward block of experts. `balance` is the balancing loss of the last pass: 1 if all experts are chosen
     equally often, and larger otherwise.
 
-    If the load is planned, `planned_experts` holds the experts of each token. `count` is the number of experts on all
-    ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get gradients,
-    which are zero.
+    If the load is planned, `planned_experts` holds the experts of each token. `expert_count` is the number of experts
+    on all ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get
+    gradients, which are zero.
     """
 
     experts: Sequence[FeedForward]
@@ -94,30 +94,34 @@ class Experts(nn.Module):
     planned_experts: Tensor | None = None
     ranks = 1
 
-    def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
+    def __init__(self, count: int, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.router = nn.Parameter(torch.randn(count, width) * 0.02)
-        scopes = number_parts(choose, "experts", count)
-        experts = nn.ModuleList(FeedForward(width, hidden, gated, gain, scope) for scope in scopes)
+        choose_by_expert = number_parts(choose, "experts", count)
+        experts = nn.ModuleList(
+            FeedForward(width, hidden, gated, gain, choose_in_expert) for choose_in_expert in choose_by_expert
+        )
         self.experts = experts  # type: ignore[assignment]
-        self.count = count
+        self.expert_count = count
         self.balance: Tensor | None = None
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         # 1. The router scores each token and chooses its experts, or a plan does.
-        flat = x.reshape(-1, x.shape[-1])
-        scores = F.linear(flat.to(self.router.dtype), self.router)
-        chosen_scores, chosen = self._choose_experts(scores)
+        token_rows = x.reshape(-1, x.shape[-1])
+        scores = F.linear(token_rows.to(self.router.dtype), self.router)
+        chosen_scores, chosen_experts = self._choose_experts(scores)
 
         # 2. The balancing loss makes the router choose experts with many tokens less often.
-        counts = count_tokens(chosen, self.count)
-        expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen.numel() * self.ranks)
-        self.balance = self.count * (expert_shares * scores.softmax(-1).mean(0)).sum()
+        counts = count_tokens(chosen_experts, self.expert_count)
+        expert_shares = self._sum_over_ranks(counts).to(scores.dtype) / (chosen_experts.numel() * self.ranks)
+        self.balance = self.expert_count * (expert_shares * scores.softmax(-1).mean(0)).sum()
 
-        # 3. Sort the tokens by expert, run the experts, and restore the order of tokens.
-        order = chosen.flatten().argsort(stable=True)
-        rows = flat[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, flat.shape[-1])[order]
-        outputs = self._run_experts(rows, counts, phase)[order.argsort()].view(len(flat), EXPERTS_PER_TOKEN, -1)
+        # 3. Sort the rows by expert, run the experts, and restore the order of tokens.
+        row_order = chosen_experts.flatten().argsort(stable=True)
+        rows = token_rows[:, None].expand(-1, EXPERTS_PER_TOKEN, -1).reshape(-1, token_rows.shape[-1])[row_order]
+        outputs = self._run_experts(rows, counts, phase)[row_order.argsort()].view(
+            len(token_rows), EXPERTS_PER_TOKEN, -1
+        )
         return combine_rows(outputs, chosen_scores).to(x.dtype).view(x.shape)
 
     def _choose_experts(self, scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,24 +135,24 @@ class Experts(nn.Module):
 
     def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
         rows_by_expert = torch.split_with_sizes(rows, copy_counts_to_host(counts))
-        return torch.cat(self._run_parts(rows_by_expert, counts, phase))
+        return torch.cat(self._run_experts_on_parts(rows_by_expert, counts, phase))
 
-    def _run_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
-        """Returns one output for each expert: the result for the rows that the expert gets."""
+    def _run_experts_on_parts(self, parts: Sequence[Tensor], counts: Tensor, phase: Phases) -> list[Tensor]:
+        """Returns the results of each expert for its part of the rows."""
         # 1. Pad each part with zeros to the multiple that products require.
-        grouped = self._are_groupable()
-        multiple = self._get_row_multiple(grouped)
-        min_rows = multiple if self.feeds_empty_experts else 0
-        padded_sizes = [max(min_rows, round_up(len(part), multiple)) for part in parts]
+        is_grouped = self._are_groupable()
+        row_multiple = self._get_row_multiple(is_grouped)
+        min_rows = row_multiple if self.feeds_empty_experts else 0
+        padded_sizes = [max(min_rows, round_up(len(part), row_multiple)) for part in parts]
         padded_parts = [
             F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, padded_sizes, strict=True)
         ]
 
         # 2. Multiply all parts in one grouped product, or one expert after the other.
         outputs: Sequence[Tensor]
-        if grouped:
+        if is_grouped:
             counts = counts.clamp(min=1) if self.feeds_empty_experts else counts
-            part_ends = ((counts + multiple - 1) // multiple * multiple).cumsum(0).to(torch.int32)
+            part_ends = ((counts + row_multiple - 1) // row_multiple * row_multiple).cumsum(0).to(torch.int32)
             first_expert = self.experts[0]
 
             def multiply(x: Tensor, layers: list[Linear]) -> Tensor:
@@ -156,15 +160,19 @@ class Experts(nn.Module):
                 operands = [layer.operands for layer in layers]
                 return grouped_linear(x, weights, padded_sizes, part_ends, first_expert.up.arithmetic, phase, operands)
 
-            hidden = first_expert.activate(multiply(torch.cat(padded_parts), [expert.up for expert in self.experts]))
+            hidden = first_expert.apply_activation(
+                multiply(torch.cat(padded_parts), [expert.up for expert in self.experts])
+            )
             outputs = multiply(hidden, [expert.down for expert in self.experts]).split_with_sizes(padded_sizes)
         else:
-            pairs = zip(self.experts, padded_parts, strict=True)
-            outputs = [expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in pairs]
+            experts_and_rows = zip(self.experts, padded_parts, strict=True)
+            outputs = [
+                expert(part, phase) if len(part) else _pass_no_rows(expert, part) for expert, part in experts_and_rows
+            ]
         return [y[: len(part)] for y, part in zip(outputs, parts, strict=True)]
 
-    def _get_row_multiple(self, grouped: bool) -> int:
-        return self.experts[0].up.arithmetic.part_rows if grouped else ROW_MULTIPLE
+    def _get_row_multiple(self, is_grouped: bool) -> int:
+        return self.experts[0].up.arithmetic.part_rows if is_grouped else ROW_MULTIPLE
 
     def _are_groupable(self) -> bool:
         """Returns whether the products of all experts can run as one grouped product. For that, all experts must
@@ -183,12 +191,12 @@ class Experts(nn.Module):
 def _pass_no_rows(expert: FeedForward, part: Tensor) -> Tensor:
     """Runs the expert's products without any rows, so that its weights get gradients."""
     part_cast = part.to(expert.up.weight.dtype)
-    return F.linear(expert.activate(F.linear(part_cast, expert.up.weight)), expert.down.weight).to(part.dtype)
+    return F.linear(expert.apply_activation(F.linear(part_cast, expert.up.weight)), expert.down.weight).to(part.dtype)
 
 
 def add_balance(loss: Tensor, experts: Sequence[Experts], is_trained: bool) -> Tensor:
-    """Returns the loss with the gradients of the balancing losses, if it is trained. The value of the loss does not
-    change. The balancing losses are cleared.
+    """Returns the loss, and makes its backward pass also compute the gradients of the balancing losses if `is_trained`.
+    The value of the loss does not change. The balancing losses are cleared.
     """
     balancing_losses = [layer.balance for layer in experts if layer.balance is not None]
     for layer in experts:
@@ -204,15 +212,16 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
-class Travel:
-    """How rows travel in a layer of experts. `dispatch` and `combine` are the formats on the way to the experts and
-    back. `router` is the router's arithmetic. `rows` is the multiple to which each expert's rows are padded.
+class RowTravel:
+    """How rows travel in a layer of experts. `dispatch_format` and `combine_format` are the formats on the way to the
+    experts and back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows
+    are padded.
     """
 
-    dispatch: str
-    combine: str
+    dispatch_format: str
+    combine_format: str
     router: Arithmetic
-    rows: int
+    row_multiple: int
 
 
 def draw_load(load: str, tokens: int, sizes: MoeSizes, seed: int) -> Tensor | None:
@@ -248,7 +257,7 @@ def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
     blocks = [block for block in model.modules() if isinstance(block, Experts)]
     for number, block in enumerate(blocks):
         width = block.router.shape[1]
-        plan = draw_load(load, tokens, MoeSizes(width, width, block.count, EXPERTS_PER_TOKEN), seed + number)
+        plan = draw_load(load, tokens, MoeSizes(width, width, block.expert_count, EXPERTS_PER_TOKEN), seed + number)
         block.planned_experts = None if plan is None else plan.to(block.router.device)
 
 
@@ -287,7 +296,7 @@ class LoadedExperts(Experts):
     feeds_empty_experts = False
     plan: Tensor | None
 
-    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: Travel, choose: Choose) -> None:
+    def __init__(self, sizes: MoeSizes, plan: Tensor | None, travel: RowTravel, choose: ChooseArithmetic) -> None:
         super().__init__(sizes.experts, sizes.width, sizes.hidden, True, 1.0, choose)
         # These weights give scores of order one. With smaller scores all experts would have nearly equal weights.
         self.router = nn.Parameter(torch.randn(sizes.experts, sizes.width) / sizes.width**0.5)
@@ -309,15 +318,15 @@ class LoadedExperts(Experts):
             self.last_routing = scores.detach().topk(self.top_k).indices, sizes
 
         # 2. Rows travel to their experts, sorted by expert, and back.
-        order = chosen_experts.flatten().argsort(stable=True)
-        rows = transport(x, order // self.top_k, self.travel.dispatch)
-        outputs = torch.cat(self._run_parts(torch.split_with_sizes(rows, sizes), counts, phase))
-        returned_rows = transport(outputs, order.argsort(), self.travel.combine).view(len(x), self.top_k, -1)
+        row_order = chosen_experts.flatten().argsort(stable=True)
+        rows = transport(x, row_order // self.top_k, self.travel.dispatch_format)
+        outputs = torch.cat(self._run_experts_on_parts(torch.split_with_sizes(rows, sizes), counts, phase))
+        returned_rows = transport(outputs, row_order.argsort(), self.travel.combine_format).view(len(x), self.top_k, -1)
         return combine_rows(returned_rows, scores.gather(1, chosen_experts)).to(x.dtype)
 
-    def _get_row_multiple(self, grouped: bool) -> int:
+    def _get_row_multiple(self, is_grouped: bool) -> int:
         arithmetic = self.experts[0].up.arithmetic
-        if not grouped:
+        if not is_grouped:
             product_multiple = 1
         elif not arithmetic.plain:
             product_multiple = arithmetic.part_rows
@@ -325,7 +334,7 @@ class LoadedExperts(Experts):
             # Only the weight gradient contracts over rows. So plain products need a multiple only if there is a
             # backward pass.
             product_multiple = arithmetic.groups if torch.is_grad_enabled() else 1
-        return max(self.travel.rows, product_multiple)
+        return max(self.travel.row_multiple, product_multiple)
 
 
 class Mixture(nn.Module):
@@ -334,19 +343,24 @@ class Mixture(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
     blocks: Sequence[LoadedExperts]
 
-    def __init__(self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: Travel, choose: Choose) -> None:
+    def __init__(
+        self, sizes: MoeSizes, plans: Sequence[Tensor | None], travel: RowTravel, choose: ChooseArithmetic
+    ) -> None:
         super().__init__()
         self.norms = nn.ModuleList(Norm(sizes.width, True) for _ in plans)
-        scopes = number_parts(choose, "blocks", len(plans))
-        layers = [LoadedExperts(sizes, plan, travel, scope) for plan, scope in zip(plans, scopes, strict=True)]
+        choose_by_block = number_parts(choose, "blocks", len(plans))
+        layers = [
+            LoadedExperts(sizes, plan, travel, choose_in_block)
+            for plan, choose_in_block in zip(plans, choose_by_block, strict=True)
+        ]
         self.blocks = nn.ModuleList(layers)  # type: ignore[assignment]
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         dtype = x.dtype
-        residual = self.around["residual"]
-        x = start_stream(x, dtype, residual)
+        residual_arithmetic = self.around["residual"]
+        x = start_stream(x, dtype, residual_arithmetic)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual)
+            x = cast_to(x + block(norm(x), phase).to(x.dtype), residual_arithmetic)
         return x.to(dtype)
 
     def expert_bytes(self) -> int:
@@ -373,8 +387,8 @@ def measure_disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Ten
     if the exact pass does not choose that expert for the same token. The order of a token's experts does not count.
     """
     disagreement_shares = []
-    for chosen, exact in zip(choices, exact_choices, strict=True):
-        is_exact_choice = (chosen[:, :, None] == exact[:, None, :]).any(-1)
+    for layer_choices, exact_layer_choices in zip(choices, exact_choices, strict=True):
+        is_exact_choice = (layer_choices[:, :, None] == exact_layer_choices[:, None, :]).any(-1)
         disagreement_shares.append(float(1 - is_exact_choice.double().mean()))
     return disagreement_shares
 

@@ -24,8 +24,8 @@ from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import AttentionCore, FusedCore, make_rotary_table, recompute
 from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, add_balance
-from fp8bench.nn.linear import Choose, Linear
-from fp8bench.nn.parts import FeedForward, Norm, cross_entropy, drop
+from fp8bench.nn.linear import ChooseArithmetic, Linear
+from fp8bench.nn.parts import FeedForward, Norm, apply_dropout, cross_entropy
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
-    unit: ScaledStream | None = None
+    unit_scaling: ScaledStream | None = None
 
     def __init__(self, config: GPTConfig, carrier: torch.dtype, dropout: float) -> None:
         super().__init__()
@@ -58,16 +58,20 @@ class LanguageModel(nn.Module):
         # Embeddings start small, so that the first logits are nearly the same for all tokens.
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
 
-    def drop(self, x: Tensor) -> Tensor:
-        return drop(x, self.dropout if self.training else 0.0)
+    def apply_dropout(self, x: Tensor) -> Tensor:
+        return apply_dropout(x, self.dropout if self.training else 0.0)
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
-        if self.unit is not None:
-            self.unit.set_token_count(tokens.numel())
+        if self.unit_scaling is not None:
+            self.unit_scaling.set_token_count(tokens.numel())
         return self.compute_loss(self.logits(tokens, phase), targets, reduction)
 
     def compute_loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-        logits = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.scale_logits(logits)
+        logits = (
+            cast_to(logits, self.around["logits"])
+            if self.unit_scaling is None
+            else self.unit_scaling.scale_logits(logits)
+        )
         return cross_entropy(logits, targets, reduction)
 
     def look_up_embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -99,7 +103,7 @@ class GPT(LanguageModel):
     def __init__(
         self,
         config: GPTConfig,
-        choose: Choose,
+        choose: ChooseArithmetic,
         carrier: torch.dtype,
         checkpointing: bool = False,
         core: AttentionCore | None = None,
@@ -107,14 +111,16 @@ class GPT(LanguageModel):
     ) -> None:
         super().__init__(config, carrier, dropout)
         self.checkpointing = checkpointing
-        self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
+        self.positions = (
+            None if config.is_llama_like else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
+        )
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
-        self.norm = Norm(config.width, config.modern)
+        self.norm = Norm(config.width, config.is_llama_like)
         # A tied head multiplies by the embedding itself, so that both gradients are summed in one tensor.
-        tied = self.embedding if config.tied else None
-        self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied)
+        tied_weight = self.embedding if config.tied else None
+        self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied_weight)
         self.register_buffer(
-            "rotation", make_rotary_table(config.sequence, config.head_width) if config.modern else None
+            "rotation", make_rotary_table(config.sequence, config.head_width) if config.is_llama_like else None
         )
         self.has_experts = config.experts > 0
 
@@ -126,15 +132,16 @@ class GPT(LanguageModel):
         return add_balance(loss, experts, self.training and reduction == "mean")
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        return self.read_logits(self.run_blocks(self.embed(tokens), phase, tokens.shape[1]), phase)
+        return self.read_logits(self.run_blocks(self.embed_tokens(tokens), phase, tokens.shape[1]), phase)
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
         x = self.look_up_embedding(tokens, self.positions)
-        return self.drop(x if self.unit is None else self.unit.scale_embedding(x))
+        return self.apply_dropout(x if self.unit_scaling is None else self.unit_scaling.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
-        # References use `recompute`. It restores neither dropout's random states nor the experts' balancing losses.
+        # fp64 references use `recompute`, which restores neither dropout's random states nor the experts' balancing
+        # losses.
         recomputes = self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.has_experts)
         for block in self.blocks:
             if recomputes:

@@ -26,11 +26,11 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model.step import part_of
 from fp8bench.protocols import Layer, key_of, list_map_keys
 
-LINEAR = "linear"
-CONV1D = "conv1d"
-CONV2D = "conv2d"
-EXPERTS = "experts"
-HEAD = "head"
+LINEAR_KIND = "linear"
+CONV1D_KIND = "conv1d"
+CONV2D_KIND = "conv2d"
+EXPERTS_KIND = "experts"
+HEAD_KIND = "head"
 # Layers whose products this package cannot compute.
 _UNSUPPORTED_LAYERS = (
     nn.Conv1d,
@@ -45,25 +45,25 @@ _UNSUPPORTED_LAYERS = (
 )
 # The kinds of layers that have no product: embeddings, norms, the head's output, and the residual stream, which has
 # no module.
-EMBED = "embed"
-NORM = "norm"
-LOGITS = "logits"
-RESIDUAL = "residual"
+EMBED_KIND = "embed"
+NORM_KIND = "norm"
+LOGITS_KIND = "logits"
+RESIDUAL_KIND = "residual"
 _NORM_CLASSES = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm, nn.RMSNorm)
 # Usual last parts of a head's path. They are used if neither the model nor a tied embedding identifies the head.
 _HEAD_NAMES = ("head", "lm_head", "classifier", "score")
 # The largest number of channel groups of a convolution that is converted. More groups would be too many small
 # products.
 MAX_GROUPS = 64
-_MAX_LISTED = 4
+_MAX_LISTED_NAMES = 4
 
 
 @dataclass(frozen=True, eq=False)
 class ProductWeight:
     """A weight that a model multiplies by: a parameter of a module.
 
-    `name` is the module's path, and `also` has further paths of the same module. If a module has several such
-    parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
+    `name` is the module's path, and `further_names` has further paths of the same module. If a module has several
+    such parameters, `name` ends in the parameter's name. If a weight cannot be converted, `reason` is a sentence that
     explains why, and `rule` is a short code for it.
     """
 
@@ -71,14 +71,14 @@ class ProductWeight:
     kind: str
     module: nn.Module
     parameter: str = "weight"
-    also: tuple[str, ...] = ()
+    further_names: tuple[str, ...] = ()
     head: bool = False
     reason: str = ""
     rule: str = ""
 
     @property
-    def display_kind(self) -> str:
-        return HEAD if self.head else self.kind
+    def shown_kind(self) -> str:
+        return HEAD_KIND if self.head else self.kind
 
     @property
     def group(self) -> str:
@@ -104,27 +104,27 @@ class ProductWeight:
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Returns the numbers of outputs and inputs of one forward product with this weight. If the weight is a stack
-        or has groups, that is the product with one matrix or group.
+        """Returns the numbers of output and input features of one forward product with this weight. If the weight is
+        a stack of matrices or a convolution with groups, that is the product with one matrix or one group.
         """
         first, *other_sides = self.shape
-        if self.kind == CONV1D:
+        if self.kind == CONV1D_KIND:
             return other_sides[0], first
-        if self.kind == CONV2D:
+        if self.kind == CONV2D_KIND:
             return first // int(getattr(self.module, "groups", 1)), other_sides[0] * other_sides[1] * other_sides[2]
-        return (other_sides[0], other_sides[1]) if self.kind == EXPERTS else (first, other_sides[0])
+        return (other_sides[0], other_sides[1]) if self.kind == EXPERTS_KIND else (first, other_sides[0])
 
 
 def get_weight(module: nn.Module, name: str = "weight") -> Any:
     """Returns a tensor of a module, or None. Reading it changes nothing, even if the module has a parametrization,
     such as spectral norm, that updates itself whenever its tensor is read in training mode.
     """
-    parametrized = getattr(module, "parametrizations", {})
-    if name not in parametrized:
+    parametrizations = getattr(module, "parametrizations", {})
+    if name not in parametrizations:
         return getattr(module, name, None)
     # Read in eval mode, because some parametrizations update themselves in training mode.
-    training_modes = [(part, part.training) for part in parametrized[name].modules()]
-    parametrized[name].eval()
+    training_modes = [(part, part.training) for part in parametrizations[name].modules()]
+    parametrizations[name].eval()
     try:
         return getattr(module, name)
     finally:
@@ -147,41 +147,45 @@ def find_product_weights(model: nn.Module, skip: Sequence[str] = ()) -> tuple[Pr
     }
     head = _find_head(model, paths)
     holders = [
-        replace(held, head=held.module is head)
+        replace(product_weight, head=product_weight.module is head)
         for module, names in paths.items()
-        for held in _list_module_weights(module, names, module in inside_attention)
+        for product_weight in _list_module_weights(module, names, module in inside_attention)
     ]
     # Refuse a pattern without a match, which is probably a typing error.
     for pattern in skip:
-        if not any(_matches_pattern(held, pattern) for held in holders):
-            keys = list_map_keys([layer for held in holders for layer in _make_layers(held)])
+        if not any(_matches_pattern(product_weight, pattern) for product_weight in holders):
+            keys = list_map_keys([layer for product_weight in holders for layer in _make_layers(product_weight)])
             raise UnknownName(
                 "layer of this model", pattern, keys, f"{_describe_layers(holders)}, and patterns of them ('*.router')"
             )
-    return tuple(_apply_skip(held, skip) for held in holders)
+    return tuple(_apply_skip(product_weight, skip) for product_weight in holders)
 
 
 def list_surrounding_layers(model: nn.Module, holders: Sequence[ProductWeight]) -> list[tuple[Layer, nn.Module]]:
     surrounding_layers = [
-        (Layer(f"{held.name}.{LOGITS}", LOGITS, product=False), held.module) for held in holders if held.head
+        (Layer(f"{product_weight.name}.{LOGITS_KIND}", LOGITS_KIND, product=False), product_weight.module)
+        for product_weight in holders
+        if product_weight.head
     ]
     for path, module in model.named_modules():
-        gain = get_weight(module)
-        norm = isinstance(module, _NORM_CLASSES)
-        if not norm and "norm" in type(module).__name__.lower():
+        norm_weight = get_weight(module)
+        is_norm = isinstance(module, _NORM_CLASSES)
+        if not is_norm and "norm" in type(module).__name__.lower():
             # The weight of a library's norm has one dimension, and the norm has no other modules inside.
-            norm = isinstance(gain, Tensor) and gain.dim() == 1 and not list(module.children())
-        kind = EMBED if isinstance(module, nn.Embedding) else NORM if norm else ""
+            is_norm = isinstance(norm_weight, Tensor) and norm_weight.dim() == 1 and not list(module.children())
+        kind = EMBED_KIND if isinstance(module, nn.Embedding) else NORM_KIND if is_norm else ""
         if kind:
             surrounding_layers.append((Layer(path, kind, product=False), module))
     return surrounding_layers
 
 
-def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
+def check_precision_map(keys: Collection[str], holders: Sequence[ProductWeight], around: Sequence[Layer] = ()) -> None:
     # Kinds, names and prefixes of names are valid keys.
-    existing_keys = list_map_keys([*(layer for held in holders for layer in _make_layers(held)), *around])
+    existing_keys = list_map_keys(
+        [*(layer for product_weight in holders for layer in _make_layers(product_weight)), *around]
+    )
     for key in keys:
-        if key == RESIDUAL and key not in existing_keys:
+        if key == RESIDUAL_KIND and key not in existing_keys:
             raise UsageError(
                 f"--precision-map {key}=...: the residual stream inside your model cannot be observed. "
                 "Remove this key: only embed, norm, logits and output can have a precision."
@@ -192,85 +196,95 @@ def check_map(keys: Collection[str], holders: Sequence[ProductWeight], around: S
             )
 
 
-def _make_layers(held: ProductWeight) -> Iterator[Layer]:
-    yield from (Layer(name, held.display_kind, group=held.group) for name in (held.name, *held.also))
+def _make_layers(product_weight: ProductWeight) -> Iterator[Layer]:
+    yield from (
+        Layer(name, product_weight.shown_kind, group=product_weight.group)
+        for name in (product_weight.name, *product_weight.further_names)
+    )
 
 
 def _describe_layers(holders: Sequence[ProductWeight], around: Sequence[str] = ()) -> str:
-    kind_names = (word for held in holders for word in (held.display_kind, held.group))
+    kind_names = (
+        kind_name for product_weight in holders for kind_name in (product_weight.shown_kind, product_weight.group)
+    )
     kinds = ", ".join(dict.fromkeys(filter(None, (*kind_names, *around))))
-    names = ", ".join(held.name for held in holders[:_MAX_LISTED])
+    names = ", ".join(product_weight.name for product_weight in holders[:_MAX_LISTED_NAMES])
     return f"{kinds}; layers by name ({names}, {len(holders)} in all), and prefixes of names" if holders else ""
 
 
-def _matches_pattern(held: ProductWeight, pattern: str) -> bool:
-    if pattern in (held.kind, held.display_kind, type(held.module).__name__):
+def _matches_pattern(product_weight: ProductWeight, pattern: str) -> bool:
+    if pattern in (product_weight.kind, product_weight.shown_kind, type(product_weight.module).__name__):
         return True
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in (held.name, *held.also))
+    return any(
+        fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+        for name in (product_weight.name, *product_weight.further_names)
+    )
 
 
-def _apply_skip(held: ProductWeight, skip: Sequence[str]) -> ProductWeight:
-    pattern = next((pattern for pattern in skip if _matches_pattern(held, pattern)), None)
-    if pattern is None or held.reason:
-        return held
-    return replace(held, reason=f"left out by '{pattern}'", rule="skipped")
+def _apply_skip(product_weight: ProductWeight, skip: Sequence[str]) -> ProductWeight:
+    pattern = next((pattern for pattern in skip if _matches_pattern(product_weight, pattern)), None)
+    if pattern is None or product_weight.reason:
+        return product_weight
+    return replace(product_weight, reason=f"left out by '{pattern}'", rule="skipped")
 
 
 def _list_module_weights(module: nn.Module, paths: Sequence[str], in_attention: bool) -> Iterator[ProductWeight]:
     kind, base = classify_module(module)
     if base is not None:
         # torch's attention module passes its weights to a function directly, so no forward pass can be replaced.
-        first, *also = paths
-        held = ProductWeight(first or type(module).__name__, kind, module, also=tuple(also))
-        rule, reason = _check_forward(held, base) or _check_weight(held) or ("", "")
+        first_path, *further_names = paths
+        product_weight = ProductWeight(
+            first_path or type(module).__name__, kind, module, further_names=tuple(further_names)
+        )
+        rule, reason = _check_forward(product_weight, base) or _check_weight(product_weight) or ("", "")
         if in_attention:
             rule = "not-called"
             reason = "torch's attention module reads its weight without calling the layer"
-        yield replace(held, rule=rule, reason=reason)
+        yield replace(product_weight, rule=rule, reason=reason)
     elif isinstance(module, _UNSUPPORTED_LAYERS):
         reason = f"fp8bench cannot compute the products of {type(module).__name__}"
         for attribute, parameter in module.named_parameters(recurse=False):
             if parameter.dim() > 1 and "weight" in attribute:
-                held = _make_parameter_weight(module, paths, attribute, type(module).__name__)
-                yield replace(held, rule="class", reason=reason)
+                product_weight = _make_parameter_weight(module, paths, attribute, type(module).__name__)
+                yield replace(product_weight, rule="class", reason=reason)
     elif not type(module).__module__.startswith("torch.nn."):
         for attribute, parameter in module.named_parameters(recurse=False):
             # Three dimensions suggest a matrix for each of several experts.
             if is_lazy(parameter):
                 continue
             if parameter.dim() == 3 and min(parameter.shape) > 1 and parameter.is_floating_point():
-                held = _make_parameter_weight(module, paths, attribute, EXPERTS)
-                rule, reason = _check_replacement(held) or _check_weight(held) or ("", "")
-                yield replace(held, rule=rule, reason=reason)
+                product_weight = _make_parameter_weight(module, paths, attribute, EXPERTS_KIND)
+                rule, reason = _check_replacement(product_weight) or _check_weight(product_weight) or ("", "")
+                yield replace(product_weight, rule=rule, reason=reason)
 
 
 def _make_parameter_weight(module: nn.Module, paths: Sequence[str], attribute: str, kind: str) -> ProductWeight:
-    first, *also = (f"{path}.{attribute}".lstrip(".") for path in paths)
-    return ProductWeight(first, kind, module, attribute, tuple(also))
+    first_name, *further_names = (f"{path}.{attribute}".lstrip(".") for path in paths)
+    return ProductWeight(first_name, kind, module, attribute, tuple(further_names))
 
 
 def classify_module(module: nn.Module) -> tuple[str, type[nn.Module] | None]:
     transformers = sys.modules.get("transformers.pytorch_utils")
-    kinds: list[tuple[str, type[nn.Module] | None]] = [(LINEAR, nn.Linear), (CONV2D, nn.Conv2d)]
-    kinds.append((CONV1D, getattr(transformers, "Conv1D", None)))
+    kinds: list[tuple[str, type[nn.Module] | None]] = [(LINEAR_KIND, nn.Linear), (CONV2D_KIND, nn.Conv2d)]
+    kinds.append((CONV1D_KIND, getattr(transformers, "Conv1D", None)))
     return next(((kind, base) for kind, base in kinds if base is not None and isinstance(module, base)), ("", None))
 
 
-def _check_forward(held: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
-    module_class = type(held.module)
+def _check_forward(product_weight: ProductWeight, base: type[nn.Module]) -> tuple[str, str] | None:
+    module_class = type(product_weight.module)
     if any(getattr(module_class, name, None) is not getattr(base, name, None) for name in ("forward", "_conv_forward")):
         return "forward", f"{module_class.__name__} overrides forward, and a conversion would replace that forward pass"
-    return _check_replacement(held)
+    return _check_replacement(product_weight)
 
 
-def _check_replacement(held: ProductWeight) -> tuple[str, str] | None:
-    if "forward" in vars(held.module):
+def _check_replacement(product_weight: ProductWeight) -> tuple[str, str] | None:
+    if "forward" in vars(product_weight.module):
         return "forward", "its forward pass is already replaced"
     return None
 
 
-def _check_weight(held: ProductWeight) -> tuple[str, str] | None:
-    weight = held.weight
+def _check_weight(product_weight: ProductWeight) -> tuple[str, str] | None:
+    weight = product_weight.weight
     if is_lazy(weight):
         return "shape", "its weight has no shape before the first forward pass: call the model once in make()"
     if not weight.is_floating_point():
@@ -278,7 +292,7 @@ def _check_weight(held: ProductWeight) -> tuple[str, str] | None:
     if type(weight) not in (torch.Tensor, nn.Parameter):
         return "dtype", f"its weight is a {type(weight).__name__}, which is a tensor subclass"
     # Each group is a separate product. With hundreds of products the launches would hide the effect of a precision.
-    groups = int(getattr(held.module, "groups", 1))
+    groups = int(getattr(product_weight.module, "groups", 1))
     if groups > MAX_GROUPS:
         return "groups", f"its {groups} channel groups are separate small products: at most {MAX_GROUPS} are converted"
     return None
@@ -295,10 +309,10 @@ def _find_head(model: nn.Module, paths: dict[nn.Module, list[str]]) -> nn.Module
     # A layer that shares an embedding's weight is a head, whatever its name is.
     embedding_ids = {id(path.weight) for path in paths if isinstance(path, nn.Embedding)}
     layers = [path for path in paths if classify_module(path)[0]]
-    tied = next((layer for layer in layers if id(get_weight(layer)) in embedding_ids), None)
+    tied_layer = next((layer for layer in layers if id(get_weight(layer)) in embedding_ids), None)
     # If a head has several layers, the last one has a path such as 'classifier.1'.
     named_heads = [layer for layer in layers if set(paths[layer][0].split(".")[-2:]) & set(_HEAD_NAMES)]
-    return tied or (named_heads[-1] if named_heads else None)
+    return tied_layer or (named_heads[-1] if named_heads else None)
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -344,15 +358,15 @@ class Multiplier(Protocol):
         """Returns x (..., K) times a transposed weight (N, K)."""
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Multiplies rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied by the
-        first weight, and so on.
+        """Multiplies groups of rows of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied
+        by the first weight, and so on.
         """
 
 
 class StackedWeightWatch(TorchFunctionMode):
-    """Watches a module's forward pass for products with its stacked parameters. `products` has a replacement for the
-    products of each parameter, by the parameter's name. Without `products` torch computes them, and `around` is
-    called for each.
+    """Watches a module's forward pass for products with its stacked parameters. `products` maps a parameter's name to
+    the Multiplier that computes its products in place of torch. Without `products`, torch computes each product inside
+    the callback `around`.
     """
 
     def __init__(
@@ -377,7 +391,7 @@ class StackedWeightWatch(TorchFunctionMode):
         if position is None:
             return func(*args, **named)
         name = self._find_name(args[position])
-        # Replace a recognised product, or report it to the callback.
+        # Replace a product of the weight, or run it inside the callback.
         if func in _REPLACEABLE_FUNCTIONS or func in _UNREPLACEABLE_FUNCTIONS:
             is_product = _is_replaceable(func, args, named, position)
             if is_product and self._products is not None:
@@ -433,16 +447,18 @@ def _is_replaceable(func: Any, args: tuple[Any, ...], named: Mapping[str, Any], 
         return False
     weight = args[position]
     operand = args[1 - position]
-    # Each function has its weight at a different position.
+    # The function decides where the weight must be and how many dimensions it must have.
     if func in _LINEAR_FUNCTIONS:
         return position == 1 and weight.dim() == 2
     if func in _GROUPED_FUNCTIONS:
         return (
             position == 1 and len(args) == 3 and (operand.dim(), weight.dim()) == (2, 3) and isinstance(args[2], Tensor)
         )
-    is_batched = weight.dim() == 3 and (operand.dim() == 2 or (operand.dim() == 3 and len(operand) == len(weight)))
+    is_stack_product = weight.dim() == 3 and (
+        operand.dim() == 2 or (operand.dim() == 3 and len(operand) == len(weight))
+    )
     is_weight_right = position == (0 if func is Tensor.__rmatmul__ else 1)
-    return is_batched or (weight.dim() == 2 and (is_weight_right or operand.dim() > 1))
+    return is_stack_product or (weight.dim() == 2 and (is_weight_right or operand.dim() > 1))
 
 
 def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier: Multiplier) -> Tensor:
@@ -451,11 +467,11 @@ def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
     if func in _GROUPED_FUNCTIONS:
         return _multiply_groups(args[0], args[1], args[2].tolist(), multiplier)
-    first, second = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
-    if second is args[position]:
+    left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
+    if right is args[position]:
         # A product with the weight on the left is the transpose of one with the weight on the right.
-        return _multiply_right(first, second, multiplier)
-    return _multiply_right(second.mT, first.mT, multiplier).mT
+        return _multiply_right(left, right, multiplier)
+    return _multiply_right(right.mT, left.mT, multiplier).mT
 
 
 def _multiply_right(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:

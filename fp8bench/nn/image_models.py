@@ -1,8 +1,8 @@
 """Image models: ResNet's stem and first stage, a vision transformer, and a model of images and text. Images are
 (batch, height, width, channels).
 
-A convolution embeds patches. The model of images and text first reads the tokens that a vision transformer makes of
-the image, and then the text's tokens. It predicts the text.
+In the vision transformer a convolution embeds patches. The model of images and text first reads the tokens that a
+vision transformer makes of the image, and then the text's tokens. It predicts the text.
 
 Batch norm uses the batch's statistics in training, and otherwise random statistics that are drawn with the weights.
 """
@@ -19,14 +19,14 @@ from fp8bench.nn.around import cast_to, start_stream
 from fp8bench.nn.attention import FusedCore
 from fp8bench.nn.block import build_blocks
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, Windows
-from fp8bench.nn.linear import Choose, Linear, prefix_names
+from fp8bench.nn.linear import ChooseArithmetic, Linear, prefix_names
 from fp8bench.nn.parts import Norm, cross_entropy
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 _POINTWISE_WINDOWS = Windows((1, 1), padding=(0, 0))
 _STEM_WINDOWS = Windows((7, 7), (2, 2), (3, 3))
-Inputs = Sequence[Tensor]
+ModelInputs = Sequence[Tensor]
 
 
 class Bottleneck(nn.Module):
@@ -34,9 +34,9 @@ class Bottleneck(nn.Module):
     convolution if the number of channels changes.
     """
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
-    def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, inputs: int, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         inner_width = sizes.inner_width
         width = sizes.width
@@ -56,7 +56,7 @@ class Bottleneck(nn.Module):
         hidden = F.relu(self._convolve("reduce", x, phase))
         hidden = F.relu(self._convolve("spatial", hidden, phase))
         shortcut = self._convolve("shortcut", x, phase) if "shortcut" in self.norms else x
-        return cast_to(F.relu(shortcut + self._convolve("expand", hidden, phase)), self.residual)
+        return cast_to(F.relu(shortcut + self._convolve("expand", hidden, phase)), self.residual_arithmetic)
 
     def _convolve(self, name: str, x: Tensor, phase: Phases) -> Tensor:
         y: Tensor = self.norms[name](self.get_submodule(name)(x, phase))
@@ -78,13 +78,13 @@ class ImageModel(nn.Module):
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
     blocks: nn.ModuleList
 
-    def forward(self, inputs: Inputs, targets: Tensor, phase: Phases) -> Tensor:
+    def forward(self, inputs: ModelInputs, targets: Tensor, phase: Phases) -> Tensor:
         return cross_entropy(self.logits(inputs, phase), targets)
 
-    def logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         return cast_to(self.compute_logits(inputs, phase), self.around["logits"])
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         raise NotImplementedError
 
     def add_positions(self, x: Tensor, positions: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class ImageModel(nn.Module):
 class ResNet(ImageModel):
     """A 7x7 stem with pooling, one stage of bottlenecks, a mean over positions, and a classifier head."""
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         self.stem = Convolution(3, sizes.inner_width, choose("stem"), _STEM_WINDOWS, layout)
         self.norm = _make_random_norm(sizes.inner_width)
@@ -110,7 +110,7 @@ class ResNet(ImageModel):
             self.blocks.append(Bottleneck(inputs, sizes, prefix_names(choose, f"blocks.{number}"), layout))
         self.head = Linear(sizes.width, CLASSES, choose("head"))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         x = F.relu(self.norm(self.stem(inputs[0], phase)))
         x = F.max_pool2d(x.permute(0, 3, 1, 2), 3, 2, 1).permute(0, 2, 3, 1)
         return self.head(self.run_blocks(x, x.dtype, phase).mean((1, 2)), phase)
@@ -121,7 +121,7 @@ class VisionTransformer(ImageModel):
     another model reads the tokens.
     """
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, has_head: bool = True) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout, has_head: bool = True) -> None:
         super().__init__()
         side = (sizes.patch, sizes.patch)
         self.patches = Convolution(3, sizes.width, choose("patches"), Windows(side, side, (0, 0)), layout)
@@ -134,17 +134,17 @@ class VisionTransformer(ImageModel):
         x = self.add_positions(self.patches(images, phase).flatten(1, 2), self.positions)
         return self.norm(self.run_blocks(x, images.dtype, phase))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         assert self.head is not None
         return self.head(self.encode_image(inputs[0], phase).mean(1), phase)
 
 
-class TwoInput(ImageModel):
+class TwoInputModel(ImageModel):
     """Reads an image's projected tokens and then a text's tokens. Causal blocks over all tokens predict each next
     token of the text.
     """
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
+    def __init__(self, sizes: VisionSizes, choose: ChooseArithmetic, layout: Layout) -> None:
         super().__init__()
         self.image = VisionTransformer(sizes, prefix_names(choose, "image"), layout, has_head=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))
@@ -154,7 +154,7 @@ class TwoInput(ImageModel):
         self.norm = Norm(sizes.width, False)
         self.head = Linear(sizes.width, sizes.vocabulary, choose("head"))
 
-    def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
+    def compute_logits(self, inputs: ModelInputs, phase: Phases) -> Tensor:
         images, text = inputs
         image_tokens = self.project(self.image.encode_image(images, phase), phase)
         text_embeddings = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
@@ -163,4 +163,4 @@ class TwoInput(ImageModel):
         return self.head(self.norm(x[:, -text.shape[1] :]), phase)
 
 
-MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInput}
+MODELS = {"resnet": ResNet, "vit": VisionTransformer, "two-input": TwoInputModel}

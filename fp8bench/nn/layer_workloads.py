@@ -13,25 +13,26 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.numerics.ranges import Ledger
 
 
 class LayerWorkload(Workload):
     """Runs one layer on random inputs, forward only or forward and backward.
 
-    A subclass makes the layer (`layer`) and returns the `shapes` of its inputs, or makes both (`exercise`).
+    A subclass makes the layer (`layer`) and returns the `shapes` of its inputs. Or it makes layer and inputs together
+    (`exercise`).
     """
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         """Makes the layer. `choose` returns the arithmetic of each product by name."""
         raise NotImplementedError
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         raise NotImplementedError
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Makes the layer and its inputs in the carrier."""
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
+        """Makes the layer, and its inputs in the dtype `carrier`."""
         from fp8bench.nn.exercise import make_exercise
 
         params = setup.params
@@ -61,9 +62,9 @@ class LayerWorkload(Workload):
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        return self.make_in_arithmetic(setup, PlainArithmetic(torch.float64))
+        return self.make_exercise_in_arithmetic(setup, PlainArithmetic(torch.float64))
 
-    def make_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    def make_exercise_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
         return self.exercise(setup, lambda name: arithmetic, arithmetic.carrier)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -75,27 +76,27 @@ class LayerWorkload(Workload):
         state.outcome()
         return ledger.statistics()
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
+    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         from fp8bench.nn.arithmetics import count_casts
 
-        choose = self.arithmetics(setup)
-        return lambda name: count_casts(choose(name), name, ledger)
+        choose_arithmetic = self.arithmetics(setup)
+        return lambda name: count_casts(choose_arithmetic(name), name, ledger)
 
 
 class ConvolvedWorkload(LayerWorkload):
     """A workload whose layers include convolutions. Its casts are counted by the kind of layer."""
 
-    def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
+    def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
         """Counts the values of the operands. Each pixel of an image counts once, even if an arithmetic copies
         overlapping windows.
         """
         from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 
-        choose = self.arithmetics(setup)
+        choose_arithmetic = self.arithmetics(setup)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def choose_counted_values(name: str) -> Arithmetic:
-            arithmetic = choose(name)
+            arithmetic = choose_arithmetic(name)
             return count_casts(
                 PlainArithmetic(arithmetic.carrier) if arithmetic.explicit else arithmetic, kinds[name], ledger
             )

@@ -6,14 +6,15 @@ output features. The weight gradient contracts gradients and inputs over the tok
 dimension that its product contracts. The master weight stays fp32. It is cast in every forward pass, as under
 autocast, unless the layer already has its operands.
 
-A region is a phase around operators that torch differentiates itself. It has an identity Function at each end. In
-backward the Function at the end runs first and opens the phase. The Function at the beginning runs last and closes
-it. If an input needs no gradient, the closing Function might never run, so such inputs are refused.
+A region is a phase around operators that torch differentiates itself. An autograd Function that changes nothing stands
+at each end of the region. In backward the Function at the end runs first and opens the phase. The Function at the
+beginning runs last and closes the phase. If an input needs no gradient, this Function might never run, so such inputs
+are refused.
 
-A grouped product is one product for many weights, each with its own rows, for example the experts of a block. The
-operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one call.
-Weights and transposes are cast separately. For the weight gradient, the codes of all parts are adjacent along the
-contraction, and each part contracts only over its own codes.
+A grouped product is one product for many weights, each with its own group of rows, for example for the experts of a
+block. The operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one
+call. Weights and transposes are cast separately. For the weight gradient, the codes of all groups are adjacent along
+the contraction, and each group contracts only over its own codes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.around import widen_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-Marker = AbstractContextManager[None]
+PhaseMarker = AbstractContextManager[None]
 
 
 class _RegionBegin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, marker: Marker, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, marker: PhaseMarker, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.marker = marker
         marker.__enter__()
         return tuple(tensor.view_as(tensor) for tensor in tensors)
@@ -48,7 +49,7 @@ class _RegionBegin(torch.autograd.Function):
 
 class _RegionEnd(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, marker: Marker, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, marker: PhaseMarker, tensor: Tensor) -> Tensor:
         ctx.marker = marker
         marker.__exit__(None, None, None)
         return tensor.view_as(tensor)
@@ -59,7 +60,7 @@ class _RegionEnd(torch.autograd.Function):
         return (None, *gradients)
 
 
-def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
+def region(marker: PhaseMarker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
     """Returns function(*tensors, **options), with `marker` around its forward and its backward pass.
 
     A null context as `marker` marks nothing. While a graph is being compiled, the backward pass is not marked.
@@ -77,20 +78,20 @@ def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **
 
 
 # A function that returns the arithmetic of the layer with a given name.
-Choose = Callable[[str], Arithmetic]
+ChooseArithmetic = Callable[[str], Arithmetic]
 
 _NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
-def prefix_names(choose: Choose, part: str) -> Choose:
-    """Returns a function that chooses arithmetics for the layers inside a part of a model. It calls `choose` with the
-    part's name before each layer's name.
+def prefix_names(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
+    """Returns a function that chooses the arithmetics of the layers inside a part of a model. It calls `choose` with
+    names such as `part.layer`.
     """
     return lambda name: choose(f"{part}.{name}")
 
 
-def number_parts(choose: Choose, part: str, count: int) -> list[Choose]:
-    """Returns a function for each of the equal parts `part.0`, `part.1` and so on, as `prefix_names` makes it."""
+def number_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
+    """Returns one function of `prefix_names` for each of the equal parts `part.0`, `part.1` and so on."""
     return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
 
 
@@ -117,9 +118,9 @@ class _LinearProduct(torch.autograd.Function):
     """Returns x (T, I) times transposed w (O, I). It marks phases in backward, which autograd may run on another
     thread.
 
-    For backward it keeps one orientation of each operand that some gradient needs. That is the transposed one if both
-    were cast together. Otherwise it is the forward one. If the arithmetic must cast again, it also keeps the tensor
-    that the operand was cast from.
+    For backward it keeps one orientation of each operand that a gradient needs: the transposed one if both were cast
+    together, and otherwise the one of forward. If the arithmetic must cast the tensor again for its transpose, the
+    tensor is kept too.
     """
 
     @staticmethod
@@ -135,15 +136,15 @@ class _LinearProduct(torch.autograd.Function):
         # Cast transposes only for gradients that will be computed.
         needs_x_gradient, needs_weight_gradient = (training and needed for needed in ctx.needs_input_grad[:2])
         with cast_marker(arithmetic, phase):
-            a, a_turned = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
-            b, b_turned = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
+            a, a_transposed = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
+            b, b_transposed = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
         # Saved tensors count as memory of the step. So save codes, and sources only if codes do not suffice.
         ctx.save_for_backward(
-            *_select_saved_tensors(arithmetic, a, a_turned, x, needs_weight_gradient),
-            *_select_saved_tensors(arithmetic, b, b_turned, weight, needs_x_gradient),
+            *_select_saved_tensors(arithmetic, a, a_transposed, x, needs_weight_gradient),
+            *_select_saved_tensors(arithmetic, b, b_transposed, weight, needs_x_gradient),
         )
-        ctx.input_is_turned = a_turned is not None
-        ctx.weight_is_turned = b_turned is not None
+        ctx.input_is_transposed = a_transposed is not None
+        ctx.weight_is_transposed = b_transposed is not None
         ctx.arithmetic = arithmetic
         ctx.phase = phase
         with phase.gemm:
@@ -159,14 +160,14 @@ class _LinearProduct(torch.autograd.Function):
         needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad[:2]
         # 1. Cast the gradient, and transpose the operands that forward has not transposed.
         with cast_marker(arithmetic, phase):
-            g, g_turned = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
+            g, g_transposed = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
             b = Operand(b_data, b_scale)
             a = Operand(a_data, a_scale)
-            if needs_x_gradient and not ctx.weight_is_turned:
+            if needs_x_gradient and not ctx.weight_is_transposed:
                 b = arithmetic.turn(b, weight, Role.WEIGHT)
-            if needs_weight_gradient and g_turned is None:
-                g_turned = arithmetic.turn(g, gradient, Role.GRADIENT)
-            if needs_weight_gradient and not ctx.input_is_turned:
+            if needs_weight_gradient and g_transposed is None:
+                g_transposed = arithmetic.turn(g, gradient, Role.GRADIENT)
+            if needs_weight_gradient and not ctx.input_is_transposed:
                 a = arithmetic.turn(a, x, Role.INPUT)
         input_gradient = weight_gradient = None
         # 2. Compute each gradient that autograd asks for.
@@ -174,10 +175,11 @@ class _LinearProduct(torch.autograd.Function):
             with phase.gemm:
                 input_gradient = arithmetic.product(g, b, arithmetic.carrier)
         if needs_weight_gradient:
-            assert g_turned is not None
+            assert g_transposed is not None
             with phase.gemm:
-                weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            # The master weight is fp32. Without this conversion autograd would convert outside of any phase.
+                weight_gradient = arithmetic.product(g_transposed, a, arithmetic.carrier)
+            # The master weight is fp32. Without this conversion autograd would convert the gradient outside of any
+            # phase.
             with cast_marker(arithmetic, phase):
                 weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None, None
@@ -188,12 +190,12 @@ def _cast_operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: boo
 
 
 def _select_saved_tensors(
-    arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
+    arithmetic: Arithmetic, operand: Operand, transposed: Operand | None, source: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if not needed:
         return None, None, None
-    if turned is not None:
-        return turned.data, turned.scale, None
+    if transposed is not None:
+        return transposed.data, transposed.scale, None
     return operand.data, operand.scale, source if arithmetic.keeps_source else None
 
 
@@ -203,11 +205,11 @@ def linear(
     """Returns x (..., I) times transposed w (O, I), as (..., O) in the carrier. If the weight was already cast,
     `operands` are its operands.
     """
-    flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    # Ask here whether gradients are recorded. The Function itself cannot see it, because weights require gradients
+    rows = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
+    # Pass the Function whether gradients are recorded. It cannot see this itself, because weights require gradients
     # under no_grad too.
     records_gradients = torch.is_grad_enabled()
-    y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
+    y: Tensor = _LinearProduct.apply(rows, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
@@ -217,13 +219,13 @@ _MULTIPLIER_ATTRIBUTES = ("arithmetic", "operands", "_library_forward")
 
 class Linear(nn.Module):
     """Computes y = x W^T without bias. If the layer has `operands`, they are used in place of W. Unit scaling
-    (`unit`) casts W times `factor`.
+    (`unit_scaling`) casts W times `weight_factor`.
 
     If several layers share a `weight`, it keeps the values that the first layer has drawn.
     """
 
-    unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
-    factor: float = 1.0
+    unit_scaling: Callable[[Linear, Tensor, Phases], Tensor] | None = None
+    weight_factor: float = 1.0
 
     def __init__(
         self,
@@ -245,8 +247,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._library_forward is not None:  # the library casts inside its layer, where no phase can be opened
             return region(phase.gemm, self._library_forward, x.to(self.arithmetic.carrier))
-        if self.unit is not None:
-            return self.unit(self, x, phase)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase)
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 
@@ -257,7 +259,7 @@ def cast_once(model: nn.Module) -> None:
             isinstance(layer, Linear)
             and layer.arithmetic.casts
             and layer._library_forward is None
-            and layer.unit is None
+            and layer.unit_scaling is None
         ):
             operand = layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
             layer.operands = operand, operand  # without gradients no product needs a transpose
@@ -271,14 +273,14 @@ def free_weight(weight: nn.Parameter) -> None:
 
 @contextmanager
 def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
-    """Makes the layers at these paths multiply in other arithmetics inside the body. Each of these layers casts its
-    own weight there.
+    """Makes the layers at these paths multiply in other arithmetics during the `with` block. Each of these layers then
+    casts its own weight, also if the weight was cast once before.
     """
     original_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
-            # Save and restore only attributes of the instance. The others come from its class.
+            # Save and restore only the layer's own attributes, not those of its class.
             multiplier = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
             original_attributes.append((layer, multiplier))
             vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
@@ -289,7 +291,7 @@ def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> 
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies parts of x (T, I) by transposed weights (O, I), one for each part. It marks phases in backward."""
+    """Multiplies each group of rows of x (T, I) by its transposed weight (O, I). It marks phases in backward."""
 
     @staticmethod
     def forward(
@@ -310,11 +312,11 @@ class _GroupedProduct(torch.autograd.Function):
             ]
             b = stack_operands([operand for operand, _ in operand_pairs])
         # Transpose now, because the weights may change before the backward pass.
-        turned_parts: list[Tensor | None] = []
+        transposed_tensors: list[Tensor | None] = []
         for _, operand in operand_pairs:
-            turned_parts += (operand.data, operand.scale)
+            transposed_tensors += (operand.data, operand.scale)
         source = x if arithmetic.keeps_source else a.data
-        ctx.save_for_backward(source, ends, *turned_parts)
+        ctx.save_for_backward(source, ends, *transposed_tensors)
         ctx.arithmetic = arithmetic
         ctx.phase = phase
         ctx.sizes = sizes
@@ -327,17 +329,17 @@ class _GroupedProduct(torch.autograd.Function):
         arithmetic = ctx.arithmetic
         phase = ctx.phase
         (gradient,) = gradients
-        source, ends, *turned = ctx.saved_tensors
-        casting = cast_marker(arithmetic, phase)
-        with casting:
+        source, ends, *transposed = ctx.saved_tensors
+        cast_phase = cast_marker(arithmetic, phase)
+        with cast_phase:
             g = arithmetic.cast(gradient, Role.GRADIENT)
-            b = stack_operands([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
-            g_turned = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
+            b = stack_operands([Operand(*pair) for pair in zip(transposed[::2], transposed[1::2], strict=True)])
+            g_transposed = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            a_transposed = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
-            weight_gradients = arithmetic.multiply_groups(g_turned, a_turned, ends)
-        with casting:  # autograd would convert outside of any phase, as in a linear product
+            weight_gradients = arithmetic.multiply_groups(g_transposed, a_transposed, ends)
+        with cast_phase:  # otherwise autograd would convert the gradients to fp32 outside of any phase
             widened_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
         return input_gradient, None, None, None, None, None, *widened_gradients.unbind()
 
@@ -351,19 +353,19 @@ def grouped_linear(
     phase: Phases,
     operands: Sequence[OperandPair | None],
 ) -> Tensor:
-    """Multiplies the rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows are
-    multiplied by the first weight, and so on.
+    """Multiplies groups of rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows
+    are multiplied by the first weight, and so on.
 
-    `ends` (int32 on the device) are the rows at which the parts end. Inputs and outputs must be multiples of the
-    arithmetic's `groups`, and the rows of parts of its `part_rows` (plain products need only `groups`). `operands`
-    are those of weights that were already cast.
+    `ends` (int32 on the device) has the row at which each group ends. I and O must be multiples of the arithmetic's
+    `groups`. The number of rows of each group must be a multiple of its `part_rows` (for plain products, of `groups`).
+    `operands` has an item for each weight: its operands if it was already cast, otherwise None.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
 
 def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> OperandPair:
-    operand, turned = arithmetic.cast_both(weight, Role.WEIGHT, amax)
-    return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
+    operand, transposed = arithmetic.cast_both(weight, Role.WEIGHT, amax)
+    return operand, transposed or arithmetic.turn(operand, weight, Role.WEIGHT)
 
 
 def stack_operands(operands: Sequence[Operand]) -> Operand:
@@ -374,8 +376,8 @@ def stack_operands(operands: Sequence[Operand]) -> Operand:
 def transpose_parts(
     arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]
 ) -> Operand:
-    """Transposes each part separately, and joins the results side by side. The joined matrix is (columns, rows of all
-    parts). The scales of the parts follow each other.
+    """Transposes each group of rows separately, and joins the results to a matrix (columns, rows of all groups). The
+    scales of the groups are one after the other.
     """
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)

@@ -1,5 +1,5 @@
-"""Finds out how a batch is passed to a user's model and what the model's loss is. If it cannot find out, it asks the
-user.
+"""Finds out how a batch is passed to a user's model and what the model's loss is. If that is not clear, an error says
+what the user's function must return.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fp8bench.errors import UsageError
 from fp8bench.nn.around import widen_dtype
 
 # A function that returns the loss of an output. If it has two arguments, the second is the batch.
-Loss = Callable[..., Tensor]
+LossFunction = Callable[..., Tensor]
 _MAX_ERROR_LENGTH = 300
 _WHAT_MAKE_RETURNS = (
     "make() must return (model, batch) with a batch that forward accepts, or (model, batch, loss) with a batch whose "
-    "first or equally named parts forward accepts"
+    "first items or keywords forward accepts"
 )
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def iterate_named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
     named_parts: Iterable[tuple[Any, Any]]
-    # The names on the way to a tensor are joined to a path, which messages show.
+    # Messages show a tensor's path, for example `inputs.0`.
     if isinstance(value, Mapping):
         named_parts = value.items()
     elif isinstance(value, list | tuple):
@@ -41,38 +41,38 @@ def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     else:
         return
     for name, part in named_parts:
-        yield from tensors_in(part, f"{path}.{name}" if path else str(name))
+        yield from iterate_named_tensors(part, f"{path}.{name}" if path else str(name))
 
 
-def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
+def move_to_device(value: Any, device: torch.device | str, copy: bool = False) -> Any:
     """Moves all tensors in a value to the device. A tensor that occurs twice is moved once. With `copy`, tensors that
     are already there are copied, for models that change their inputs.
     """
     moved_tensors: dict[int, Tensor] = {}
 
-    def move(part: Any) -> Any:
+    def move_part(part: Any) -> Any:
         if isinstance(part, Tensor):
             if id(part) not in moved_tensors:
                 moved_tensors[id(part)] = part.to(device, non_blocking=True, copy=copy)
             return moved_tensors[id(part)]
         # Rebuild containers with the moved parts, and keep their class.
         if isinstance(part, Mapping):
-            # A custom mapping class may have attributes.
+            # Copy the mapping, because a custom class may have attributes.
             moved_mapping = shallow(part) if isinstance(part, MutableMapping) else {}
             for name, value in part.items():
-                moved_mapping[name] = move(value)
+                moved_mapping[name] = move_part(value)
             return moved_mapping
         if isinstance(part, tuple) and hasattr(part, "_fields"):
-            return type(part)(*map(move, part))
+            return type(part)(*map(move_part, part))
         if is_dataclass(part) and not isinstance(part, type):
             moved_object = shallow(part)
             for field in fields(part):
                 # the dataclass may be frozen
-                object.__setattr__(moved_object, field.name, move(getattr(part, field.name)))
+                object.__setattr__(moved_object, field.name, move_part(getattr(part, field.name)))
             return moved_object
-        return type(part)(map(move, part)) if isinstance(part, list | tuple) else part
+        return type(part)(map(move_part, part)) if isinstance(part, list | tuple) else part
 
-    return move(value)
+    return move_part(value)
 
 
 def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[], Any]:
@@ -85,7 +85,7 @@ def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[
     positional, named = make_arguments(model, batch, has_loss)
     model_device = next((parameter.device for parameter in model.parameters()), None)
     # Check devices before the call, because torch's message would not name the argument.
-    for name, tensor in tensors_in(batch):
+    for name, tensor in iterate_named_tensors(batch):
         if model_device is not None and tensor.device != model_device:
             raise UsageError(
                 f"{name or 'the batch'} is on {tensor.device}, but the model is on {model_device}: move one of them"
@@ -120,8 +120,8 @@ def make_arguments(model: nn.Module, batch: Any, has_loss: bool = False) -> Argu
 
 def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[Any], Arguments]:
     """Returns a function that turns batches into arguments of the model's forward pass. All batches must have the
-    form of this one. With the user's loss, which gets the whole batch, forward may get a part of it: the first items
-    of a sequence, or the keywords that it accepts of a mapping.
+    form of this one. If there is a loss function, which gets the whole batch, forward may get a part of the batch: the
+    first items of a sequence, or those entries of a mapping that forward accepts as keywords.
 
     Raises UsageError if forward does not accept the batch.
     """
@@ -167,14 +167,14 @@ def _list_call_styles(batch: Any, parameters: Sequence[str], has_loss: bool) -> 
             yield lambda pair: (tuple(pair[0]), dict(pair[1]))
             return
         for count in range(len(batch), -1 if has_loss else len(batch) - 1, -1):
-            yield partial(_take_first, count)
+            yield partial(_take_first_items, count)
 
 
-def _take_first(count: int, batch: Sequence[Any]) -> Arguments:
+def _take_first_items(count: int, batch: Sequence[Any]) -> Arguments:
     return tuple(batch[:count]), {}
 
 
-def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:
+def find_loss(model: nn.Module, batch: Any, output: Any, loss: LossFunction | None = None) -> tuple[Tensor, str]:
     """Returns the loss that backward starts from, and a description of where it comes from. It takes the first of
     these that exists: the result of the user's `loss` function, the loss in the output, a single number in the
     output, or the mean square of the output's first floating-point tensor.
@@ -190,7 +190,7 @@ def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None)
     return value, source_text
 
 
-def _compute_user_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str]:
+def _compute_user_loss(batch: Any, output: Any, loss: LossFunction) -> tuple[Tensor, str]:
     try:
         value: Any = loss(output, batch) if _takes_batch(loss) else loss(output)
     except torch.OutOfMemoryError:
@@ -202,7 +202,7 @@ def _compute_user_loss(batch: Any, output: Any, loss: Loss) -> tuple[Tensor, str
     return value, "the loss that make() gives"
 
 
-def _takes_batch(loss: Loss) -> bool:
+def _takes_batch(loss: LossFunction) -> bool:
     """Returns whether the user's loss function requires a second positional argument, the batch. Arguments with a
     default do not count, as in `lambda output, target=target: ...`.
     """
@@ -221,7 +221,7 @@ def _takes_batch(loss: Loss) -> bool:
 
 def _guess_loss(model: nn.Module, output: Any) -> tuple[Tensor, str]:
     # 1. Use a value that the model's output names as its loss.
-    floating_tensors = [(name, tensor) for name, tensor in tensors_in(output) if tensor.is_floating_point()]
+    floating_tensors = [(name, tensor) for name, tensor in iterate_named_tensors(output) if tensor.is_floating_point()]
     for name, value in floating_tensors:
         if name.split(".")[-1] == "loss" and value.numel() == 1:
             return value, f"the {name} that forward gives"
@@ -251,6 +251,6 @@ def describe_type(value: Any) -> str:
     return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
-def was_changed(copied: Any) -> bool:
+def was_changed(batch_copy: Any) -> bool:
     """Returns whether an operator has written to any tensor of a fresh copy of a batch."""
-    return any(tensor._version for _, tensor in tensors_in(copied) if not tensor.is_inference())
+    return any(tensor._version for _, tensor in iterate_named_tensors(batch_copy) if not tensor.is_inference())

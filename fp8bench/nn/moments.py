@@ -27,24 +27,24 @@ WEIGHT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
-class Storage:
+class MomentStorage:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
-    `of(name)` returns a separate storage for one tensor. It is None if the storage has no state. `settles` means that
-    the scale depends on earlier tensors, so that a storage fits only after its first cast.
+    `make_tensor_storage(name)` returns a separate storage for one tensor, and is None if the storage has no state.
+    `settles` means that the scale comes from earlier casts, so that it does not fit the first tensor.
     """
 
     store: Callable[[Tensor], Operand]
     restore: Callable[[Operand], Tensor]
     casts: bool = True
     settles: bool = False
-    of: Callable[[str], Storage] | None = None
+    make_tensor_storage: Callable[[str], MomentStorage] | None = None
 
-    def for_tensor(self, name: str) -> Storage:
-        return self if self.of is None else self.of(name)
+    def make_for_tensor(self, name: str) -> MomentStorage:
+        return self if self.make_tensor_storage is None else self.make_tensor_storage(name)
 
 
-def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
+def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> MomentStorage:
 
     def store(x: Tensor) -> Operand:
         scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
@@ -54,14 +54,14 @@ def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXA
         assert operand.scale is not None
         return operand.data.to(torch.float32).mul_(operand.scale)
 
-    return Storage(store, restore)
+    return MomentStorage(store, restore)
 
 
-def make_arithmetic_storage(arithmetic: Arithmetic) -> Storage:
-    """Returns a storage with an arithmetic's cast and its inverse. A moment has its weight's layout and is rounded
-    like a weight.
+def make_arithmetic_storage(arithmetic: Arithmetic) -> MomentStorage:
+    """Returns a storage that casts and restores moments by an arithmetic. A moment has the layout of its weight and is
+    rounded like a weight.
     """
-    return Storage(
+    return MomentStorage(
         partial(arithmetic.cast, role=Role.WEIGHT),
         partial(arithmetic.restore, dtype=torch.float32),
         arithmetic.casts,
@@ -70,23 +70,23 @@ def make_arithmetic_storage(arithmetic: Arithmetic) -> Storage:
     )
 
 
-def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
+def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[MomentStorage, MomentStorage]:
     """Returns the storages of the first and the second moment. fp32 and bf16 store both moments without a scale. fp16
     needs a scale because of its short range.
 
     In lower precisions only the first moment is stored in the precision. The second is stored in scaled fp16, as in
     FP8-LM. A shorter range would round small second moments to zero, and the update would be divided by epsilon. With
-    `same`, both moments have the precision nevertheless.
+    `same_precision`, both moments have the precision nevertheless.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
         return make_scaled_storage(FP16), make_scaled_storage(FP16)
     storage = make_arithmetic_storage(arithmetic)
-    return storage, storage if same or arithmetic.plain else make_scaled_storage(FP16)
+    return storage, storage if same_precision or arithmetic.plain else make_scaled_storage(FP16)
 
 
 class Bucket:
-    """Matrices with their gradients and AdamW's moments. `plain` holds the moments if they are stored in fp32. A step
-    then neither decodes nor casts.
+    """Matrices with their gradients and AdamW's moments. `fp32_moments` holds the moments if they are stored in fp32. A
+    step then neither decodes nor casts.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Bucket:
         gradients: list[Tensor],
         first: list[Tensor],
         second: list[Tensor],
-        storages: tuple[Storage, Storage],
+        storages: tuple[MomentStorage, MomentStorage],
         steps: int,
         fused: bool,
     ) -> None:
@@ -103,17 +103,17 @@ class Bucket:
         self.parameters = parameters
         self.gradients = gradients
         # Moments in fp32 need no cast, and torch updates them in place.
-        self.plain = None if any(storage.casts for storage in storages) else (first, second)
+        self.fp32_moments = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
-        self._first = [storages[0].for_tensor(f"moment.first.{index}") for index in indices]
-        self._second = [storages[1].for_tensor(f"moment.second.{index}") for index in indices]
+        self._first_storages = [storages[0].make_for_tensor(f"moment.first.{index}") for index in indices]
+        self._second_storages = [storages[1].make_for_tensor(f"moment.second.{index}") for index in indices]
         self._stored: tuple[list[Operand], list[Operand]] = ([], [])
         # torch reads the step count on the host, or on the device if the step is fused.
         count_device = parameters[0].device if fused else torch.device("cpu")
         self._steps = [torch.tensor(float(steps), device=count_device) for _ in parameters]
-        # A delayed scale fits only after the cast before it has seen such values. So store the moments twice.
-        if self.plain is None:
+        # A delayed scale comes from earlier casts. So store the moments twice, to get a scale that fits them.
+        if self.fp32_moments is None:
             self.store(first, second)
         if any(storage.settles for storage in storages):
             self.store(first, second)
@@ -122,20 +122,20 @@ class Bucket:
         return {
             MemoryRole.WEIGHTS: self.parameters,
             MemoryRole.GRADIENTS: self.gradients,
-            MemoryRole.OPTIMIZER: (self.plain, self._stored, self._steps),
+            MemoryRole.OPTIMIZER: (self.fp32_moments, self._stored, self._steps),
         }
 
     def restore(self) -> tuple[list[Tensor], list[Tensor]]:
-        if self.plain is not None:
-            return self.plain
+        if self.fp32_moments is not None:
+            return self.fp32_moments
         first, second = self._stored
-        return _restore_all(self._first, first), _restore_all(self._second, second)
+        return _restore_moments(self._first_storages, first), _restore_moments(self._second_storages, second)
 
     def store(self, first: list[Tensor], second: list[Tensor]) -> None:
-        self._stored = _store_all(self._first, first), _store_all(self._second, second)
+        self._stored = _store_moments(self._first_storages, first), _store_moments(self._second_storages, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        first, second = self.plain or map(_list_tensors, self._stored)
+        first, second = self.fp32_moments or map(_list_tensors, self._stored)
         return first, second, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
@@ -144,7 +144,7 @@ class Bucket:
         If the step is not fused, torch processes whole lists of tensors at once (foreach) on a GPU, and one tensor at
         a time on a CPU.
         """
-        # The functional form takes lists of tensors, so a bucket needs no optimizer object.
+        # This function of torch.optim takes lists of tensors, so a bucket needs no optimizer object.
         adamw(
             self.parameters,
             self.gradients,
@@ -163,11 +163,11 @@ class Bucket:
         )
 
 
-def _store_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
+def _store_moments(storages: list[MomentStorage], moments: list[Tensor]) -> list[Operand]:
     return [storage.store(moment) for storage, moment in zip(storages, moments, strict=True)]
 
 
-def _restore_all(storages: list[Storage], operands: list[Operand]) -> list[Tensor]:
+def _restore_moments(storages: list[MomentStorage], operands: list[Operand]) -> list[Tensor]:
     return [storage.restore(operand) for storage, operand in zip(storages, operands, strict=True)]
 
 
@@ -182,12 +182,12 @@ def split_into_buckets(elements: Sequence[int], max_elements: int) -> Iterator[s
     """Yields slices of consecutive tensors. The tensors of a slice have at most `max_elements` elements together. A
     tensor that is larger gets a separate slice.
     """
-    start = total = 0
+    start = bucket_elements = 0
     for index, count in enumerate(elements):
-        if total and total + count > max_elements:
+        if bucket_elements and bucket_elements + count > max_elements:
             yield slice(start, index)
             start = index
-            total = 0
-        total += count
-    if total:
+            bucket_elements = 0
+        bucket_elements += count
+    if bucket_elements:
         yield slice(start, len(elements))

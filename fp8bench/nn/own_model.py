@@ -20,10 +20,10 @@ from fp8bench.nn.conversion import AcceleratedModel, Conversion
 from fp8bench.nn.model_calls import (
     choose_call_style,
     describe_type,
-    loss_of,
-    on_device,
+    find_loss,
+    iterate_named_tensors,
+    move_to_device,
     shorten_error,
-    tensors_in,
     was_changed,
 )
 from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
@@ -34,12 +34,12 @@ from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, k
 _LEARNING_RATE = 1e-5
 
 
-class Given(NamedTuple):
+class MakeResult(NamedTuple):
     """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
     if the output contains the loss.
 
-    The other fields are only for a training. `batches` is an iterable, or a function of step and seed. `batch` is its
-    first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
+    The fields after `loss` are only for a training. `batches` is an iterable, or a function of step and seed. `batch`
+    is its first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
     `schedule` a function of the optimizer.
     """
 
@@ -52,39 +52,43 @@ class Given(NamedTuple):
     schedule: Callable[..., Any] | None = None
 
 
-def parse_given(name: str, answer: object, seed: int = 0) -> Given:
+def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeResult:
     # A tuple's items are known by position, a dictionary's by name.
-    match answer:
+    match returned_value:
         case (nn.Module() as model, batch):
-            return _make_given(name, seed, model=model, **_classify_batch(batch))
+            return _build_make_result(name, seed, model=model, **_classify_batch(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _make_given(name, seed, model=model, loss=loss, **_classify_batch(batch))
-        case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
+            return _build_make_result(name, seed, model=model, loss=loss, **_classify_batch(batch))
+        case Mapping() if (
+            isinstance(returned_value.get("model"), nn.Module) and {"batch", "batches"} & returned_value.keys()
+        ):
             # An unknown name is probably a typing error.
-            for word in answer:
-                if word not in Given._fields:
-                    raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
-            return _make_given(name, seed, **answer)
-    given_types = (
-        f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
+            for part_name in returned_value:
+                if part_name not in MakeResult._fields:
+                    raise UnknownName(f"name in what {name} gives", str(part_name), MakeResult._fields)
+            return _build_make_result(name, seed, **returned_value)
+    returned_types = (
+        f"({', '.join(type(part).__name__ for part in returned_value)})"
+        if isinstance(returned_value, tuple)
+        else type(returned_value).__name__
     )
     raise UsageError(
-        f"{name} returns {given_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict "
-        f"with 'model', 'batch' or 'batches', and optionally {', '.join(Given._fields[2:])}."
+        f"{name} returns {returned_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a "
+        f"dict with 'model', 'batch' or 'batches', and optionally {', '.join(MakeResult._fields[2:])}."
     )
 
 
 def _classify_batch(batch: Any) -> dict[str, Any]:
-    """Returns the second result of a user's function under its name. The name is 'batches' for a function, and for an
+    """Returns the second result of a user's function in a dictionary. The key is 'batches' for a function, and for an
     iterable that is neither a tensor nor a container. For anything else it is 'batch'.
     """
-    has_several = callable(batch) or (
+    has_several_batches = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
-    return {"batches" if has_several else "batch": batch}
+    return {"batches" if has_several_batches else "batch": batch}
 
 
-def _make_given(name: str, seed: int, **parts: Any) -> Given:
+def _build_make_result(name: str, seed: int, **parts: Any) -> MakeResult:
     for word in ("loss", "optimizer", "schedule"):
         if parts.get(word) is not None and not callable(parts[word]):
             raise UsageError(f"{name}: its {word} is {describe_type(parts[word])}, but must be a function.")
@@ -92,10 +96,10 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
         raise UsageError(f"{name} returns a schedule without an optimizer. Return both, or neither.")
     # A single batch is used directly. If there are several batches, read the first.
     if "batch" in parts:
-        return Given(**parts)
+        return MakeResult(**parts)
     batches = parts["batches"]
     try:
-        return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
+        return MakeResult(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
     except Exception as error:
         reason = "there is none" if isinstance(error, StopIteration) else shorten_error(error)
         raise UsageError(f"{name}: the first of its batches cannot be read: {reason}.") from error
@@ -103,12 +107,12 @@ def _make_given(name: str, seed: int, **parts: Any) -> Given:
 
 @contextmanager
 def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
-    """Seeds all random generators for the body, and restores their previous states afterwards."""
+    """Seeds all random generators for the `with` block, and restores their previous states afterwards."""
     numpy = sys.modules.get("numpy")
     # Python's and numpy's random states belong to the user, so restore them too.
     states = random.getstate(), numpy and numpy.random.get_state()
-    gpus = [facts.index] if facts.accelerated else []
-    with torch.random.fork_rng(gpus, device_type=facts.kind):
+    gpu_indices = [facts.index] if facts.accelerated else []
+    with torch.random.fork_rng(gpu_indices, device_type=facts.kind):
         torch.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
@@ -121,7 +125,7 @@ def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
                 numpy.random.set_state(states[1])
 
 
-Call = Callable[[nn.Module, Any, Any], Any]
+CallModel = Callable[[nn.Module, Any, Any], Any]
 
 
 def call_model(model: nn.Module, positional: Any, named: Any) -> Any:
@@ -141,14 +145,14 @@ class Outcome(NamedTuple):
 class OwnModel:
     """A copy of a user's model, converted for its case. It has an optimizer if it trains.
 
-    `doing` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
+    `running_part` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
     `multiples` are the multiples that native products on this device require. With `draws_alike` a compiled step
     draws the same random numbers as an uncompiled step, which makes it slower.
     """
 
     def __init__(
         self,
-        parts: Given,
+        parts: MakeResult,
         setup: Setup,
         multiples: tuple[int, int] = (1, 1),
         *,
@@ -163,7 +167,7 @@ class OwnModel:
         # Each step gets a copy of the batch, until a step has shown that it does not change the batch. Moving a batch
         # to a different device copies it anyway.
         self._copies = True
-        for name, tensor in tensors_in(batch):
+        for name, tensor in iterate_named_tensors(batch):
             if tensor.device.type not in ("cpu", setup.facts.kind):
                 raise UsageError(
                     f"{name or 'the batch'} is on {tensor.device}, but the model is measured on {setup.facts.key}: "
@@ -175,24 +179,24 @@ class OwnModel:
         self._seed = setup.seed
         self._loss_scale = setup.loss_scale
         self.training = params["pass"] == "training"
-        self.doing = "conversion"
+        self.running_part = "conversion"
         accelerated_model = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
         self.conversion = (
             make_conversion(self.model, setup, multiples) if converts and accelerated_model is None else None
         )
         if self.conversion is not None:
-            self.conversion.__enter__()  # never exited: this copy stays converted
+            self.conversion.__enter__()  # without an exit, so that this copy of the model stays converted
         self.parameters = _find_trained_parameters(self.model)
         if self.training and not self.parameters:
             raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Use --forward.")
         # Accelerate creates new parameters, so it also makes the optimizer.
-        optimizer_of = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
+        make_optimizer = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
         if accelerated_model is None:
-            self.optimizer = optimizer_of(list(self.parameters.values()))
+            self.optimizer = make_optimizer(list(self.parameters.values()))
         else:
-            self.model, self.optimizer = accelerated_model.prepare_model(self.model, optimizer_of)
+            self.model, self.optimizer = accelerated_model.prepare_model(self.model, make_optimizer)
             self.parameters = _find_trained_parameters(self.model)
-        self._call: Call = call_model
+        self._call: CallModel = call_model
         if compiles and params["compile"] == "yes":
             self._call = self._compile(draws_alike)
 
@@ -201,13 +205,13 @@ class OwnModel:
 
     def step(self, phase: Phases) -> object:
         self._set_phase(phase)
-        self.doing = "loading its batch"
+        self.running_part = "loading its batch"
         # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
-            batch = on_device(self._batch, self._facts.key, copy=self._copies)
+            batch = move_to_device(self._batch, self._facts.key, copy=self._copies)
             positional, named = self._make_arguments(batch)
         # 2. Run forward. Inference ends after it.
-        self.doing = "forward"
+        self.running_part = "forward"
         if not self.training:
             with torch.no_grad():
                 output = self._call(self.model, positional, named)
@@ -216,14 +220,14 @@ class OwnModel:
         loss = self._compute_loss(self._call(self.model, positional, named), batch)
         self._copies = self._copies and was_changed(batch)
         # 3. Run backward, and divide the gradients by the loss scale.
-        self.doing = "backward"
+        self.running_part = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
             with phase.accumulate:
                 gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
         # 4. Run the optimizer's step, and drop the gradients.
-        self.doing = "the optimizer"
+        self.running_part = "the optimizer"
         if self.optimizer is not None:
             with phase.optimizer_step:
                 self.optimizer.step()
@@ -237,19 +241,19 @@ class OwnModel:
     def outcome(self) -> Outcome:
         """Returns the results of a step without the optimizer. Every call draws the same random numbers."""
         self._set_phase(SilentPhases())
-        batch = on_device(self._batch, self._facts.key, copy=True)
+        batch = move_to_device(self._batch, self._facts.key, copy=True)
         positional, named = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, positional, named)
             loss = self._compute_loss(output, batch) if self.training else None
             # A loss that forward returns does not count as an output, because it has its own error.
-            tensors = [tensor for _, tensor in tensors_in(output) if tensor is not loss]
+            tensors = [tensor for _, tensor in iterate_named_tensors(output) if tensor is not loss]
             outputs = tuple(tensor.detach() for tensor in tensors if tensor.is_floating_point())
             if loss is None:
                 return Outcome(outputs, None, {})
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        # parameters without a gradient count as zero, because another copy's step may use them (experts without
-        # tokens)
+        # A missing gradient counts as zero. For example, this step may give an expert no tokens, while the same step of
+        # another copy gives it some.
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self._loss_scale
             for name, parameter in self.parameters.items()
@@ -259,22 +263,22 @@ class OwnModel:
         return Outcome(outputs, loss.detach(), gradients)
 
     def _compute_loss(self, output: Any, batch: Any) -> Tensor:
-        loss, self.loss_words = loss_of(self.model, batch, output, self._loss)
+        loss, self.loss_words = find_loss(self.model, batch, output, self._loss)
         return loss
 
     def _set_phase(self, phase: Phases) -> None:
         if self.conversion is not None:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
-    def _compile(self, draws_alike: bool) -> Call:
-        """Compiles the model's call by running a first step. It compiles a copy of the function, for the reason that
-        `nn.compiling.copy_function` gives.
+    def _compile(self, draws_alike: bool) -> CallModel:
+        """Compiles the call of the model by running a first step. It compiles a copy of `call_model`, because torch
+        stores graphs by code object (`nn.compiling.copy_function`).
         """
         # These imports load the compiler, which is slow.
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
-        graph: Call = torch.compile(copy_function(call_model))
+        graph: CallModel = torch.compile(copy_function(call_model))
         graphs_before = counters["stats"]["unique_graphs"]
         # The first call compiles. It runs without the optimizer, so that the weights do not change.
         self._call = graph
@@ -295,7 +299,7 @@ def compute_errors(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
     shapes = [tensor.shape for tensor in outcome.outputs]
     expected_shapes = [tensor.shape for tensor in reference.outputs]
-    # outputs whose shape changes cannot be compared, for example rows above a threshold
+    # Outputs can only be compared if their shapes are equal. The number of rows above a threshold may differ.
     if shapes == expected_shapes and shapes:
         errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
     if outcome.loss is not None and reference.loss is not None:
@@ -323,10 +327,10 @@ def _make_optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFact
 
 def make_conversion(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
     precision_map = dict(setup.case.precision_map)
-    skip = [word for word in str(setup.params.get("skip", "")).split(";") if word]
+    skip = [pattern for pattern in str(setup.params.get("skip", "")).split(";") if pattern]
 
-    def choose(layer: Layer) -> Arithmetic | None:
+    def choose_for_layer(layer: Layer) -> Arithmetic | None:
         key = key_of(layer, precision_map)
         return None if key is not None and precision_map[key] == UNTOUCHED else setup.layer(layer)
 
-    return Conversion(model, choose, skip=skip, keys=precision_map, multiples=multiples)
+    return Conversion(model, choose_for_layer, skip=skip, keys=precision_map, multiples=multiples)

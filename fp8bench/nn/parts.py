@@ -1,4 +1,4 @@
-"""Parts of many models: norms, the feed-forward part, the loss, and single operations between two products."""
+"""Parts of many models: norms, the feed-forward part, the loss, and operations that are measured alone."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fp8bench.nn.around import cast_to, widen_dtype
-from fp8bench.nn.linear import Choose, Linear, region
+from fp8bench.nn.linear import ChooseArithmetic, Linear, region
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class Norm(nn.Module):
     """Layer norm or RMS norm in `arithmetic`, or without one in fp32 or wider. The result has the dtype of x.
 
-    In a unit-scaled model, `unit` is a function that rescales the weight.
+    In a unit-scaled model, `unit_scaling` is a function that rescales the weight.
     """
 
     arithmetic: Arithmetic | None = None
     epsilon = 1e-5
-    unit: Callable[[Tensor], Tensor] | None = None
+    unit_scaling: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, width: int, root_mean_square: bool) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Norm(nn.Module):
         self.root_mean_square = root_mean_square
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight if self.unit is None else self.unit(self.weight)
+        weight = self.weight if self.unit_scaling is None else self.unit_scaling(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
         x_cast = cast_to(x, self.arithmetic).to(weight.dtype)
         return normalise(x_cast, weight, self.root_mean_square, self.epsilon).to(x.dtype)
@@ -42,24 +42,24 @@ def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float)
 
 
 class FeedForward(nn.Module):
-    """A feed-forward part: two products with GELU between them, or Llama's gated form. In a unit-scaled model, `unit`
-    replaces the forward pass.
+    """A feed-forward part: two products with GELU between them, or Llama's gated form. In a unit-scaled model,
+    `unit_scaling` replaces the forward pass.
     """
 
-    unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
+    unit_scaling: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
-    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: Choose) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, gain: float, choose: ChooseArithmetic) -> None:
         super().__init__()
         self.gated = gated
         self.up = Linear(width, hidden * (2 if gated else 1), choose("up"))
         self.down = Linear(hidden, width, choose("down"), gain)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self.unit is not None:
-            return self.unit(self, x, phase)
-        return self.down(self.activate(self.up(x, phase)), phase)
+        if self.unit_scaling is not None:
+            return self.unit_scaling(self, x, phase)
+        return self.down(self.apply_activation(self.up(x, phase)), phase)
 
-    def activate(self, hidden: Tensor) -> Tensor:
+    def apply_activation(self, hidden: Tensor) -> Tensor:
         return silu_gate(*hidden.chunk(2, dim=-1)) if self.gated else gelu(hidden)
 
 
@@ -68,7 +68,7 @@ class NormedFeedForward(nn.Module):
     `both_products` it may compute all four as one layer.
     """
 
-    def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:
+    def __init__(self, width: int, hidden: int, gated: bool, choose: ChooseArithmetic, both_products: bool) -> None:
         super().__init__()
         self.norm = Norm(width, root_mean_square=True)
         self.block = FeedForward(width, hidden, gated, 1.0, choose)
@@ -83,7 +83,7 @@ class NormedFeedForward(nn.Module):
         if self._fused is None:
             return self.block(self.norm(x), phase)
         product = region(phase.gemm, self._fused, x)
-        return product if self._fuses_all else self.block.down(self.block.activate(product), phase)
+        return product if self._fuses_all else self.block.down(self.block.apply_activation(product), phase)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
@@ -92,7 +92,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> T
     return F.cross_entropy(wide_logits, targets.reshape(-1), reduction=reduction)
 
 
-def drop(x: Tensor, fraction: float) -> Tensor:
+def apply_dropout(x: Tensor, fraction: float) -> Tensor:
     return F.dropout(x, fraction) if fraction else x
 
 

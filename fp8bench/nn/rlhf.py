@@ -31,16 +31,18 @@ from fp8bench.protocols import Phases, SilentPhases
 
 @dataclass(eq=False)
 class SharedBatches:
-    """Reads `count` batches from a loader, and hands the same batches to several trainings, one after the other."""
+    """Reads `batch_count` batches from a loader, and hands the same batches to several trainings, one after the
+    other.
+    """
 
     loader: Loader
-    count: int
+    batch_count: int
     batches: list[tuple[Any, Tensor]] = field(default_factory=list)
     batch_cycle: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
 
     def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
         with phase.data_load:
-            self.batches = [self.loader.next() for _ in range(self.count)]
+            self.batches = [self.loader.next() for _ in range(self.batch_count)]
             self.batch_cycle = cycle(self.batches)
         return self.batches
 
@@ -59,14 +61,14 @@ class FourModels:
 
     actor: TrainingState
     critic: TrainingState
-    frozen: dict[str, Decoder]
+    frozen_models: dict[str, Decoder]
     loader: SharedBatches
     micro_batches: int
     scores: dict[str, list[Tensor]]
 
     def step(self, phase: Phases) -> None:
         batches = self.loader.read(phase)
-        for name, model in self.frozen.items():
+        for name, model in self.frozen_models.items():
             with phase.elementwise, torch.no_grad():
                 logits = (model.forward(tokens, 0, phase, every=True) for tokens, _ in batches)
                 self.scores[name] = [
@@ -82,20 +84,20 @@ class FourModels:
         return self.actor.losses(steps)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        weights, caches = zip(*(model.list_weights_and_cache() for model in self.frozen.values()), strict=True)
+        weights, caches = zip(*(model.list_weights_and_cache() for model in self.frozen_models.values()), strict=True)
         return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
 
     def figures(self) -> dict[str, float]:
         """Returns the bytes of each model between two steps. A trained model has weights, gradients and moments. The
         other models have weights and scales.
         """
-        trained = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
-        frozen = {name: model.weight_bytes() for name, model in self.frozen.items()}
-        return {f"{name}_bytes": float(size) for name, size in (trained | frozen).items()}
+        trained_bytes = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
+        frozen_bytes = {name: model.weight_bytes() for name, model in self.frozen_models.items()}
+        return {f"{name}_bytes": float(size) for name, size in (trained_bytes | frozen_bytes).items()}
 
 
 def _count_trained_bytes(state: TrainingState) -> int:
-    tensors = [*state.parameters, *state.buffers]
+    tensors = [*state.parameters, *state.gradient_buffers]
     for moments in state.optimizer.state.values():
         # A tensor without dimensions is a step count, which is left out.
         tensors += [tensor for tensor in moments.values() if isinstance(tensor, Tensor) and tensor.dim()]
@@ -104,8 +106,10 @@ def _count_trained_bytes(state: TrainingState) -> int:
 
 def make_frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str, seed: int) -> dict[str, Decoder]:
     carrier = DTYPES.get(weight_format, torch.bfloat16)
-    initial = {name: parameter.detach() for name, parameter in actor.named_parameters()}
-    draw_reward_weight = draw_weights(list_weight_shapes(config), seed + 1, str(next(iter(initial.values())).device))
+    initial_weights = {name: parameter.detach() for name, parameter in actor.named_parameters()}
+    draw_reward_weight = draw_weights(
+        list_weight_shapes(config), seed + 1, str(next(iter(initial_weights.values())).device)
+    )
 
     def store(name: str, weight: Tensor) -> StoredWeight:
         if weight_format in DTYPES or name == "head":
@@ -119,6 +123,6 @@ def make_frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format:
     # The reference starts with the actor's weights, the reward model with different ones.
     with torch.no_grad():
         return {
-            "reference": make_decoder(lambda name: initial[name].clone()),
+            "reference": make_decoder(lambda name: initial_weights[name].clone()),
             "reward": make_decoder(draw_reward_weight),
         }

@@ -24,7 +24,7 @@ from fp8bench.formats.native_codes import run_kernel
 from fp8bench.formats.quantise import RANDOM_BITS, check_input, random_bits
 from fp8bench.formats.scaled import largest_magnitude
 
-SIZE = 16
+RUN_LENGTH = 16
 _MATRIX_DIMENSIONS = 2
 # The sizes of example tensors for which kernels are compiled. Real operands have other sizes.
 _EXAMPLE_ROWS = 640
@@ -44,8 +44,8 @@ def rotate(x: Tensor, seed: int) -> Tensor:
 
 
 class RotatedTensor(NamedTuple):
-    """A rotated tensor with the largest magnitudes of its parts in float32, first those after the rotation and then
-    those before.
+    """A rotated tensor, with the largest magnitudes of its parts after the rotation (`amaxes`) and before it. The
+    largest of these is that of the whole tensor.
     """
 
     values: Tensor
@@ -54,19 +54,19 @@ class RotatedTensor(NamedTuple):
 
 
 def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
-    """Rotates a matrix and finds the largest magnitudes that a later cast needs. The result has the matrix's order in
-    memory.
+    """Rotates a matrix and finds the largest magnitudes that a later cast needs. The result has the memory order of
+    the matrix: row-major or column-major.
     """
-    padded = _pad_to_runs(x)
+    padded_matrix = _pad_to_runs(x)
     matrix = _make_matrix(seed, x.device)
-    # On a GPU one kernel replaces five operations. On a CPU a matrix product is faster.
+    # On a GPU one kernel is faster than five operations. On a CPU a matrix product is faster.
     uses_matmul = x.device.type == "cpu" or torch.compiler.is_compiling()
     if uses_matmul or not x.numel() or x.dim() != _MATRIX_DIMENSIONS:
-        values = _multiply_runs(padded, matrix)
+        values = _multiply_runs(padded_matrix, matrix)
         return RotatedTensor(values, largest_magnitude(values), largest_magnitude(x))
-    memory, turned = as_row_major(padded)
+    memory, turned = as_row_major(padded_matrix)
     out = torch.empty(memory.shape, dtype=torch.float32, device=x.device)
-    part_count = len(memory) // SIZE if turned else len(memory)
+    part_count = len(memory) // RUN_LENGTH if turned else len(memory)
     amaxes, amaxes_before = (torch.empty(part_count, dtype=torch.float32, device=x.device) for _ in range(2))
     torch.ops.fp8bench.rotated_and_looked_at(memory, matrix, out, amaxes, amaxes_before, turned)
     return RotatedTensor(out.t() if turned else out, amaxes, amaxes_before)
@@ -76,7 +76,7 @@ def _pad_to_runs(x: Tensor) -> Tensor:
     check_input(x)
     if not x.dim():
         raise ValueError("a tensor without dimensions cannot be rotated")
-    return pad(x.detach(), (0, -x.shape[-1] % SIZE)) if x.shape[-1] % SIZE else x.detach()
+    return pad(x.detach(), (0, -x.shape[-1] % RUN_LENGTH)) if x.shape[-1] % RUN_LENGTH else x.detach()
 
 
 # Without these options Inductor splits a sum of sixteen products and stores the first half.
@@ -85,12 +85,13 @@ _UNSPLIT_SUM_OPTIONS = {"realize_opcount_threshold": _MAX_OPERATIONS, "realize_r
 
 @dataclass(frozen=True)
 class RotationKernel(Kernel):
-    """Computes a rotation, and the largest magnitudes of the operand and of the result, in one pass. It adds sixteen
-    products in their order.
+    """Computes a rotation in one pass, and also the largest magnitudes of the result and of the operand. Each sum adds
+    its sixteen products in order.
 
-    Its first argument is the operand's memory, viewed as (rows, runs, 16). If the operand is `turned`, the view is
-    (runs, 16, columns). The other arguments are the matrix, memory for the result in the same shape, and memory for
-    the two largest magnitudes. The first dimension counts parts.
+    The first argument is the operand's memory, viewed as (rows, runs, 16). If the operand is `turned` (column-major),
+    the view is (runs, 16, columns). The other arguments are the matrix, memory for the result in the same shape, and
+    memory for the largest magnitudes of the result and of the operand: one number for each index of the first
+    dimension.
     """
 
     source: torch.dtype
@@ -100,37 +101,41 @@ class RotationKernel(Kernel):
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, matrix, out, amaxes, amaxes_before = tensors
         run, signs = (1, matrix.unsqueeze(-1)) if self.turned else (2, matrix)
-        columns = [source.narrow(run, number, 1) for number in range(SIZE)]
-        turned = reduce(torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)])
-        out.copy_(turned)
-        amaxes.copy_(turned.to(torch.float32).abs().amax((1, 2)))
-        # The maximum with the run's first column changes no value. With it both reductions read that column, so that
-        # the compiler puts them into one loop.
+        columns = [source.narrow(run, number, 1) for number in range(RUN_LENGTH)]
+        rotated_values = reduce(
+            torch.add, [tensor.to(torch.float64) * signs[place] for place, tensor in enumerate(columns)]
+        )
+        out.copy_(rotated_values)
+        amaxes.copy_(rotated_values.to(torch.float32).abs().amax((1, 2)))
+        # Taking the maximum with the first column changes no result. But then both reductions read this column, so the
+        # compiler puts them into one loop.
         amaxes_before.copy_(torch.maximum(source.abs(), columns[0].abs()).amax((1, 2)))
         return ()
 
     def examples(self) -> list[Tensor]:
-        shape = (_EXAMPLE_RUNS, SIZE, _EXAMPLE_ROWS) if self.turned else (_EXAMPLE_ROWS, _EXAMPLE_RUNS, SIZE)
-        matrix = torch.eye(SIZE, dtype=torch.float64, device=self.device)
+        shape = (
+            (_EXAMPLE_RUNS, RUN_LENGTH, _EXAMPLE_ROWS) if self.turned else (_EXAMPLE_ROWS, _EXAMPLE_RUNS, RUN_LENGTH)
+        )
+        matrix = torch.eye(RUN_LENGTH, dtype=torch.float64, device=self.device)
         memory = [torch.empty(row, device=self.device) for row in (shape, shape[:1], shape[:1])]
         return [draw_example(shape, self.source, self.device), matrix, *memory]
 
     def free(self) -> list[Sequence[int]]:
-        free_dimensions = (0, 2) if self.turned else (0, 1)
-        return [free_dimensions, (), free_dimensions, (0,), (0,)]
+        variable_dimensions = (0, 2) if self.turned else (0, 1)
+        return [variable_dimensions, (), variable_dimensions, (0,), (0,)]
 
     def options(self) -> Mapping[str, object]:
         return {**OPERAND_ORDER, **FUSED_SCALARS, **_UNSPLIT_SUM_OPTIONS}
 
 
 def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
-    return memory.view(-1, SIZE, memory.shape[1]) if turned else memory.view(len(memory), -1, SIZE)
+    return memory.view(-1, RUN_LENGTH, memory.shape[1]) if turned else memory.view(len(memory), -1, RUN_LENGTH)
 
 
 def _run_kernel(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
     blocks = _view_as_runs(x, turned)
-    written = _view_as_runs(out, turned)
-    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
+    result_blocks = _view_as_runs(out, turned)
+    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, result_blocks, amaxes, magnitudes)
 
 
 _ROTATION_SCHEMA = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"
@@ -138,7 +143,7 @@ operators.define_operator("rotated_and_looked_at", f"({_ROTATION_SCHEMA}) -> ()"
 
 
 def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
-    runs = x.reshape(x.numel() // SIZE, SIZE)
+    runs = x.reshape(x.numel() // RUN_LENGTH, RUN_LENGTH)
     result = torch.empty(runs.shape, dtype=torch.float32, device=x.device)
     piece_length = _RUNS_PER_PIECE if x.device.type == "cpu" else max(len(runs), 1)
     for source, target in zip(torch.split(runs, piece_length), torch.split(result, piece_length), strict=True):
@@ -148,10 +153,10 @@ def _multiply_runs(x: Tensor, matrix: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _make_matrix(seed: int, device: torch.device) -> Tensor:
-    """Returns Sylvester's Hadamard matrix of 16, divided by 4 to be orthogonal, with random signs of its rows."""
-    cpu = torch.device("cpu")  # explicit, because the caller may have set another default device
+    """Returns Sylvester's 16x16 Hadamard matrix, divided by 4 to be orthogonal, and with random signs of its rows."""
+    cpu = torch.device("cpu")  # name the device, because the caller may have set another default device
     matrix = torch.ones(1, 1, dtype=torch.float64, device=cpu)
-    while len(matrix) < SIZE:
+    while len(matrix) < RUN_LENGTH:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    negative = random_bits((SIZE, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
-    return torch.where(negative, -matrix, matrix).div(SIZE**0.5).to(device)
+    negative = random_bits((RUN_LENGTH, 1), torch.tensor([seed], device=cpu)) >= 1 << (RANDOM_BITS - 1)
+    return torch.where(negative, -matrix, matrix).div(RUN_LENGTH**0.5).to(device)

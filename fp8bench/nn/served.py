@@ -18,7 +18,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, list_feed_forward_paths
 from fp8bench.protocols import Precision
 
-SERVED = "served"
+SERVED_PRECISION = "served"
 OWN = "own"
 CARRIERS = {"fp32": 4, "bf16": 2}
 
@@ -27,22 +27,26 @@ CARRIERS = {"fp32": 4, "bf16": 2}
 class StorageFormat:
     """A number format for stored tensors: the bits of each number and the bytes of a scale.
 
-    `shared` describes which numbers share a scale: 'all' of a tensor, those of a 'head', those of a 'row', or a block
-    along the row, given by its length. 0 stands for no scale. `above` is the bytes of one more scale for the whole
-    tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
+    `scale_sharing` says which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row', or
+    those of a block along the row, given by its length. 0 stands for no scale. `tensor_scale_bytes` is the bytes of one
+    more scale for the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
     """
 
     bits: int
     scale_bytes: int = 0
-    shared: str | int = 0
-    above: int = 0
+    scale_sharing: str | int = 0
+    tensor_scale_bytes: int = 0
     fmt: Format | None = None
     scaling: Scaling | None = None
 
     def count_bytes(self, rows: int, columns: int, heads: int = 1) -> int:
-        blocks = count_blocks(columns, self.shared) if isinstance(self.shared, int) and self.shared else 0
-        scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
-        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.above
+        blocks = (
+            count_blocks(columns, self.scale_sharing)
+            if isinstance(self.scale_sharing, int) and self.scale_sharing
+            else 0
+        )
+        scales = {"all": 1, "head": heads, "row": rows}.get(str(self.scale_sharing), rows * blocks)
+        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.tensor_scale_bytes
 
 
 CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
@@ -67,7 +71,7 @@ WEIGHT_FORMATS: Mapping[str, StorageFormat] = {
     "fp8": _ROWS_IN_FP8,
     **_BLOCK_FORMATS,
 }
-# torch's CPU kernels for these formats. They require bf16 activations.
+# torch's CPU kernels that multiply by int8 or int4 weights. They require bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}
 INT4_GROUPS = (128, 64, 32)
 
@@ -97,13 +101,13 @@ class ServedArm:
 
 
 def choose_arm(params: Scalars, precision: Precision) -> ServedArm:
-    """Returns the arm of a case. Its formats come from the case's precision or from its axes. Raises UsageError if
-    precision and axes both specify formats.
+    """Returns the arm of a case. Its formats come from the case's precision or from the axes `kv` and `weights`.
+    Raises UsageError if both specify formats.
     """
     kv = str(params["kv"])
     weights = str(params["weights"])
     options = precision.chosen
-    if precision.name == SERVED:
+    if precision.name == SERVED_PRECISION:
         if (kv, weights) != (OWN, OWN):
             raise UsageError(
                 f"{precision.mode} already chooses formats, and kv={kv}, weights={weights} choose them again."
@@ -145,7 +149,7 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
     # 1. Refuse combinations that do not exist.
     if arm.carrier not in CARRIERS:
         return hardware.refused(f"a served model computes in {' or '.join(CARRIERS)}, not in {arm.carrier}")
-    if precision.whole_layers or (precision.name != SERVED and precision.float32_products != "highest"):
+    if precision.whole_layers or (precision.name != SERVED_PRECISION and precision.float32_products != "highest"):
         return hardware.refused(f"{precision.mode} has no weights that could be stored: choose another dtype")
     if weights not in (OWN, arm.carrier) and precision.carried_by:
         return hardware.refused(f"{precision.mode} has its own weight format, so weights={arm.weights} is a conflict")
@@ -154,7 +158,7 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
         return hardware.emulated(f"keys and values in {arm.kv} are decoded before torch's attention")
     # 3. Weights in the carrier need no special kernel.
     if weights in (OWN, arm.carrier):
-        return hardware.native("torch's products") if precision.name == SERVED else precision.support(facts)
+        return hardware.native("torch's products") if precision.name == SERVED_PRECISION else precision.support(facts)
     # 4. torch has kernels for encoded weights only on CPUs, and int4 only for multiples of 16 outputs.
     native = not facts.accelerated and arm.carrier == "bf16" and not arm.low_inputs and weights in CPU_KERNELS
     if native and not (weights == "int4" and any(outputs % 16 for _, outputs, _ in shape.format_matrices)):
@@ -162,26 +166,26 @@ def _check_arm_support(arm: ServedArm, shape: ServedShape, precision: Precision,
     return hardware.emulated(f"weights in {weights} are decoded before each product")
 
 
-ROUTER = "mlp.router"
-EXPERTS = ".experts."
+ROUTER_PATH = "mlp.router"
+EXPERTS_PATH = ".experts."
 # For each weight: its shape, and the standard deviation of its random values. A deviation of 0 means that all values
 # are 1, as for norms.
-Shapes = dict[str, tuple[tuple[int, ...], float]]
+WeightShapes = dict[str, tuple[tuple[int, ...], float]]
 
 
-def list_weight_shapes(config: GPTConfig) -> Shapes:
+def list_weight_shapes(config: GPTConfig) -> WeightShapes:
     """Returns the shapes of all weights of a model, in the order of its parameters."""
     width = config.width
     vocabulary = config.vocabulary
     heads = (config.heads + 2 * config.key_heads) * config.head_width
-    up = config.hidden * (2 if config.modern else 1)
+    up = config.hidden * (2 if config.is_llama_like else 1)
     # Weights at the end of a branch start smaller, as in training.
     gain = (2 * config.layers) ** -0.5
     input_deviation = width**-0.5
     output_deviation = gain * config.hidden**-0.5
 
-    shapes: Shapes = {"embedding": ((vocabulary, width), 0.02)}
-    if not config.modern:
+    shapes: WeightShapes = {"embedding": ((vocabulary, width), 0.02)}
+    if not config.is_llama_like:
         shapes["positions"] = ((config.sequence, width), 0.01)
     # Each block has norms, attention, a router if it has experts, and feed-forward parts.
     for number in range(config.layers):
@@ -191,11 +195,11 @@ def list_weight_shapes(config: GPTConfig) -> Shapes:
         shapes[f"{block}.attn.out.weight"] = ((width, width), gain * input_deviation)
         # the router's scores are of order one: with smaller scores all experts would have nearly equal weights
         if config.experts:
-            shapes[f"{block}.{ROUTER}"] = ((config.experts, width), input_deviation)
+            shapes[f"{block}.{ROUTER_PATH}"] = ((config.experts, width), input_deviation)
         for part in list_feed_forward_paths(config.experts):
-            is_up = part.endswith("up")
+            is_up_product = part.endswith("up")
             shapes[f"{block}.{part}.weight"] = (
-                ((up, width), input_deviation) if is_up else ((width, config.hidden), output_deviation)
+                ((up, width), input_deviation) if is_up_product else ((width, config.hidden), output_deviation)
             )
     shapes["norm.weight"] = ((width,), 0.0)
     # A tied head is the embedding, which is already listed.
@@ -231,7 +235,7 @@ class ServedShape:
     @property
     def active_weights(self) -> float:
         """Returns by how many weights of the blocks one token is multiplied."""
-        expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS in name)
+        expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS_PATH in name)
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
 
     def weights(self, *parts: str) -> int:
@@ -239,15 +243,17 @@ class ServedShape:
 
     @property
     def format_matrices(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the block number, outputs and inputs of each matrix that an arm may store in a format."""
+        """Yields the number of the block, the outputs and the inputs of each matrix to which an arm's weight format
+        applies.
+        """
         for name, shape in self.shapes:
-            if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER):
+            if name.startswith("blocks.") and len(shape) == 2 and not name.endswith(ROUTER_PATH):
                 yield int(name.split(".")[1]), shape[0], shape[1]
 
 
 def check_groups(shape: ServedShape, arm: ServedArm) -> None:
-    """Raises UsageError if the formats do not fit the weights. Two cases are refused: the rows of a weight cannot be
-    divided into groups of int4, or no weight would have the arm's format.
+    """Raises UsageError in two cases: the rows of a weight cannot be divided into groups of int4, or the arm's weight
+    format applies to no weight.
     """
     if arm.weight_format not in (OWN, *CARRIERS) and not any(shape.format_matrices):
         raise UsageError(
@@ -283,8 +289,8 @@ def make_served_shape(config: GPTConfig) -> ServedShape:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """The fewest bytes that a decode step can read: those of weights, and those of keys and values. Only the tokens'
-    rows of the embedding count.
+    """The fewest bytes that a decode step can read: those of weights, and those of keys and values. In the embedding,
+    only the rows of the step's tokens count.
     """
 
     weights: int
@@ -296,10 +302,10 @@ class StepBytes:
 
 
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
-    """Counts the fewest bytes that a decode step can read. The format of the weights must be one of this module's,
-    and not `own`.
+    """Counts the fewest bytes that a decode step can read. The weight format of the arm must be one of
+    WEIGHT_FORMATS, not `own`.
 
-    `experts` is how many experts of a layer are read on average, by default the expected number.
+    `experts` is how many experts of a layer are read on average. By default it is the expected number.
     """
     # 1. Count the weights: rows of embedding and positions, block matrices in the arm's format, and the rest in the
     # carrier.
@@ -314,10 +320,10 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
             weights += batch * shape[-1] * carrier_bytes
         elif weight_kind == "positions":
             weights += shape[-1] * carrier_bytes
-        elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER):
+        elif weight_kind == "blocks" and len(shape) == 2 and not name.endswith(ROUTER_PATH):
             is_int4 = arm.weight_format == "int4"
             number_format = int4_format(shape[1]) if is_int4 else WEIGHT_FORMATS[arm.weight_format]
-            weights += number_format.count_bytes(*shape) * (read_share if EXPERTS in name else 1)
+            weights += number_format.count_bytes(*shape) * (read_share if EXPERTS_PATH in name else 1)
         else:
             weights += prod(shape) * carrier_bytes
 

@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 
 
 class ServedWorkload(Workload):
-    """Runs a model with a static cache. A step runs the last `new` tokens of the context. If `new` is None, it runs
-    all tokens.
+    """Runs a model with a static cache. A step runs the last `new_token_count` tokens of the context, or all
+    tokens if it is None.
 
-    `usual` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the help
-    text of the context.
+    `default_sizes` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the
+    help text of the context.
     """
 
     dtypes = ("fp32", "bf16")
     layer_kinds = ("attn", "mlp", "head")
     fused = False
     batch_axis = "batch"
-    usual: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
+    default_sizes: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_words: ClassVar[str]
-    new: ClassVar[int | None] = None
+    new_token_count: ClassVar[int | None] = None
     # Finds the function that makes a user's model, by name.
-    named: Callable[[str], Callable[[], Any]]
+    find_maker: Callable[[str], Callable[[], Any]]
 
     @abstractmethod
     def precision(self, setup: Setup) -> Precision:
@@ -53,7 +53,7 @@ class ServedWorkload(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         # Default sizes depend on the device: a CPU would take minutes for those of a GPU.
-        size, context = self.usual[facts.accelerated]
+        size, context = self.default_sizes[facts.accelerated]
         return (
             Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _parse_model_name),
             Axis.count("batch", "sequences that are served together", "1", high=1 << 14),
@@ -74,7 +74,7 @@ class ServedWorkload(Workload):
         model = find_served_shape(str(params["size"]))
         batch = int(params["batch"])
         context = int(params["context"])
-        new_tokens = self.new or context
+        new_tokens = self.new_token_count or context
         flops = count_forward_flops(model, batch, new_tokens, context)
         return Work(flops, batch * new_tokens, least_memory=estimate_min_memory(model, batch, context))
 
@@ -96,7 +96,7 @@ class ServedWorkload(Workload):
     def prepare(self, setup: Setup) -> ServedState:
         from fp8bench.nn.serving import make_served_state
 
-        return make_served_state(setup, *self._served_arguments(setup), self.named)
+        return make_served_state(setup, *self._served_arguments(setup), self.find_maker)
 
     def step(self, state: ServedState, phase: Phases) -> None:
         state.step(phase)
@@ -104,15 +104,19 @@ class ServedWorkload(Workload):
     def error(self, setup: Setup) -> dict[str, float]:
         from fp8bench.nn.serving import measure_logits_error
 
-        return measure_logits_error(setup, *self._served_arguments(setup), self.named)
+        return measure_logits_error(setup, *self._served_arguments(setup), self.find_maker)
 
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = setup.params
-        return choose_arm(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
+        return (
+            choose_arm(params, self.precision(setup)),
+            self.layers(params),
+            self.new_token_count or int(params["context"]),
+        )
 
 
 def _make_format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
-    help_text = f"the format of {tensors}: {', '.join(formats)}; {OWN}: that of the dtype"
+    help_text = f"the format of {tensors}: {', '.join(formats)}; {OWN}: the format of the dtype"
     return Axis.choice(name, help_text, OWN, *formats)
 
 

@@ -1,5 +1,5 @@
-"""The states of the suites prefill and decode: a served model and the tokens of a step. Also the error of a step's
-logits.
+"""The state of a case of the suites prefill and decode: a served model and the tokens of a step. Also measures the
+error of a step's logits.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class ServedState:
         }
 
 
-FindMaker = Callable[[str], Callable[[], Any]]
+FindModelMaker = Callable[[str], Callable[[], Any]]
 
 
 def make_served_state(
-    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindMaker
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindModelMaker
 ) -> ServedState:
     params = setup.params
     device = setup.facts.key
@@ -76,26 +76,26 @@ def make_served_state(
             model = UserDecoder(size, user_model, arm, (batch, context), device)
         # 2. Fill the cache up to the new tokens, with values that depend only on the seed.
         generator = torch.Generator(device).manual_seed(setup.seed)
-        model.fill(context - new, generator)
+        model.fill_cache(context - new, generator)
         model.calibrates = new == context
         # If the cache is not static, each step concatenates its tokens to new tensors.
         if params.get("static") == "no" and isinstance(model, Decoder):
             for cache in model.cache:
-                cache.keys.grown = cache.keys.codes
-                cache.values.grown = cache.values.codes
+                cache.keys.grown_tensor = cache.keys.codes
+                cache.values.grown_tensor = cache.values.codes
     # 3. Draw the new tokens, and allocate memory for their logits.
     tokens = torch.randint(model.vocabulary, (batch, new), generator=generator, device=device)
     logits = torch.zeros(batch, model.vocabulary, dtype=model.carrier, device=device)
     state = ServedState(model, tokens, context - new, logits)
     if isinstance(model, UserDecoder):
-        state.step(SilentPhases())  # run once, so that the logits of masked ids are -inf from the start
+        state.step(SilentPhases())  # run a step, so that `logits` has -inf for the ids that the model masks
     return state
 
 
 def _make_decoder(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], config: GPTConfig, sizes: tuple[int, int]
 ) -> Decoder:
-    if not config.modern:
+    if not config.is_llama_like:
         config = replace(config, sequence=sizes[1])
     layers_by_name = {layer.name: layer for layer in layers}
 
@@ -116,10 +116,10 @@ def _make_decoder(
 
 
 def measure_logits_error(
-    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindMaker
+    setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindModelMaker
 ) -> dict[str, float]:
-    """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. A model with
-    experts also has their load in the result.
+    """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. For a model with
+    experts, also returns figures of their load.
     """
     exact_setup = replace(
         setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={}

@@ -28,9 +28,9 @@ from fp8bench.model import DeviceFacts, Level, Scalars, Support
 from fp8bench.protocols import Arithmetic, Precision, TensorScale
 from fp8bench.protocols.axes import Option, one_of
 
-HIGH_WEIGHT_GRADIENT = Option(
+HIGH_WEIGHT_GRADIENT_OPTION = Option(
     "weight-gradient",
-    "low, or bf16: the weight gradient's product is computed in bf16",
+    "bf16: the weight gradient's product is computed in bf16; low: like the other products",
     "low",
     one_of("low", "bf16"),
     ("gw",),
@@ -38,8 +38,8 @@ HIGH_WEIGHT_GRADIENT = Option(
 
 
 def _parse_accumulator(text: str) -> str:
-    """Returns how a product sums, as one of the words 'fp32', 'short' and 'promoted', or as the number of bits of a
-    short sum. The number of bits that Hopper has is returned as 'short'.
+    """Parses how a product sums: 'fp32', 'short', 'promoted', or the number of bits of a short sum. Returns 'short' for
+    the number of bits that Hopper has.
     """
     if text.isascii() and text.isdigit() and int(text) in SHORT_SUM_BITS:
         return Accumulator.SHORT.value if int(text) == HOPPER_SUM_BITS else str(int(text))
@@ -49,21 +49,22 @@ def _parse_accumulator(text: str) -> str:
         raise ValueError(f"{error}; or a number of bits from {SHORT_SUM_BITS[0]} to {SHORT_SUM_BITS[-1]}") from None
 
 
-ACCUMULATOR = Option(
+ACCUMULATOR_OPTION = Option(
     "accumulator",
     "fp32; short: 14-bit sums as on Hopper, or a number of bits; promoted: short, added to fp32 every 128 elements",
     "fp32",
     _parse_accumulator,
 )
-CASTS = Option(
+CASTS_OPTION = Option(
     "casts",
     "triton: on NVIDIA's GPUs by kernels written in Triton, where it is installed; compiled: by torch.compile",
     "triton",
     one_of("triton", "compiled"),
 )
-MX_SCALE = Option(
+MX_SCALE_OPTION = Option(
     "scale",
-    "rceil: quotient rounded up; floor: down, as OCP; even: down, after rounding the amax; ceil: amax rounded up first",
+    "rceil: quotient rounded up; floor: rounded down, as in OCP; even, ceil: as floor, but the amax is first rounded "
+    "to nearest (even) or up (ceil)",
     ScaleRounding.RCEIL.value,
     one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
 )
@@ -139,7 +140,7 @@ class RecipePrecision(Precision):
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(*self.block, self.scale_format, self.scale)
-        return self.recipe_of(Treatment(fmt, scaling) for fmt in self.formats)
+        return self.build_recipe(Treatment(fmt, scaling) for fmt in self.formats)
 
     @property
     def tensor_scale(self) -> TensorScale:
@@ -163,7 +164,7 @@ class RecipePrecision(Precision):
         if self.backend is None:
             return self.own_support(facts)
         support = self.backend.support(self, facts)
-        if support.level is Level.REFUSED:  # A refusal that no other installation would lift comes first.
+        if support.level is Level.REFUSED:  # another version of the library would not lift this refusal
             return support
         missing_text = self.backend.missing(facts.version_of(self.backend.package))
         return refused(missing_text) if missing_text else support
@@ -185,7 +186,7 @@ class RecipePrecision(Precision):
             return f"{self.mode} is emulated inside a library's layers, whose stored tensors cannot be observed"
         return explain_unknown_layout(self.recipe) or self.native(facts)
 
-    def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
+    def build_recipe(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         inputs, weight, gradient = treatments
         sums = str(self.chosen.get("accumulator", Accumulator.FP32))
         return Recipe(
@@ -219,7 +220,7 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     return arithmetic
 
 
-def recipe_of(precision: Precision) -> Recipe:
+def get_recipe(precision: Precision) -> Recipe:
     assert isinstance(precision, RecipePrecision)
     return precision.recipe
 

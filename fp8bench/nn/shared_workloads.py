@@ -35,8 +35,8 @@ def carrier_bytes(precision: Precision) -> float:
     return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
 
 
-# How many float32 copies of the scores a kernel has that stores them. There are three numbers: in a forward pass
-# alone, those that are kept for backward, and those that backward needs in addition.
+# How many float32 copies of the attention scores a kernel needs that stores them: in a forward pass alone, from forward
+# until backward, and in backward in addition.
 SCORE_COPIES_IN_FORWARD = 2.5
 SCORE_COPIES_KEPT_FOR_BACKWARD = 1.0
 SCORE_COPIES_IN_BACKWARD = 2.2
@@ -44,29 +44,29 @@ SCORE_COPIES_IN_BACKWARD = 2.2
 
 def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
     """Returns why torch cannot compile a model whose products run natively in this precision, or ''."""
-    multiple = precision.compiled_multiple
+    size_multiple = precision.compiled_multiple
     sizes = {tokens}
     for name, sides in list_features(config).items():
         if name != "head":
             sizes.update(sides)
-    misfits = sorted(size for size in sizes if size % multiple)
-    if not misfits:
+    misfit_sizes = sorted(size for size in sizes if size % size_multiple)
+    if not misfit_sizes:
         return ""
-    verb = "is no multiple" if len(misfits) == 1 else "are no multiples"
+    verb_text = "is no multiple" if len(misfit_sizes) == 1 else "are no multiples"
     return (
-        f"in a compiled graph K and N of {precision.name} products must be multiples of {multiple}, and weight "
-        f"gradients contract over the tokens, but {', '.join(map(str, misfits))} {verb}: choose "
+        f"in a compiled graph K and N of {precision.name} products must be multiples of {size_multiple}, and weight "
+        f"gradients contract over the tokens, but {', '.join(map(str, misfit_sizes))} {verb_text}: choose "
         "compile=no, or other sizes"
     )
 
 
-def explain_missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
+def explain_missing_kernel(attention: str, has_grouped_heads: bool, precision: Precision, facts: DeviceFacts) -> str:
     if not facts.accelerated and attention in ("efficient", "cudnn"):
         return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
     if facts.hip and attention == "cudnn":
         return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
     is_fp32 = (precision.carried_by or precision.name) == "fp32"
-    if facts.accelerated and attention == "efficient" and grouped and not is_fp32:
+    if facts.accelerated and attention == "efficient" and has_grouped_heads and not is_fp32:
         return "torch's efficient attention takes no grouped queries on a GPU, as this size has: choose auto or flash"
     if facts.accelerated and attention in ("flash", "cudnn") and is_fp32:
         return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"

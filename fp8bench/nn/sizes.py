@@ -24,17 +24,17 @@ class MoeSizes(NamedTuple):
 
 
 # The channels of a latent, the side of a DiT's patches, and the number of sines and cosines that encode a time step.
-CHANNELS = 4
-PATCH = 2
+LATENT_CHANNELS = 4
+PATCH_SIDE = 2
 FREQUENCIES = 256
-# The width of an attention head, if it divides the width.
+# The width of an attention head, if the model's width is a multiple of it.
 HEAD_WIDTH = 64
 TIME_STEPS = 1000
 
 
 class DenoiserSizes(NamedTuple):
-    """The sizes of a denoiser for latents of image x image. `layers` is the number of a DiT's blocks. In a UNet it is
-    the number of blocks at full resolution on the way down, and again on the way up.
+    """The sizes of a denoiser for latents of image x image. `layers` is the number of a DiT's blocks. A UNet has this
+    number of blocks at full resolution before the half resolution, and the same number after it.
     """
 
     denoiser: str
@@ -46,7 +46,7 @@ class DenoiserSizes(NamedTuple):
     @property
     def blocks(self) -> GPTConfig:
         heads = count_heads(self.width)
-        tokens = (self.image // PATCH) ** 2
+        tokens = (self.image // PATCH_SIDE) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 
 
@@ -65,16 +65,16 @@ class SamplerPlan(NamedTuple):
     last: int
 
     @property
-    def evaluations(self) -> int:
+    def denoiser_calls(self) -> int:
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
-        """Returns the time at which a sampling step starts. Times fall evenly. The first is the noisiest one. The
-        time after the last step is -1, which stands for the image.
+        """Returns the noise time at which a sampling step starts. Times fall in equal intervals from the noisiest one.
+        The time after the last step is -1, which stands for the image without noise.
         """
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
-    def is_high(self, step: int) -> bool:
+    def runs_in_high_precision(self, step: int) -> bool:
         return step < self.first or step >= self.steps - self.last
 
 
@@ -82,7 +82,7 @@ class SamplerPlan(NamedTuple):
 class GPTConfig:
     """The sizes of a model, with the batch and sequence of its default step.
 
-    `modern` means Llama's form: RMS norm, rotary positions and gates. `experts` is the number of experts in each
+    `is_llama_like` means Llama's form: RMS norm, rotary positions and gates. `experts` is the number of experts in each
     feed-forward part, or 0. Each token uses `top_k` of them. The head of a `tied` model multiplies by the embedding's
     weights.
     """
@@ -95,7 +95,7 @@ class GPTConfig:
     hidden: int
     batch: int
     sequence: int
-    modern: bool = False
+    is_llama_like: bool = False
     experts: int = 0
     top_k: int = EXPERTS_PER_TOKEN
     tied: bool = False
@@ -118,7 +118,7 @@ class GPTConfig:
 
     @property
     def _expert_weights(self) -> int:
-        return (3 if self.modern else 2) * self.width * self.hidden
+        return (3 if self.is_llama_like else 2) * self.width * self.hidden
 
     @property
     def weights(self) -> int:
@@ -192,8 +192,8 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns two numbers for each kind of layer: how many rows it has for one image, and by how many weights
-        each row is multiplied.
+        """Returns the name of each kind of layer with two numbers: how many rows it has for one image, and by how many
+        weights each row is multiplied.
         """
         width = self.width
         inner_width = self.inner_width
@@ -205,8 +205,8 @@ class VisionSizes:
         stem_product = self.patches, 3 * self.patch**2 * width
         if self.model == "vit":
             return ("stem", *stem_product), ("block", self.patches, block_weights), ("head", 1, width * CLASSES)
-        text_products = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
-        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_products
+        text_kinds = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
+        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_kinds
 
     def attention_flops(self) -> float:
         """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block. If text is read,
@@ -232,7 +232,9 @@ class VisionSizes:
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
 
     def _list_convolutions(self, before_name: str = "") -> tuple[str, ...]:
-        """Returns the paths of a ResNet's convolutions. The first block has one more, the shortcut."""
+        """Returns the paths of a ResNet's convolutions, with `before_name` before the last part. The first block has
+        one more convolution than the others, the shortcut.
+        """
         paths = [f"blocks.0.{before_name}shortcut"]
         for block in range(self.layers):
             paths += [f"blocks.{block}.{before_name}{part}" for part in ("reduce", "spatial", "expand")]
@@ -259,8 +261,8 @@ def gpt_around(blocks: int) -> tuple[Layer, ...]:
 
 
 # How many tokens an MLP reads for each prediction, and how many tokens a line of text has for convolutions.
-CONTEXT = 8
-LINE = 16
+CONTEXT_TOKENS = 8
+LINE_TOKENS = 16
 
 # A size that is named after a published model has a tied head if that model has one.
 SIZES = {
@@ -268,34 +270,34 @@ SIZES = {
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=8, sequence=128),
     "gpt2-124m": GPTConfig(50304, 768, 12, 12, 12, 3072, batch=8, sequence=1024, tied=True),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=8, sequence=1024, tied=True),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True, tied=True),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, is_llama_like=True, tied=True),
 }
 
 # The sizes of the model that fp8bench contains. It was trained on Python's source code, and its ids are ASCII.
-NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
-# Served models. The sequence of each is its longest context.
+NANO_PYTHON_SIZE = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, is_llama_like=True)
+# The sizes of served models. The sequence of a model is its longest context.
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
-    "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
-    "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, modern=True, experts=8),
-    "nano-python": NANO_PYTHON,
+    "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, is_llama_like=True),
+    "nano-moe": GPTConfig(256, 192, 2, 6, 2, 256, batch=1, sequence=16384, is_llama_like=True, experts=8),
+    "nano-python": NANO_PYTHON_SIZE,
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=1, sequence=16384),
     "gpt2": GPTConfig(50257, 768, 12, 12, 12, 3072, batch=1, sequence=1024, tied=True),
     "gpt-350m": GPTConfig(50304, 1024, 24, 16, 16, 4096, batch=1, sequence=1024, tied=True),
-    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, modern=True, tied=True),
-    "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, modern=True),
-    "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, modern=True, experts=64, top_k=8),
-    "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, modern=True, experts=8),
+    "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=1, sequence=131072, is_llama_like=True, tied=True),
+    "llama3-8b": GPTConfig(128256, 4096, 32, 32, 8, 14336, batch=1, sequence=131072, is_llama_like=True),
+    "olmoe-1b-7b": GPTConfig(50304, 2048, 16, 16, 16, 1024, 1, 4096, is_llama_like=True, experts=64, top_k=8),
+    "mixtral-8x7b": GPTConfig(32000, 4096, 32, 32, 8, 14336, batch=1, sequence=32768, is_llama_like=True, experts=8),
 }
 
 
 # Maps a layer's name to its output features and input features.
-Features = dict[str, tuple[int, int]]
+LayerFeatures = dict[str, tuple[int, int]]
 
 
 def list_block_features(
     width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
-) -> Features:
+) -> LayerFeatures:
     """Returns the layers of a decoder's block. Attention has one product for queries, keys and values, and gate and
     up are one product too.
 
@@ -312,7 +314,7 @@ def list_block_features(
 
 
 # These sizes are from the models' published configurations.
-MODELS: dict[str, Features] = {
+MODELS: dict[str, LayerFeatures] = {
     "gpt2": list_block_features(768, 3072, 12, gated=False),
     "gpt3-175b": list_block_features(12288, 49152, 96, gated=False),
     "llama3-8b": list_block_features(4096, 14336, 32, 8),
@@ -327,7 +329,7 @@ MODELS: dict[str, Features] = {
     },
 }  # fmt: skip
 # The (vocabulary, width) of each model's output layer, which comes after all blocks.
-HEADS: dict[str, tuple[int, int]] = {
+OUTPUT_LAYERS: dict[str, tuple[int, int]] = {
     "gpt2": (50257, 768),
     "gpt3-175b": (50257, 12288),
     "llama3-8b": (128256, 4096),
@@ -348,7 +350,7 @@ class ModelProducts(NamedTuple):
     it.
     """
 
-    features: Features
+    features: LayerFeatures
     tokens: int | None = None
 
 
@@ -377,14 +379,14 @@ def parse_model_products(text: str) -> ModelProducts:
     return ModelProducts(features, sizes.get("tokens"))
 
 
-PRODUCTS: dict[str, tuple[Role, Role]] = {
+OPERAND_ROLES: dict[str, tuple[Role, Role]] = {
     "forward": (Role.INPUT, Role.WEIGHT),
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
 # For each product: the roles of the operands that are transposed for it. A recipe may rotate such operands or keep
 # them in high precision.
-TURNED: dict[str, tuple[Role, ...]] = {
+TRANSPOSED_ROLES: dict[str, tuple[Role, ...]] = {
     "forward": (),
     "input-gradient": (Role.WEIGHT,),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
@@ -403,21 +405,23 @@ def models() -> tuple[str, ...]:
     return (*MODELS, *SIZES)
 
 
-def list_model_features(model: str) -> Features:
+def list_model_features(model: str) -> LayerFeatures:
     if model in SIZES:
         return list_features(SIZES[model])
-    return {**MODELS[model], "head": HEADS[model]}
+    return {**MODELS[model], "head": OUTPUT_LAYERS[model]}
 
 
 def default_tokens(model: str) -> int:
-    """Returns the rows of activations in a step. A model that can be trained has those of its batch. Other models
-    have the default of the suite gemm on a GPU.
+    """Returns the number of tokens in a step, which are the rows of its activations. For a model of SIZES that is its
+    batch times its sequence. For other models it is the default of the suite gemm on a GPU.
     """
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def list_features(config: GPTConfig) -> Features:
-    layers = list_block_features(config.width, config.hidden, config.heads, config.key_heads, gated=config.modern)
+def list_features(config: GPTConfig) -> LayerFeatures:
+    layers = list_block_features(
+        config.width, config.hidden, config.heads, config.key_heads, gated=config.is_llama_like
+    )
     qkv, out, up, down = layers.values()
     return {"qkv": qkv, "out": out, "up": up, "down": down, "head": (config.vocabulary, config.width)}
 
@@ -426,7 +430,7 @@ def list_features(config: GPTConfig) -> Features:
 TRAINED_SIZE = "nano"
 TRAINED_BATCH = 4
 TRAINING_STEPS = 40
-# The tensors of this many last steps are captured, because delayed scales need several steps.
+# The number of last steps whose tensors are captured. Delayed scales need several steps.
 CAPTURED_STEPS = 8
 
 
@@ -445,19 +449,19 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
     tokens = TRAINED_BATCH * config.sequence
     block = f"blocks.{config.layers - 1}"
-    # The layer with the most typical input of its kind. For attention that is the input after a norm, and for
-    # feed-forward the input after the activation.
+    # For each kind, capture a layer with a typical input: for attention the input after a norm, and for feed-forward
+    # the input after the activation.
     layers = (
         ("attn", f"{block}.attn.qkv", config.width, 3 * config.width),
         ("mlp", f"{block}.mlp.down", config.hidden, config.width),
         ("head", "head", config.width, config.vocabulary),
     )
-    captured = {}
+    captured_tensors = {}
     for kind, name, inputs, outputs in layers:
         sides = {Role.INPUT: (tokens, inputs), Role.WEIGHT: (outputs, inputs), Role.GRADIENT: (tokens, outputs)}
         for role, (rows, columns) in sides.items():
-            captured[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
-    return captured
+            captured_tensors[f"{kind}-{role}"] = CapturedTensor(kind, name, role, rows, columns)
+    return captured_tensors
 
 
 # The names are 'attn-input', 'attn-weight' and so on.

@@ -19,28 +19,30 @@ from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.recipes import count_blocks
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.linear import cast_marker
-from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, Shapes, StorageFormat, int4_format
+from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, StorageFormat, WeightShapes, int4_format
 from fp8bench.protocols import Arithmetic, Phases, Role
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class BlockEncoder:
-    """Encodes rows of numbers in the blocks of MX or NVFP4. Returns packed codes and the scales of the blocks. NVFP4
-    has a further scale for the whole tensor, `above`.
+    """Encodes and decodes rows of numbers in the blocks of MX or NVFP4. The code of a row is packed codes and the
+    scales of its blocks. In NVFP4, `tensor_scale` is one more scale for the whole tensor.
     """
 
-    def __init__(self, number_format: StorageFormat, above: Tensor | None = None) -> None:
-        assert isinstance(number_format.shared, int) and number_format.scaling is not None
-        self.block = number_format.shared
+    def __init__(self, number_format: StorageFormat, tensor_scale: Tensor | None = None) -> None:
+        assert isinstance(number_format.scale_sharing, int) and number_format.scaling is not None
+        self.block = number_format.scale_sharing
         self.scaling = number_format.scaling
-        self.above = above
+        self.tensor_scale = tensor_scale
 
     def encode_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         columns = x.shape[-1]
-        padded = F.pad(x.to(torch.float32), (0, -columns % self.block))
-        (elements,), scales, _ = block_elements([padded.reshape(-1, self.block)], E2M1, self.scaling, self.above)
-        codes = pack(encode(elements.view(padded.shape)[..., :columns].contiguous(), E2M1), E2M1)
+        padded_rows = F.pad(x.to(torch.float32), (0, -columns % self.block))
+        (elements,), scales, _ = block_elements(
+            [padded_rows.reshape(-1, self.block)], E2M1, self.scaling, self.tensor_scale
+        )
+        codes = pack(encode(elements.view(padded_rows.shape)[..., :columns].contiguous(), E2M1), E2M1)
         assert self.scaling.scale is not None
         return codes, encode(scales, self.scaling.scale).view(*x.shape[:-1], -1)
 
@@ -49,12 +51,12 @@ class BlockEncoder:
         elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1)
         scale_values = decode(scales.contiguous(), self.scaling.scale)
         values = elements * scale_values.repeat_interleave(self.block, -1)[..., :columns]
-        return values if self.above is None else values * self.above
+        return values if self.tensor_scale is None else values * self.tensor_scale
 
 
 def _find_row_magnitudes(x: Tensor) -> Tensor:
-    """Returns the largest magnitude of each row. For a row of zeros it is a small number, so that one can divide by
-    it.
+    """Returns the largest magnitude of each row, or a small number for a row of zeros, so that one can divide by the
+    result.
     """
     return x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
 
@@ -69,15 +71,15 @@ def _compute_scale(amax: Tensor) -> Tensor:
 class CachedHeads:
     """The cached keys or the cached values of one layer: (batch, key heads, positions, head width) in a format.
 
-    `calibrate` computes scales for the whole cache: one of the tensor or one for each head, as the format requires.
-    These scales do not change afterwards, so larger values saturate. Scales of tokens and of blocks are computed and
-    stored with each token.
+    `calibrate` computes the scales that hold for the whole cache: one for the tensor or one for each head, as the
+    format requires. They do not change afterwards, so larger values saturate. Scales of tokens and of blocks are
+    computed for each token and stored with it.
 
-    If `grown` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions and the
-    new ones, like a cache that starts empty.
+    If `grown_tensor` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions
+    and the new ones, like a cache that starts empty.
     """
 
-    grown: Tensor | None = None
+    grown_tensor: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
         self.number_format = KV_FORMATS.get(name, StorageFormat(64))
@@ -87,7 +89,7 @@ class CachedHeads:
         self.scales: Tensor | None = None
         self.blocks = (
             BlockEncoder(self.number_format)
-            if isinstance(self.number_format.shared, int) and self.number_format.shared
+            if isinstance(self.number_format.scale_sharing, int) and self.number_format.scale_sharing
             else None
         )
         # Two 4-bit codes share a byte. Any other format has its own dtype.
@@ -101,21 +103,21 @@ class CachedHeads:
             )
         self.codes = torch.zeros(*shape[:3], columns, dtype=dtype, device=device)
         # Row scales start at 1, so that positions without a token decode to zero.
-        if self.number_format.shared == "row":
+        if self.number_format.scale_sharing == "row":
             self.scales = torch.ones(*shape[:3], 1, device=device)
 
     def calibrate(self, x: Tensor) -> None:
-        if self.number_format.shared == "all":
+        if self.number_format.scale_sharing == "all":
             self.scale = _compute_scale(largest_magnitude(x)).view(1, 1, 1, 1)
-        elif self.number_format.shared == "head":
+        elif self.number_format.scale_sharing == "head":
             self.scale = _compute_scale(x.float().abs().amax((0, 2, 3))).view(1, -1, 1, 1)
-        elif self.blocks is not None and self.number_format.above:
-            self.blocks.above = nvfp4_tensor_scale(largest_magnitude(x))
+        elif self.blocks is not None and self.number_format.tensor_scale_bytes:
+            self.blocks.tensor_scale = nvfp4_tensor_scale(largest_magnitude(x))
 
     def write(self, x: Tensor, at: int) -> None:
         positions = slice(at, at + x.shape[2])
-        if self.grown is not None:
-            self.grown = torch.cat((self.codes[:, :, :at], x), 2)
+        if self.grown_tensor is not None:
+            self.grown_tensor = torch.cat((self.codes[:, :, :at], x), 2)
         elif self.blocks is not None:
             assert self.scales is not None
             self.codes[:, :, positions], self.scales[:, :, positions] = self.blocks.encode_rows(x)
@@ -124,7 +126,7 @@ class CachedHeads:
             self.codes[:, :, positions] = x
         else:
             scale = self.scale
-            if self.number_format.shared == "row":
+            if self.number_format.scale_sharing == "row":
                 assert self.scales is not None
                 scale = E4M3.largest / _find_row_magnitudes(x)
                 self.scales[:, :, positions] = scale.reciprocal()
@@ -133,7 +135,7 @@ class CachedHeads:
 
     def read(self, end: int) -> Tensor:
         """Returns the first `end` positions in the carrier, without a copy if they are stored in the carrier."""
-        codes = self.codes[:, :, :end] if self.grown is None else self.grown
+        codes = self.codes[:, :, :end] if self.grown_tensor is None else self.grown_tensor
         if self.blocks is not None:
             assert self.scales is not None
             return self.blocks.decode_rows(codes, self.scales[:, :, :end], self.width).to(self.carrier)
@@ -146,11 +148,11 @@ class CachedHeads:
         return self.codes.dtype is not self.carrier
 
     def count_bytes(self, end: int) -> int:
-        total = self.codes[:, :, :end].nbytes
+        total_bytes = self.codes[:, :, :end].nbytes
         if self.scales is not None:
-            total += self.scales[:, :, :end].nbytes
-        outer_scale = self.scale if self.blocks is None else self.blocks.above
-        return total if outer_scale is None else total + outer_scale.nbytes
+            total_bytes += self.scales[:, :, :end].nbytes
+        outer_scale = self.scale if self.blocks is None else self.blocks.tensor_scale
+        return total_bytes if outer_scale is None else total_bytes + outer_scale.nbytes
 
 
 class CastWeight:
@@ -162,7 +164,7 @@ class CastWeight:
 
     def multiply(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
-        # A plain arithmetic's inputs are already in the carrier, so there is no cast to time.
+        # Inputs of a plain arithmetic are usually in its carrier already. Then there is no cast to time.
         with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:
@@ -184,7 +186,7 @@ class IntegerWeight:
         outputs, inputs = weight.shape
         self.name = name
         self.low_inputs = low_inputs
-        self.group = inputs if name == "int8" else int(int4_format(inputs).shared)
+        self.group = inputs if name == "int8" else int(int4_format(inputs).scale_sharing)
         largest = 127 if name == "int8" else 7
         groups = weight.float().view(outputs, -1, self.group)
         self.scales = (groups.abs().amax(-1, keepdim=True) / largest).clamp(min=2.0**-100).to(torch.bfloat16)
@@ -240,31 +242,31 @@ class FloatWeight:
         self.number_format = WEIGHT_FORMATS[name]
         self.low_inputs = low_inputs
         self.columns = weight.shape[1]
-        self.parts = self._encode(weight)
+        self.parts = self._encode_matrix(weight)
 
     def multiply(self, x: Tensor, phase: Phases) -> Tensor:
         with phase.cast:
-            weight = self._decode(self.parts).to(x.dtype)
-            inputs = self._decode(self._encode(x)).to(x.dtype) if self.low_inputs else x
+            weight = self._decode_matrix(self.parts).to(x.dtype)
+            inputs = self._decode_matrix(self._encode_matrix(x)).to(x.dtype) if self.low_inputs else x
         with phase.gemm:
             return F.linear(inputs, weight)
 
     def restore(self) -> Tensor:
-        return self._decode(self.parts)
+        return self._decode_matrix(self.parts)
 
-    def _encode(self, matrix: Tensor) -> list[Tensor]:
+    def _encode_matrix(self, matrix: Tensor) -> list[Tensor]:
         if self.number_format.fmt is E4M3:
             scale = _find_row_magnitudes(matrix) / E4M3.largest
             codes = (matrix.float() / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             return [codes, scale]
-        above = [nvfp4_tensor_scale(largest_magnitude(matrix))] if self.number_format.above else []
-        return [*BlockEncoder(self.number_format, *above).encode_rows(matrix), *above]
+        tensor_scale = [nvfp4_tensor_scale(largest_magnitude(matrix))] if self.number_format.tensor_scale_bytes else []
+        return [*BlockEncoder(self.number_format, *tensor_scale).encode_rows(matrix), *tensor_scale]
 
-    def _decode(self, parts: list[Tensor]) -> Tensor:
-        codes, scales, *above = parts
+    def _decode_matrix(self, parts: list[Tensor]) -> Tensor:
+        codes, scales, *tensor_scale = parts
         if self.number_format.fmt is E4M3:
             return codes.float() * scales
-        return BlockEncoder(self.number_format, *above).decode_rows(codes, scales, self.columns)
+        return BlockEncoder(self.number_format, *tensor_scale).decode_rows(codes, scales, self.columns)
 
     def tensors(self) -> list[Tensor]:
         return self.parts
@@ -295,7 +297,7 @@ def draw_cached_values(
         yield at, values[:, :, : positions - at]
 
 
-def draw_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tensor]:
+def draw_weights(shapes: WeightShapes, seed: int, device: str) -> Callable[[str], Tensor]:
     """Returns a function that takes a weight's name and draws the random fp32 weight. So the whole model need not fit
     into memory in fp32.
     """
@@ -303,10 +305,10 @@ def draw_weights(shapes: Shapes, seed: int, device: str) -> Callable[[str], Tens
     weight_numbers = {name: place for place, name in enumerate(shapes)}
 
     def weight(name: str) -> Tensor:
-        shape, spread = shapes[name]
-        if not spread:
+        shape, deviation = shapes[name]
+        if not deviation:
             return torch.ones(shape, device=device)
         generator = torch.Generator(device).manual_seed(seed * 1_000_003 + weight_numbers[name])
-        return torch.randn(shape, generator=generator, device=device).mul_(spread)
+        return torch.randn(shape, generator=generator, device=device).mul_(deviation)
 
     return weight

@@ -31,7 +31,7 @@ class ScalePair(NamedTuple):
 
 
 class NextScale(Protocol):
-    """A source of scales that may depend on more than the tensor's current values."""
+    """A source of scales for casts. The scale may depend on earlier tensors, or on other ranks' tensors."""
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         """Returns the scale for a cast of `x`. With `repeat` it returns the last scale again. `amax` is the largest
@@ -39,8 +39,8 @@ class NextScale(Protocol):
         """
 
     @property
-    def last(self) -> ScalePair | None:
-        """Returns the scale of the last cast."""
+    def last_pair(self) -> ScalePair | None:
+        """Returns the scale of the last cast, or None if there is no scale yet."""
 
 
 class DelayedScale:
@@ -52,7 +52,7 @@ class DelayedScale:
     `scale` and `history` are float32 on the device, and None before the first cast.
     """
 
-    # Whether the largest magnitude is that on this rank alone. Only then the cast itself can compute it.
+    # Whether the scale depends only on this rank's tensors. Only then the cast itself can find the largest magnitude.
     is_local: ClassVar[bool] = True
 
     def __init__(self, delayed: Delayed, fmt: Format) -> None:
@@ -61,26 +61,26 @@ class DelayedScale:
         self._casts: Tensor | None = None
         self.scale: Tensor | None = None
         self.history: Tensor | None = None
-        self.last: ScalePair | None = None
+        self.last_pair: ScalePair | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         """Returns the scale for a cast of `x` and records its largest magnitude. With `repeat`, for a recomputed
         block, it returns the previous scale and records nothing.
         """
-        if repeat and self.last is not None:
-            return self.last
+        if repeat and self.last_pair is not None:
+            return self.last_pair
         amax = largest_magnitude(x) if amax is None else amax
-        self.last = ScalePair(*delayed_scale(amax, *self._get_state(x.device), self._fmt, self._delayed))
-        return self.last
+        self.last_pair = ScalePair(*delayed_scale(amax, *self._get_state(x.device), self._fmt, self._delayed))
+        return self.last_pair
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
-        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None in two cases in
-        which one pass is impossible: the scale depends on other ranks, or the last cast is repeated.
+        """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None if one pass is
+        impossible, because the scale depends on other ranks or the last cast is repeated.
         """
-        if not self.is_local or (repeat and self.last is not None):
+        if not self.is_local or (repeat and self.last_pair is not None):
             return None
         cast = delayed_codes(x, *self._get_state(x.device), self._fmt, self._delayed, both)
-        self.last = ScalePair(cast.scale, cast.inverse)
+        self.last_pair = ScalePair(cast.scale, cast.inverse)
         return cast
 
     def _get_state(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +133,7 @@ class StaticScale:
     """
 
     def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, found_amax: float | None = None) -> None:
-        """Makes the scale at once if an earlier calibration found `found_amax`, the largest magnitude. It is made on
+        """Makes the scale at once if an earlier calibration found `found_amax`, the largest magnitude. The scale is on
         torch's default device.
         """
         self._book = book
@@ -170,13 +170,14 @@ class StaticScale:
         saturation_bound = self._book.rule.bound
         if saturation_bound is not None:
             self._renew_saturated_scale(x, self._scale.scale, saturation_bound)
-        # If there is a bound, any cast may renew the scale. So store the scale of this cast for a recomputed block.
+        # With a saturation bound any cast may renew the scale. So store this cast's scale, in case its block is
+        # recomputed.
         if saturation_bound is not None or self._used_scale is not None:
             self._used_scale = None if saturation_bound is None else self._scale
         return self._scale
 
     @property
-    def last(self) -> ScalePair | None:
+    def last_pair(self) -> ScalePair | None:
         return self._used_scale or self._scale
 
     def memory(self) -> dict[str, Tensor]:
@@ -187,7 +188,7 @@ class StaticScale:
     def recall(self, memory: Mapping[str, Tensor]) -> None:
         if self._is_renewed:
             self._amax, self._renewals, self._recorded_amax = map(memory.get, ("amax", "renewals", "entered"))
-            self._scale = None if self._amax is None else _invert(self._compute_factor(self._amax))
+            self._scale = None if self._amax is None else _make_scale_pair(self._compute_scale_factor(self._amax))
             self._used_scale = None
 
     @property
@@ -205,7 +206,7 @@ class StaticScale:
         """Makes the scale from the largest magnitude `amax`. The first time does not count as a renewal."""
         self._recorded_amax = None
         if self._scale is None:
-            self._amax, self._scale = amax, _invert(self._compute_factor(amax))
+            self._amax, self._scale = amax, _make_scale_pair(self._compute_scale_factor(amax))
             self._renewals = torch.zeros((), dtype=torch.int64, device=amax.device)
         else:
             self._renew_scale(amax, torch.ones_like(amax, dtype=torch.bool))
@@ -230,16 +231,16 @@ class StaticScale:
 
     def _renew_scale(self, amax: Tensor, is_due: Tensor) -> None:
         assert self._amax is not None and self._scale is not None and self._renewals is not None
-        renew = is_due & amax.isfinite() & (amax > 0)
-        self._amax = torch.where(renew, amax, self._amax)
-        self._scale = _invert(torch.where(renew, self._compute_factor(amax), self._scale.scale))
-        self._renewals = self._renewals + renew
+        is_renewed = is_due & amax.isfinite() & (amax > 0)
+        self._amax = torch.where(is_renewed, amax, self._amax)
+        self._scale = _make_scale_pair(torch.where(is_renewed, self._compute_scale_factor(amax), self._scale.scale))
+        self._renewals = self._renewals + is_renewed
 
-    def _compute_factor(self, amax: Tensor) -> Tensor:
+    def _compute_scale_factor(self, amax: Tensor) -> Tensor:
         return float_factor(amax, self._fmt, self._rounding)
 
 
-def _invert(scale: Tensor) -> ScalePair:
+def _make_scale_pair(scale: Tensor) -> ScalePair:
     return ScalePair(scale, scale.reciprocal())
 
 
@@ -255,8 +256,8 @@ class RecipeView:
 
 
 def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> RecipeView:
-    """Returns the format and the scale with which `x` would be cast, after the tensors of earlier steps. The newest
-    of these comes first. A precision without a recipe has only a format.
+    """Returns the format and the scale with which `x` would be cast after the tensors `earlier` of previous steps, of
+    which the newest comes first. For a precision without a recipe, returns only a format.
     """
     recipe = getattr(precision, "recipe", None)
     # A format without a recipe has no scale.
@@ -269,9 +270,9 @@ def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Seque
     memory = DelayedScale(recipe.delayed, treatment.fmt)
     scales = [memory.next(step) for step in steps]
     # The first step's scale is the initial 1, so it is not shown.
-    shown_steps = slice(1, None) if earlier else slice(None)
-    amaxes = [float(step.abs().max()) for step in steps[shown_steps]]
-    scale_course = follow_scale([float(pair.scale) for pair in scales[shown_steps]], amaxes, treatment.fmt)
+    compared_steps = slice(1, None) if earlier else slice(None)
+    amaxes = [float(step.abs().max()) for step in steps[compared_steps]]
+    scale_course = follow_scale([float(pair.scale) for pair in scales[compared_steps]], amaxes, treatment.fmt)
     return RecipeView(
         treatment.fmt, compute_factors(x, treatment.fmt, treatment.scaling, scales[-1].scale), scale_course
     )

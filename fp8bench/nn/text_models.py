@@ -13,36 +13,37 @@ from torch import Tensor, nn
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.convolution import Convolution, ResidualBlock
 from fp8bench.nn.gpt import LanguageModel
-from fp8bench.nn.linear import Choose, Linear, number_parts
+from fp8bench.nn.linear import ChooseArithmetic, Linear, number_parts
 from fp8bench.nn.parts import FeedForward, Norm
-from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.nn.sizes import CONTEXT_TOKENS, LINE_TOKENS, GPTConfig
 from fp8bench.protocols import Arithmetic, Phases
 
 
 class WindowMLP(LanguageModel):
-    """An MLP: concatenates the last CONTEXT tokens, multiplies them once, and runs feed-forward blocks with
+    """An MLP: concatenates the last CONTEXT_TOKENS tokens, multiplies them once, and runs feed-forward blocks with
     residuals.
     """
 
-    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
+    def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
+        self.window = Linear(CONTEXT_TOKENS * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        block_choices = number_parts(choose, "blocks", config.layers)
-        self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in block_choices)
+        choose_by_block = number_parts(choose, "blocks", config.layers)
+        self.norms = nn.ModuleList(Norm(config.width, config.is_llama_like) for _ in choose_by_block)
         self.blocks = nn.ModuleList(
-            FeedForward(config.width, config.hidden, config.modern, gain, part) for part in block_choices
+            FeedForward(config.width, config.hidden, config.is_llama_like, gain, choose_in_block)
+            for choose_in_block in choose_by_block
         )
-        self.norm = Norm(config.width, config.modern)
+        self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
         x = self.look_up_embedding(tokens)
-        windows = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
-        residual = self.around["residual"]
-        x = cast_to(self.drop(self.window(windows, phase).to(x.dtype)), residual)
+        windows = F.pad(x, (0, 0, CONTEXT_TOKENS - 1, 0)).unfold(1, CONTEXT_TOKENS, 1).transpose(2, 3).flatten(2)
+        residual_arithmetic = self.around["residual"]
+        x = cast_to(self.apply_dropout(self.window(windows, phase).to(x.dtype)), residual_arithmetic)
         for norm, block in zip(self.norms, self.blocks, strict=True):
-            x = cast_to(x + self.drop(block(norm(x), phase)).to(x.dtype), residual)
+            x = cast_to(x + self.apply_dropout(block(norm(x), phase)).to(x.dtype), residual_arithmetic)
         return self.head(self.norm(x), phase)
 
 
@@ -54,41 +55,43 @@ class CausalBlock(ResidualBlock):
     never covers a later token.
     """
 
-    residual: Arithmetic | None = None
+    residual_arithmetic: Arithmetic | None = None
 
-    def __init__(self, channels: int, choose: Choose) -> None:
+    def __init__(self, channels: int, choose: ChooseArithmetic) -> None:
         super().__init__(channels, choose, running=True)
-        # Start small. At full size a new block would add as much as the stream holds, and hide the tokens for many
-        # steps.
+        # Start with a small weight. With 1, a block would at first add as much as the stream holds, and hide the tokens
+        # for many steps.
         nn.init.constant_(self.norm_second.weight, 0.02)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(convolve_causally(self.first, x, phase)))
-        return cast_to(x + self.norm_second(convolve_causally(self.second, hidden, phase)).to(x.dtype), self.residual)
+        return cast_to(
+            x + self.norm_second(convolve_causally(self.second, hidden, phase)).to(x.dtype), self.residual_arithmetic
+        )
 
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
-    """Returns a causal 3x3 convolution of (batch, lines, positions, channels), in which each position reads only
-    itself and earlier ones.
+    """Returns a 3x3 convolution of (batch, lines, positions, channels), in which each position reads only itself and
+    earlier positions.
     """
-    shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
-    return convolution(shifted, phase)[:, :-1, :-1]
+    shifted_images = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
+    return convolution(shifted_images, phase)[:, :-1, :-1]
 
 
 class TextCNN(LanguageModel):
-    """Convolutions over a text that is divided into lines of LINE tokens. In eval mode batch norm uses its running
-    statistics.
+    """Convolutions over a text that is divided into lines of LINE_TOKENS tokens. In eval mode batch norm uses its
+    running statistics.
     """
 
-    def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
+    def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        block_choices = number_parts(choose, "blocks", config.layers)
-        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in block_choices)
-        self.norm = Norm(config.width, config.modern)
+        choose_by_block = number_parts(choose, "blocks", config.layers)
+        self.blocks = nn.ModuleList(CausalBlock(config.width, choose_in_block) for choose_in_block in choose_by_block)
+        self.norm = Norm(config.width, config.is_llama_like)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        x = self.look_up_embedding(tokens.reshape(len(tokens), -1, LINE))
+        x = self.look_up_embedding(tokens.reshape(len(tokens), -1, LINE_TOKENS))
         for block in self.blocks:
-            x = self.drop(block(x, phase))
+            x = self.apply_dropout(block(x, phase))
         return self.head(self.norm(x).flatten(1, 2), phase)

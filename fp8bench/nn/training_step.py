@@ -18,7 +18,7 @@ from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
 # Opens a context in which layers use weights that were cast once. The argument is the phase markers.
-CastOnce = Callable[[Phases], AbstractContextManager[None]]
+HoldCastWeights = Callable[[Phases], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
@@ -37,12 +37,12 @@ _SEED_STRIDE = 0x9E3779B9
 
 @contextmanager
 def seed_weights(setup: Setup) -> Iterator[None]:
-    """Seeds torch's generators in the body, so that weights made there follow from the case's seed and draw. The
-    weights are made on the case's device.
+    """Opens a context for making a model: its weights follow from the case's seed and draw, and are made on the case's
+    device. torch's random state is restored afterwards.
     """
-    gpus = [setup.facts.index] if setup.facts.accelerated else []
+    gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
-    with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
+    with torch.random.fork_rng(gpu_indices, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed((setup.seed + setup.draw * _SEED_STRIDE) % (1 << 32))
         yield
 
@@ -53,22 +53,22 @@ _WRAPPED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_di
 
 @cache
 def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Returns a class like one of torch's optimizers, but without torch's wrappers for its compiler. Results are
+    """Returns a subclass of one of torch's optimizers, whose methods have no wrappers for torch's compiler. Results are
     bit-identical.
 
-    The first call of each wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every
-    process. The class keeps its name, because traces show it.
+    The first call of a wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every process. The
+    subclass keeps the name of the optimizer, because traces show it.
     """
-    methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
-    return type(optimizer.__name__, (optimizer,), {**methods, "step": torch.no_grad()(methods["step"])})
+    unwrapped_methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
+    return type(
+        optimizer.__name__, (optimizer,), {**unwrapped_methods, "step": torch.no_grad()(unwrapped_methods["step"])}
+    )
 
 
 def make_adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Makes torch's AdamW. On a GPU its steps can be captured in a CUDA graph. A fused AdamW keeps its step count on
-    the GPU in any case.
-    """
+    """Makes torch's AdamW, whose steps can be captured in a CUDA graph on a GPU."""
     optimizer_class = skip_compiler_wrappers(torch.optim.AdamW)
     return optimizer_class(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
@@ -77,8 +77,8 @@ def make_adamw(
 class TrainingState:
     """The state of one arm's training: model, optimizer, fp32 gradient buffers and data.
 
-    `forward` returns the loss. It is the model itself or a compiled function. `weights` opens a context around all
-    micro-batches of a step. If weights are cast once for a step, they are cast there.
+    `forward` returns the loss. It is the model itself or a compiled function. `hold_cast_weights` opens a context
+    around all micro-batches of a step. If weights are cast once for a step, they are cast there.
     """
 
     model: torch.nn.Module
@@ -87,21 +87,21 @@ class TrainingState:
     attention: str
     optimizer: torch.optim.Optimizer
     parameters: list[torch.nn.Parameter]
-    buffers: list[Tensor]
+    gradient_buffers: list[Tensor]
     loader: Loader
     micro_batches: int
     loss_scale: float
-    weights: CastOnce
+    hold_cast_weights: HoldCastWeights
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.GRADIENTS: self.buffers}
+        return {MemoryRole.GRADIENTS: self.gradient_buffers}
 
     def step(self, phase: Phases) -> None:
-        with select_attention_kernel(self.attention), self.weights(phase):
+        with select_attention_kernel(self.attention), self.hold_cast_weights(phase):
             for micro_batch in range(self.micro_batches):
                 self._run_micro_batch(phase, first=micro_batch == 0)
         with phase.optimizer_step:
-            for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
+            for parameter, buffer in zip(self.parameters, self.gradient_buffers, strict=True):
                 parameter.grad = buffer
             self.optimizer.step()
             for parameter in self.parameters:
@@ -138,13 +138,13 @@ class TrainingState:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
-            # Add the gradients here. From the second micro-batch on, autograd would add them inside whatever phase is
-            # open then.
+            # Add the gradients in a phase of their own. Otherwise autograd would add those of later micro-batches
+            # inside whatever phase is open.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:
-                torch._foreach_zero_(self.buffers)
-            torch._foreach_add_(self.buffers, gradients, alpha=gradient_factor)
+                torch._foreach_zero_(self.gradient_buffers)
+            torch._foreach_add_(self.gradient_buffers, gradients, alpha=gradient_factor)
             for parameter in self.parameters:
                 parameter.grad = None
 
@@ -153,7 +153,7 @@ def make_training_state(
     setup: Setup,
     model: torch.nn.Module,
     loader: Loader,
-    weights: CastOnce,
+    hold_cast_weights: HoldCastWeights,
     *,
     attention: str = "auto",
     rate: float = 3e-4,
@@ -164,7 +164,7 @@ def make_training_state(
 ) -> TrainingState:
     parameters = list(model.parameters())
     # The gradients of all micro-batches are summed in these buffers.
-    buffers = [torch.zeros_like(parameter) for parameter in parameters]
+    gradient_buffers = [torch.zeros_like(parameter) for parameter in parameters]
     optimizer = make_adamw(parameters, rate, setup.facts, fused)
     return TrainingState(
         model,
@@ -173,9 +173,9 @@ def make_training_state(
         attention,
         optimizer,
         parameters,
-        buffers,
+        gradient_buffers,
         loader,
         micro_batches,
         setup.loss_scale,
-        weights,
+        hold_cast_weights,
     )

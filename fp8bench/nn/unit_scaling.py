@@ -45,7 +45,7 @@ _POSITION_DEVIATION = 0.01
 _NORM_EPSILON = 1e-5
 
 
-class _Rescaled(torch.autograd.Function):
+class _RescaledTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
         ctx.factor = backward
@@ -60,7 +60,7 @@ def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
     """Multiplies x by `forward`, and its gradient by `backward`."""
     if forward == backward == 1.0:
         return x
-    return _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+    return _RescaledTensor.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -100,12 +100,12 @@ class UnitProduct:
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
         root_of_inputs = math.sqrt(inputs)
-        total = self.gradient_factor * root_of_inputs * self.loss.factor
+        total_factor = self.gradient_factor * root_of_inputs * self.loss.factor
         # A weight that was already cast is not read here, so it needs no factor.
-        weight_factor = 1.0 if layer.operands is not None else layer.factor
-        # the same phase in which weights are cast once for all micro-batches
+        weight_scale = 1.0 if layer.operands is not None else layer.weight_factor
+        # Multiply the weight in the phase of its cast, as if it were cast once for all micro-batches.
         with cast_marker(layer.arithmetic, phase):
-            weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total))
+            weight = rescale(layer.weight, weight_scale, 1 / (self.deviation * total_factor))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
         return rescale(y, 1 / root_of_inputs, 1.0)
 
@@ -116,30 +116,31 @@ def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGr
     """
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
-    layer.unit = UnitProduct(deviation, gradient_factor, loss)
-    layer.factor = 1 / deviation
+    layer.unit_scaling = UnitProduct(deviation, gradient_factor, loss)
+    layer.weight_factor = 1 / deviation
     return gradient_factor * math.sqrt(inputs / outputs)
 
 
 @dataclass
 class UnitFeedForward:
-    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for a
-    Gaussian. `enter` and `leave` are the factors at the two ends, each for forward and for backward.
+    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for
+    Gaussian inputs. `input_factors` and `output_factors` are those of the part's input and output, each for forward and
+    for backward.
     """
 
     deviation: float
     slope: float
-    enter: tuple[float, float] = (1.0, 1.0)
-    leave: tuple[float, float] = (1.0, 1.0)
+    input_factors: tuple[float, float] = (1.0, 1.0)
+    output_factors: tuple[float, float] = (1.0, 1.0)
 
     def __call__(self, feed_forward: FeedForward, x: Tensor, phase: Phases) -> Tensor:
-        hidden = rescale(feed_forward.up(rescale(x, *self.enter), phase), 1.0, 1 / self.slope)
-        y: Tensor = feed_forward.down(rescale(feed_forward.activate(hidden), 1 / self.deviation, 1.0), phase)
-        return rescale(y, *self.leave)
+        hidden = rescale(feed_forward.up(rescale(x, *self.input_factors), phase), 1.0, 1 / self.slope)
+        y: Tensor = feed_forward.down(rescale(feed_forward.apply_activation(hidden), 1 / self.deviation, 1.0), phase)
+        return rescale(y, *self.output_factors)
 
 
 def scale_feed_forward(feed_forward: FeedForward, gain: float, gradient_factor: float, loss: LossGradient) -> float:
-    feed_forward.unit = unit = (
+    feed_forward.unit_scaling = unit = (
         UnitFeedForward(GATED_DEVIATION, GATED_SLOPE)
         if feed_forward.gated
         else UnitFeedForward(GELU_DEVIATION, GELU_SLOPE)
@@ -154,11 +155,11 @@ class UnitCore:
     are divided by the same number.
     """
 
-    inner: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inner_core: Callable[[Tensor, Tensor, Tensor], Tensor]
     deviation: float
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.inner(q, k, v) * (1 / self.deviation)
+        return self.inner_core(q, k, v) * (1 / self.deviation)
 
 
 def compute_attention_deviation(tokens: int) -> float:
@@ -215,15 +216,15 @@ class UnitStream:
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
     """Makes a model unit-scaled, for sequences of `tokens` tokens. Raises UsageError, before it changes anything, if
-    this kind of model has no constants.
+    this module has no constants for this kind of model.
     """
     if type(model) is FeedForward:
         # A feed-forward part alone has inputs and incoming gradients with a deviation of 1.
         deviation = GATED_DEVIATION if model.gated else GELU_DEVIATION
         factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
-        assert isinstance(model.unit, UnitFeedForward)
-        model.unit.enter = (1.0, 1 / factor)
-        model.unit.leave = (deviation, 1.0)
+        assert isinstance(model.unit_scaling, UnitFeedForward)
+        model.unit_scaling.input_factors = (1.0, 1 / factor)
+        model.unit_scaling.output_factors = (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
         _scale_gpt_to_unit(model, tokens)
     else:
@@ -235,7 +236,7 @@ def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
 
 
 def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
-    # 1. Scale the head. The weights of a tied head have the deviation of the embedding at first.
+    # 1. Scale the head. The initial weights of a tied head have the standard deviation of the embedding.
     loss = LossGradient(model.head.weight.shape[0])
     head_gain = (
         _EMBEDDING_DEVIATION * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
@@ -255,9 +256,9 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
         feed_deviation = GATED_DEVIATION if block.mlp.gated else GELU_DEVIATION
         sums = []
         for norm, deviation in ((block.norm_attn, core_deviation), (block.norm_mlp, feed_deviation)):
-            next_deviation = math.hypot(stream_deviation, gain * deviation)
-            skip = stream_deviation / next_deviation
-            branch_share = gain * deviation / next_deviation
+            next_stream_deviation = math.hypot(stream_deviation, gain * deviation)
+            skip = stream_deviation / next_stream_deviation
+            branch_share = gain * deviation / next_stream_deviation
             branch_factor = gradient_factor / branch_share
             if norm is block.norm_mlp:
                 branch_factor = scale_feed_forward(block.mlp, gain, branch_factor, loss)
@@ -265,14 +266,14 @@ def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
                 branch_factor = scale_layer(
                     block.attn.qkv, 1.0, scale_layer(block.attn.out, gain, branch_factor, loss), loss
                 )
-            norm.unit = UnitWeight(branch_factor, loss)
+            norm.unit_scaling = UnitWeight(branch_factor, loss)
             norm.epsilon = _NORM_EPSILON / stream_deviation**2
             sums.append(UnitSum(skip, branch_share, gradient_factor / branch_factor))
-            stream_deviation = next_deviation
+            stream_deviation = next_stream_deviation
         block.attn.core = UnitCore(block.attn.core, core_deviation)
-        block.unit = UnitResidual(*sums)
+        block.unit_scaling = UnitResidual(*sums)
 
     # 3. Scale the last norm, and both ends of the stream.
-    model.norm.unit = UnitWeight(gradient_factor, loss)
+    model.norm.unit_scaling = UnitWeight(gradient_factor, loss)
     model.norm.epsilon = _NORM_EPSILON / stream_deviation**2
-    model.unit = UnitStream(initial_deviation, gradient_factor, loss, head_gain)
+    model.unit_scaling = UnitStream(initial_deviation, gradient_factor, loss, head_gain)

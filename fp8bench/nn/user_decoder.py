@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, find_product_weights
+from fp8bench.nn.holders import CONV1D_KIND, EXPERTS_KIND, LINEAR_KIND, ProductWeight, find_product_weights
 from fp8bench.nn.model_calls import shorten_error
 from fp8bench.nn.own_model import seed_generators
 from fp8bench.nn.served import ServedArm, ServedShape
@@ -47,7 +47,7 @@ _CACHE_ARGUMENT = "past_key_values"
 
 
 class StaticLayerCache:
-    """The cache of one layer of a user's model. `at` is the position of the next keys and values."""
+    """The cache of one layer of a user's model. `at` is the position at which the next keys and values are stored."""
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -86,7 +86,7 @@ def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFact
     """Calls a user's function with seeded random generators. Returns the model that it makes, and its tokens (texts,
     positions) if it makes any.
     """
-    # The function is the user's code, so report any error of it with its name.
+    # The function is the user's code, so name it in the report of any error.
     try:
         with seed_generators(seed, facts):
             answer = maker()
@@ -119,7 +119,7 @@ class UserDecoder:
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
         self.calibrates = False
-        # Without a cache every token would read the whole prompt again, unlike on a server.
+        # Refuse a model without a cache. Every token would read the whole prompt again, unlike on a server.
         self._forward_parameters = inspect.signature(model.forward).parameters
         if _CACHE_ARGUMENT not in self._forward_parameters:
             raise UsageError(
@@ -127,7 +127,7 @@ class UserDecoder:
                 f"cannot be served. Call {_CACHE_ARGUMENT}.update(keys, values, layer) in forward, as Hugging Face's "
                 "causal models do."
             )
-        self.held = find_linear_weights(name, model)
+        self.product_weights = find_linear_weights(name, model)
         transformers: Any = sys.modules.get("transformers")
         is_transformers_model = transformers is not None and isinstance(model, transformers.PreTrainedModel)
         # Hugging Face's models require their own cache class.
@@ -135,7 +135,7 @@ class UserDecoder:
             transformers.StaticCache(model.config, sizes[1]) if is_transformers_model else StaticKeys(sizes[1])
         )
         self.vocabulary = self._start_cache(sizes[0])
-        self.stored: dict[str, StoredWeight] = {}
+        self.stored_weights: dict[str, StoredWeight] = {}
         self._store_weights(arm)
         self._store_keys(arm)
 
@@ -195,30 +195,32 @@ class UserDecoder:
         return vocabulary
 
     def _store_weights(self, arm: ServedArm) -> None:
-        for held in self.held:
-            module = held.module
+        for product_weight in self.product_weights:
+            module = product_weight.module
             # A layer outside of all blocks is not stored in a format: it multiplies in the carrier.
-            format_name = arm.carrier if self.find_block_number(held) is None else arm.weight_format
+            format_name = arm.carrier if self.find_block_number(product_weight) is None else arm.weight_format
             if format_name in DTYPES:
                 vars(module)["forward"] = self._make_product(module.forward)
                 continue
-            weight = held.weight.float()
-            stored_weight = store_weight(weight.t() if held.kind == CONV1D else weight, format_name, arm.low_inputs)
-            self.stored[held.name] = stored_weight
+            weight = product_weight.weight.float()
+            stored_weight = store_weight(
+                weight.t() if product_weight.kind == CONV1D_KIND else weight, format_name, arm.low_inputs
+            )
+            self.stored_weights[product_weight.name] = stored_weight
             vars(module)["forward"] = self._make_product(stored_weight, getattr(module, "bias", None))
 
-    def find_block_number(self, held: ProductWeight) -> int | None:
+    def find_block_number(self, product_weight: ProductWeight) -> int | None:
         """Returns the number of the block that contains a linear layer, or None."""
         # The first number in the path is the block's number, as in Hugging Face's names.
-        path_match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
+        path_match = None if product_weight.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", product_weight.name)
         if path_match is None:
             return None
         number = int(path_match[1])
         layers = len(self.cache.layers)
         if number >= layers:
             raise UsageError(
-                f"{self.name}: by its path {held.name} is in block {number}, but the cache has {layers} layers. "
-                "Only the blocks may be in a list, and each block must call the cache once."
+                f"{self.name}: by its path {product_weight.name} is in block {number}, but the cache has {layers} "
+                "layers. Only the blocks may be in a list, and each block must call the cache once."
             )
         return number
 
@@ -256,7 +258,7 @@ class UserDecoder:
 
         return update_rounded_values
 
-    def fill(self, end: int, generator: torch.Generator) -> None:
+    def fill_cache(self, end: int, generator: torch.Generator) -> None:
         for layer, pair in zip(self.cache.layers, self.heads, strict=True):
             for heads, tensor in zip(pair, (layer.keys, layer.values), strict=True):
                 shape = (*tensor.shape[:2], end, tensor.shape[3])
@@ -267,11 +269,15 @@ class UserDecoder:
                     tensor[:, :, at : at + drawn.shape[2]] = heads.read(drawn.shape[2])
 
     def weight_bytes(self) -> int:
-        replaced_weight_ids = {id(held.weight) for held in self.held if held.name in self.stored}
+        replaced_weight_ids = {
+            id(product_weight.weight)
+            for product_weight in self.product_weights
+            if product_weight.name in self.stored_weights
+        }
         tensors: list[Tensor] = [
             parameter for parameter in self.model.parameters() if id(parameter) not in replaced_weight_ids
         ]
-        for weight in self.stored.values():
+        for weight in self.stored_weights.values():
             tensors += weight.tensors()
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -279,17 +285,23 @@ class UserDecoder:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def list_weights_and_cache(self) -> tuple[object, object]:
-        return (list(self.model.parameters()), self.stored), [(layer.keys, layer.values) for layer in self.cache.layers]
+        return (list(self.model.parameters()), self.stored_weights), [
+            (layer.keys, layer.values) for layer in self.cache.layers
+        ]
 
 
 def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
-    """Returns the weights of linear layers that the model calls as layers. Raises UsageError for experts, because
-    nobody can count the bytes that these read.
+    """Returns the weights of linear layers that the model calls as layers. Raises UsageError for stacked
+    experts, because the bytes that a step reads of them cannot be counted.
     """
-    held = find_product_weights(model)
-    if any(holder.kind == EXPERTS for holder in held):
+    product_weights = find_product_weights(model)
+    if any(product_weight.kind == EXPERTS_KIND for product_weight in product_weights):
         raise UsageError(f"{name} has stacked experts, and `infer` cannot count which of them a step reads.")
-    return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
+    return tuple(
+        product_weight
+        for product_weight in product_weights
+        if product_weight.kind in (LINEAR_KIND, CONV1D_KIND) and not product_weight.reason
+    )
 
 
 def count_token_positions(model: nn.Module) -> int:
@@ -297,8 +309,8 @@ def count_token_positions(model: nn.Module) -> int:
 
 
 class QueryHeads(TorchFunctionMode):
-    """Watches torch's attention and records its number of query heads, which may exceed the number of key heads. The
-    number is 0 until attention was called.
+    """Watches torch's attention and records its number of query heads, which may exceed the number of key heads. It is
+    0 until attention is called.
     """
 
     heads = 0
@@ -323,13 +335,11 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
     with torch.no_grad():
         with QueryHeads() as query:
             prompt_logits = decoder.forward(tokens, 0, SilentPhases(), every=True)
-        logits_of_tokens = [
-            decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)
-        ]
+        logits_by_token = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)]
     # 1. Refuse NaN, because comparisons with NaN always fail.
     if bool(prompt_logits.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
-    token_logits = torch.cat(logits_of_tokens, 1)
+    token_logits = torch.cat(logits_by_token, 1)
     is_finite = prompt_logits.isfinite()  # models mask unused ids with -inf
     # 2. Compare the logits of single tokens with those of the whole prompt, up to rounding.
     has_equal_infinities = torch.equal(token_logits[~is_finite], prompt_logits[~is_finite])
@@ -353,20 +363,20 @@ def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts)
 
 
 def _list_shapes(model: nn.Module, decoder: UserDecoder) -> list[tuple[str, tuple[int, ...]]]:
-    """Lists the shapes of parameters under the names by which their bytes are counted. If the head is tied to the
-    embedding, both are listed.
+    """Lists the shapes of a model's parameters, under the names by which `step_bytes` counts their bytes. If the head
+    is tied to the embedding, its weight is listed under both names.
     """
-    holders = {id(held.weight): held for held in decoder.held}
+    holders = {id(product_weight.weight): product_weight for product_weight in decoder.product_weights}
     embedding_ids = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     shapes = []
     for name, parameter in model.named_parameters():
-        held = holders.get(id(parameter))
+        product_weight = holders.get(id(parameter))
         shape = tuple(parameter.shape)
         if id(parameter) in embedding_ids:
             shapes.append((f"{'embedding' if id(parameter) == embedding_ids[0] else 'positions'}.{name}", shape))
-        if held is None and id(parameter) not in embedding_ids:
+        if product_weight is None and id(parameter) not in embedding_ids:
             shapes.append((f"other.{name}", shape))
-        elif held is not None:
-            layer = decoder.find_block_number(held)
-            shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
+        elif product_weight is not None:
+            layer = decoder.find_block_number(product_weight)
+            shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", product_weight.sides))
     return shapes

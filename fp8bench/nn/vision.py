@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, apply_layout
-from fp8bench.nn.image_models import ImageModel, Inputs
+from fp8bench.nn.image_models import ImageModel, ModelInputs
 from fp8bench.nn.linear import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.nn.training_step import TrainingState
@@ -30,10 +30,10 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channel
 
 
 class ImageLoader:
-    """Goes through a pool of batches on the host again and again. The pool is the same for the same seed.
+    """Goes through a pool of batches on the host again and again. The pool follows from the seed.
 
-    It has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch is
-    copied to the device as bytes. The device normalises it and changes its memory layout.
+    A batch has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch
+    is copied to the device as bytes. The device normalises it and changes its memory layout.
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class ImageLoader:
         self._loaded: list[tuple[Tensor, Tensor]] = []
         self._loaded_cycle: Iterator[tuple[Tensor, Tensor]] = iter(())
 
-    def next(self) -> tuple[Inputs, Tensor]:
-        images, labels = next(self._loaded_cycle) if self._loaded else self._next_on_device()
+    def next(self) -> tuple[ModelInputs, Tensor]:
+        images, labels = next(self._loaded_cycle) if self._loaded else self._copy_next_to_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
         images = apply_layout(images.permute(0, 3, 1, 2), self._layout)
         return ((images, labels[:, :-1]), labels[:, 1:]) if self._has_text else ((images,), labels)
 
     def load_ahead(self, batches: int) -> None:
         for index in range(batches):
-            images, labels = self._next_on_device()
+            images, labels = self._copy_next_to_device()
             if index == len(self._loaded):
                 # on a CPU, `to` copies nothing, so copy the pool's tensors here
                 self._loaded.append((images.clone(), labels.clone()))
@@ -80,7 +80,7 @@ class ImageLoader:
             self._loaded[index][1].copy_(labels)
         self._loaded_cycle = cycle(self._loaded)
 
-    def _next_on_device(self) -> tuple[Tensor, Tensor]:
+    def _copy_next_to_device(self) -> tuple[Tensor, Tensor]:
         images, labels = next(self._pool)
         return images.to(self._device, non_blocking=self._pin), labels.to(self._device, non_blocking=self._pin)
 
@@ -109,10 +109,10 @@ def make_inference_state(model: ImageModel, loader: ImageLoader) -> InferenceSta
 
 
 def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the loss of the first batch and all gradients. For inference it returns the logits. With `settles` a
-    pass runs before the measured one, because scales come from earlier casts.
+    """Returns the loss of the first batch and all gradients, or the logits for inference. With `settles` an additional
+    pass runs first, because the arithmetic's scales come from earlier casts.
     """
-    state.loader.load_ahead(1)  # both passes read the same batch
+    state.loader.load_ahead(1)  # with `settles` both passes read the same batch
     if settles:
         _run_pass(state)
     return _run_pass(state)
@@ -174,8 +174,8 @@ class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def check_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         self._check_layouts(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        result = super().see(func, args, named)
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = super().watch_operator(func, args, named)
         name = func.overloadpacket.__name__
         if "convolution" in name:
             self._check_layouts(name, [*args, *(result if isinstance(result, tuple) else (result,))])

@@ -23,29 +23,26 @@ from fp8bench.nn.tensor_scales import largest_magnitudes
 from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
-class WholeLayer(NamedTuple):
+class LibraryLayer(NamedTuple):
     """A library's layer.
 
-    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale).
-    `in_step` also multiplies, in a step with several passes. Its second argument is whether this is the first pass of
-    the step, which casts the weights. `in_step` is None if the library casts weights in each pass.
+    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale). In
+    a step with several passes, `multiply_in_step` multiplies instead. Its second argument is whether this is the first
+    pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
     scales: Callable[[], list[tuple[str, str, float, float]]] = list
-    in_step: Callable[[Tensor, bool], Tensor] | None = None
+    multiply_in_step: Callable[[Tensor, bool], Tensor] | None = None
 
 
 # Makes a library's layer that uses a given float32 weight.
-BuildLayer = Callable[[nn.Parameter], WholeLayer]
+BuildLayer = Callable[[nn.Parameter], LibraryLayer]
 
 
-class WholeLayers(Arithmetic):
-    """An arithmetic that uses a library's layers. `whole` makes a layer for each weight, which must not be cast
-    before.
-
-    If `around` is given, a model's forward pass must run inside this context. `fuse` makes layers with several
-    products.
+class LibraryArithmetic(Arithmetic):
+    """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` makes a layer
+    with several products. A model's forward pass must run inside the context `around`, if there is one.
     """
 
     casts = False
@@ -56,7 +53,7 @@ class WholeLayers(Arithmetic):
         carrier: torch.dtype,
         build: BuildLayer,
         around: Callable[[], AbstractContextManager[None]] | None = None,
-        fuse: Callable[[Fused], WholeLayer] | None = None,
+        fuse: Callable[[Fused], LibraryLayer] | None = None,
         separate: Callable[[], Arithmetic] | None = None,
     ) -> None:
         self.carrier = carrier
@@ -66,14 +63,14 @@ class WholeLayers(Arithmetic):
         self._build = build
         self._fuse = fuse
         self._name = ""
-        self._layers: dict[str, WholeLayer] = {}
+        self._layers: dict[str, LibraryLayer] = {}
         # Ids of the layers that have run in the current step, or None between steps. The set is in a list, so that
         # copies of this object share it.
         self._passed_layers: list[set[int] | None] = [None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Marks all passes in the body as one step. Layers may cast their weights in the first pass of a step only."""
+        """Opens a context for all passes of one step. Layers may cast their weights only in the first pass."""
         self._passed_layers[0] = set()
         try:
             yield
@@ -81,9 +78,9 @@ class WholeLayers(Arithmetic):
             self._passed_layers[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        named_copy = copy.copy(self)  # the copy shares _layers and _passed_layers
-        named_copy._name = name
-        return named_copy
+        copy_for_layer = copy.copy(self)  # the copy shares _layers and _passed_layers
+        copy_for_layer._name = name
+        return copy_for_layer
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
         return self._register_layer(self._build(weight))
@@ -94,16 +91,17 @@ class WholeLayers(Arithmetic):
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
         return None if self._fuse is None else self._register_layer(self._fuse(layers))
 
-    def _register_layer(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
+    def _register_layer(self, layer: LibraryLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = layer
 
-        def multiply(x: Tensor) -> Tensor:  # a function, because a module inside a module would list its weight twice
+        # Return a function instead of a module, because a module inside a module would list its weight twice.
+        def multiply(x: Tensor) -> Tensor:
             passed_layers = self._passed_layers[0]
-            if layer.in_step is None or passed_layers is None:
+            if layer.multiply_in_step is None or passed_layers is None:
                 return layer.multiply(x)
             is_first_pass = id(layer) not in passed_layers
             passed_layers.add(id(layer))
-            return layer.in_step(x, is_first_pass)
+            return layer.multiply_in_step(x, is_first_pass)
 
         return multiply
 
@@ -115,13 +113,13 @@ class WholeLayers(Arithmetic):
         return tuple(scales)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        raise TypeError(self._refusal)
+        raise TypeError(self._refusal_text)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        raise TypeError(self._refusal)
+        raise TypeError(self._refusal_text)
 
     @property
-    def _refusal(self) -> str:
+    def _refusal_text(self) -> str:
         return f"{self._backend} has no separate cast or product, only layers that do both. Use `whole`."
 
 
@@ -130,8 +128,8 @@ class SingleProducts(Arithmetic):
     """An arithmetic that calls a library's casts and products separately. The data of its operands are tensors of the
     library.
 
-    The last argument of `quantise` is whether the operand is transposed for its product. `multiply` returns a
-    times b transposed. Its last arguments are the dtype of the result, and whether a or b is a gradient.
+    The last argument of `quantise` is whether the operand is transposed for its product. `multiply(a, b, ...)` returns
+    a times b transposed. Its last two arguments are the dtype of the result, and whether a or b is a gradient.
     """
 
     keeps_source = True
@@ -155,10 +153,14 @@ class SingleProducts(Arithmetic):
 
 def wrap_model_forward(model: nn.Module) -> None:
     """Runs each forward pass of a model inside the context that its library's layers need."""
-    # Enter the context once around the whole forward pass, or each layer would enter it again.
+    # Enter the library's context once around the whole forward pass, not once in each layer.
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
-        (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
+        (
+            arithmetic.around
+            for arithmetic in arithmetics
+            if isinstance(arithmetic, LibraryArithmetic) and arithmetic.around
+        ),
         None,
     )
     if around is None:
@@ -181,13 +183,16 @@ class CachedWeights:
     def __init__(self, model: nn.Module) -> None:
         linear = [module for module in model.modules() if isinstance(module, Linear)]
         self._layers = [layer for layer in linear if layer.arithmetic.casts]
-        self._library_arithmetics = [layer.arithmetic for layer in linear if isinstance(layer.arithmetic, WholeLayers)]
+        self._library_arithmetics = [
+            layer.arithmetic for layer in linear if isinstance(layer.arithmetic, LibraryArithmetic)
+        ]
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:
-        """Casts every weight in both orientations. In the body, layers multiply by these operands.
+        """Opens a context in which layers multiply by weights that are cast now, in both orientations.
 
-        Weights must not change in the body. At its end the operands are dropped, because the weights may change then.
+        Weights must not change inside the context. On exit the operands are dropped, because the weights may change
+        afterwards.
         """
         with ExitStack() as steps:
             for whole_layer in self._library_arithmetics:
@@ -213,5 +218,5 @@ class CachedWeights:
             zip(layers_without_amax, largest_magnitudes([linear.weight for linear in layers_without_amax]), strict=True)
         )
         for layer in self._layers:
-            weight = layer.weight if layer.unit is None else layer.weight * layer.factor
+            weight = layer.weight if layer.unit_scaling is None else layer.weight * layer.weight_factor
             layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))

@@ -23,13 +23,13 @@ from torch import Tensor
 from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
-    FromFirst,
-    Largest,
+    BroadcastFromFirst,
+    MaximumOverRanks,
     PendingExchange,
     Program,
     RowsToRanks,
     SentBytes,
-    Shift,
+    ShiftToNextRank,
     run_on_this_rank,
     simulate,
     start_program,
@@ -38,10 +38,12 @@ from fp8bench.numerics.rank_programs import (
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
 FP8_MEAN_METHODS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
-PRE = "pre"
-POST = "post"
-MS_AMP = "ms_amp"
-FP8LM_AUTO = "fp8lm_auto"
+# The values of option `scaling`: how the scale keeps a sum over ranks within the format. Ranks divide their values by
+# the number of ranks before the cast ('pre') or divide the sum ('post'), or the factor is that of MS-AMP or FP8-LM.
+PRE_SCALING = "pre"
+POST_SCALING = "post"
+MS_AMP_SCALING = "ms_amp"
+FP8LM_SCALING = "fp8lm_auto"
 # mu in equations 2 and 3 of FP8-LM: it is halved after a step in which more than 0.001% of the values have the
 # largest code. Otherwise it grows, by a factor of 2 in 1,000 steps, up to 2.
 MAX_SATURATED_SHARE = 1e-5
@@ -74,9 +76,9 @@ class AutoScale:
         self.mu = torch.where(saturated_share > MAX_SATURATED_SHARE, self.mu.to(saturated_share.device) / 2, grown_mu)
 
 
-class Reduced(NamedTuple):
-    """A mean over ranks, or one part of this mean, and the codes from which it was computed. All these codes have one
-    scale.
+class ReducedVector(NamedTuple):
+    """A vector that a rank gets from an exchange, such as a mean over ranks, and the codes from which it was
+    computed.
     """
 
     values: Tensor
@@ -97,17 +99,17 @@ def _compute_shared_scale(amax: Tensor) -> Program[Tensor]:
     """Returns the scale for the largest magnitude on any rank. A NaN on a rank counts as infinity, because maxima over
     ranks may lose it.
     """
-    return compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    return compute_largest_scale((yield MaximumOverRanks(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
 
 
-def overflow_factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
+def get_overflow_factor(scaling: str, size: int, auto_scale: AutoScale) -> float | Tensor:
     """Returns a factor for the scale that makes an overflow of the sum over ranks less likely."""
-    if scaling == FP8LM_AUTO:
-        return auto.mu
-    return {PRE: 1 / size, POST: 1.0, MS_AMP: 1 / math.sqrt(size)}[scaling]
+    if scaling == FP8LM_SCALING:
+        return auto_scale.mu
+    return {PRE_SCALING: 1 / size, POST_SCALING: 1.0, MS_AMP_SCALING: 1 / math.sqrt(size)}[scaling]
 
 
-def scale_for_cast(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
+def scale_for_cast(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[tuple[Tensor, Tensor]]:
     """Returns the scaled values, and the scale that all ranks use.
 
     MS-AMP computes the scale from the largest magnitude of all ranks. In FP8-LM, each rank first stores its gradients
@@ -115,73 +117,79 @@ def scale_for_cast(values: Tensor, scaling: str, size: int, auto: AutoScale) -> 
     is computed before mu is applied, because it would otherwise cancel mu.
     """
     amax = values.abs().amax().reshape(1)
-    if scaling == FP8LM_AUTO:
+    if scaling == FP8LM_SCALING:
         scale_of_rank = compute_largest_scale(amax)
-        scale = -(yield Largest(-scale_of_rank))
+        scale = -(yield MaximumOverRanks(-scale_of_rank))
         values = decode_e4m3(encode_e4m3(values * scale_of_rank)) / scale_of_rank
     else:
         scale = yield from _compute_shared_scale(amax)
-    scale = scale * overflow_factor_of(scaling, size, auto)
+    scale = scale * get_overflow_factor(scaling, size, auto_scale)
     return values * scale, scale
 
 
 def compute_fp8_mean(
-    way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole_vector: bool = True
-) -> Program[Reduced]:
+    method: str, values: Tensor, scaling: str, rank: int, size: int, auto_scale: AutoScale, whole_vector: bool = True
+) -> Program[ReducedVector]:
     """Returns the mean of a vector over all ranks. Without `whole_vector`, returns only this rank's part of the mean.
 
     The length of the vector must be a multiple of the number of ranks.
     """
-    scaled_values, scale = yield from scale_for_cast(values, scaling, size, auto)
-    if way == RING:
+    scaled_values, scale = yield from scale_for_cast(values, scaling, size, auto_scale)
+    if method == RING:
         codes = yield from sum_in_ring(scaled_values, rank, size, whole_vector)
-        reduced = Reduced(decode_e4m3(codes) / (scale * size), codes)
-    elif way == GATHER:
+        reduced_vector = ReducedVector(decode_e4m3(codes) / (scale * size), codes)
+    elif method == GATHER:
         codes_of_ranks = yield AllGather(encode_e4m3(scaled_values))
         mean_values = _sum_in_rank_order([decode_e4m3(codes_of_rank) for codes_of_rank in codes_of_ranks]) / (
             scale * size
         )
-        reduced = Reduced(mean_values if whole_vector else mean_values.chunk(size)[rank], torch.cat(codes_of_ranks))
-    elif way == TWOSHOT:
+        reduced_vector = ReducedVector(
+            mean_values if whole_vector else mean_values.chunk(size)[rank], torch.cat(codes_of_ranks)
+        )
+    elif method == TWOSHOT:
         rows = yield AllToAll(encode_e4m3(scaled_values).reshape(size, -1))
-        reduced = Reduced(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
+        reduced_vector = ReducedVector(_sum_in_rank_order([decode_e4m3(row) for row in rows]) / (scale * size), rows)
         if whole_vector:
             # Count saturation in the codes that were sent, because they share one scale. The codes of the mean have
             # separate scales.
-            reduced = (yield from gather_parts(reduced.values))._replace(codes=rows)
+            reduced_vector = (yield from gather_parts(reduced_vector.values))._replace(codes=rows)
     else:
-        raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {way!r}")
-    if scaling == FP8LM_AUTO:
+        raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {method!r}")
+    if scaling == FP8LM_SCALING:
         # Each rank has other codes if it has only a part of the vector, or with `fp8_twoshot`. The maximum over ranks
         # gives all of them the same mu.
-        share = saturated_share(reduced.codes).reshape(1)
-        auto.update(share if whole_vector and way != TWOSHOT else (yield Largest(share)))
-    return reduced
+        saturated_part_share = compute_saturated_share(reduced_vector.codes).reshape(1)
+        auto_scale.update(
+            saturated_part_share
+            if whole_vector and method != TWOSHOT
+            else (yield MaximumOverRanks(saturated_part_share))
+        )
+    return reduced_vector
 
 
-def gather_parts(part: Tensor) -> Program[Reduced]:
+def gather_parts(part: Tensor) -> Program[ReducedVector]:
     scale_of_rank = compute_largest_scale(part.abs().amax().reshape(1))
     codes = yield AllGather(encode_e4m3(part * scale_of_rank))
     scales = yield AllGather(scale_of_rank)
     values = [decode_e4m3(code) / scale for code, scale in zip(codes, scales, strict=True)]
-    return Reduced(torch.cat(values), torch.cat(codes))
+    return ReducedVector(torch.cat(values), torch.cat(codes))
 
 
-class Pieces(NamedTuple):
-    """The tensors of one rank, concatenated in a vector. Each tensor has its own scale. `lengths` has the number of
-    elements of each tensor. `most` is the largest number of tensors on any rank.
+class RankTensors(NamedTuple):
+    """How the tensors that one rank owns are concatenated to a vector. `lengths` has the number of elements of each
+    tensor. Each tensor has its own scale. `max_tensor_count` is the largest number of tensors that a rank owns.
     """
 
     lengths: Sequence[int]
-    most: int
+    max_tensor_count: int
 
     @property
     def size(self) -> int:
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
-        amaxes = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
-        return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
+        amaxes = torch.stack([owned_tensor.abs().amax() for owned_tensor in torch.split(values, list(self.lengths))])
+        return torch.nn.functional.pad(amaxes, (0, self.max_tensor_count - len(self.lengths)))
 
     def iterate_tensors(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor with its scale. Callers scale one tensor at a time, without a vector that repeats the
@@ -190,65 +198,75 @@ class Pieces(NamedTuple):
         return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
 
     def encode_tensors(self, values: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([encode_e4m3(piece * scale) for piece, scale in self.iterate_tensors(values, scales)])
+        return torch.cat(
+            [encode_e4m3(owned_tensor * scale) for owned_tensor, scale in self.iterate_tensors(values, scales)]
+        )
 
     def decode_tensors(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([decode_e4m3(piece) / scale for piece, scale in self.iterate_tensors(codes, scales)])
+        return torch.cat(
+            [decode_e4m3(owned_tensor) / scale for owned_tensor, scale in self.iterate_tensors(codes, scales)]
+        )
 
 
-def gather_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """Returns the tensors of all ranks in the order of ranks. They are sent as codes with a scale per tensor.
-    `pieces` has one entry per rank.
+def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
+    """Sends this rank's tensors `part` to all ranks, as codes with one scale for each tensor. Returns the tensors of
+    all ranks, in rank order. `tensors_by_rank` has one entry for each rank.
     """
-    scales_of_rank = compute_largest_scale(pieces[rank].amax(part))
-    codes_of_rank = pieces[rank].encode_tensors(part, scales_of_rank)
+    scales_of_rank = compute_largest_scale(tensors_by_rank[rank].amax(part))
+    codes_of_rank = tensors_by_rank[rank].encode_tensors(part, scales_of_rank)
     codes = yield RowsToRanks(
-        codes_of_rank.repeat(len(pieces)),
+        codes_of_rank.repeat(len(tensors_by_rank)),
         rank,
-        [len(codes_of_rank)] * len(pieces),
-        [rank_pieces.size for rank_pieces in pieces],
+        [len(codes_of_rank)] * len(tensors_by_rank),
+        [rank_tensors.size for rank_tensors in tensors_by_rank],
     )
     scales = yield AllGather(scales_of_rank)
     return torch.cat(
-        [rank_pieces.decode_tensors(*theirs) for rank_pieces, *theirs in zip(pieces, codes, scales, strict=True)]
+        [
+            rank_tensors.decode_tensors(*codes_and_scales)
+            for rank_tensors, *codes_and_scales in zip(tensors_by_rank, codes, scales, strict=True)
+        ]
     )
 
 
-def average_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """Returns the mean of this rank's tensors over all ranks. Ranks send codes, and all ranks use the same scale for
-    a tensor.
+def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
+    """Returns the mean over all ranks of each tensor that this rank owns. Ranks send codes, and all ranks use the
+    same scale for a tensor.
 
-    `values` has the tensors of all ranks in order.
+    `values` has this rank's values of all tensors: first those of the tensors that rank 0 owns, and so on.
     """
-    sizes = [rank_pieces.size for rank_pieces in pieces]
+    sizes = [rank_tensors.size for rank_tensors in tensors_by_rank]
     rows = torch.split(values, sizes)
-    amax = torch.stack([rank_pieces.amax(row) for rank_pieces, row in zip(pieces, rows, strict=True)])
+    amax = torch.stack([rank_tensors.amax(row) for rank_tensors, row in zip(tensors_by_rank, rows, strict=True)])
     scales = yield from _compute_shared_scale(amax)
     codes = torch.cat(
         [
-            rank_pieces.encode_tensors(*row_and_scales)
-            for rank_pieces, *row_and_scales in zip(pieces, rows, scales, strict=True)
+            rank_tensors.encode_tensors(*row_and_scales)
+            for rank_tensors, *row_and_scales in zip(tensors_by_rank, rows, scales, strict=True)
         ]
     )
-    received = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
-    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received])
+    received_codes = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(tensors_by_rank))
+    total_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
-        [piece / (scale * len(pieces)) for piece, scale in pieces[rank].iterate_tensors(total_values, scales[rank])]
+        [
+            owned_tensor / (scale * len(tensors_by_rank))
+            for owned_tensor, scale in tensors_by_rank[rank].iterate_tensors(total_values, scales[rank])
+        ]
     )
 
 
-def exchange_parts(values: Tensor, size: int) -> Program[Reduced]:
+def exchange_parts(values: Tensor, size: int) -> Program[ReducedVector]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
     codes = yield AllToAll(encode_e4m3(values * scale).reshape(size, -1))
     scales = yield AllToAll(scale.repeat(size, 1))
-    return Reduced((decode_e4m3(codes) / scales).reshape(-1), codes)
+    return ReducedVector((decode_e4m3(codes) / scales).reshape(-1), codes)
 
 
-def broadcast_from_first(values: Tensor) -> Program[Reduced]:
+def broadcast_from_first(values: Tensor) -> Program[ReducedVector]:
     scale = compute_largest_scale(values.abs().amax().reshape(1))
-    codes = yield FromFirst(encode_e4m3(values * scale))
-    scale = yield FromFirst(scale)
-    return Reduced(decode_e4m3(codes) / scale, codes)
+    codes = yield BroadcastFromFirst(encode_e4m3(values * scale))
+    scale = yield BroadcastFromFirst(scale)
+    return ReducedVector(decode_e4m3(codes) / scale, codes)
 
 
 def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Program[Tensor]:
@@ -256,31 +274,31 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
 
     Part k starts at the rank after rank k, is rounded to E4M3 at every hop, and ends at rank k.
     """
-    encoded_parts = encode_e4m3(values).reshape(size, -1)
-    partial_sum = encoded_parts[rank - 1]
+    codes_by_part = encode_e4m3(values).reshape(size, -1)
+    partial_sum = codes_by_part[rank - 1]
     for hop in range(1, size):
-        received = yield Shift(partial_sum)
-        partial_sum = encode_e4m3(decode_e4m3(received) + decode_e4m3(encoded_parts[rank - 1 - hop]))
+        received_sum = yield ShiftToNextRank(partial_sum)
+        partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[rank - 1 - hop]))
     if not all_parts:
         return partial_sum
-    all_sums = yield AllGather(partial_sum)
-    return torch.cat(all_sums)
+    summed_parts = yield AllGather(partial_sum)
+    return torch.cat(summed_parts)
 
 
 def _sum_in_rank_order(values: list[Tensor]) -> Tensor:
-    """Sums in the order of ranks, in float32, so that all ranks get identical bits."""
-    total = values[0].clone()
+    """Sums the ranks' values in float32, in rank order, so that all ranks get identical bits."""
+    running_sum = values[0].clone()
     for value in values[1:]:
-        total += value
-    return total
+        running_sum += value
+    return running_sum
 
 
-def saturated_share(codes: Tensor) -> Tensor:
+def compute_saturated_share(codes: Tensor) -> Tensor:
     return ((codes & 0x7F) == _LARGEST_CODE).float().mean()
 
 
-def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
-    scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto)
+def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[Tensor]:
+    scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto_scale)
     is_flushed = (decode_e4m3(encode_e4m3(scaled_values)) == 0) & (values != 0)
     return is_flushed.float().mean()
 
@@ -288,18 +306,16 @@ def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> P
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 BROADCAST = "broadcast"
-Marker = AbstractContextManager[object]
+PhaseMarker = AbstractContextManager[object]
 
 
 class SelfCheckFailed(RuntimeError):
-    """The check of a collective failed. It gave a wrong mean of ones over all ranks, or changed the ones that were
-    sent.
-    """
+    """Raised if a collective returns a wrong mean over all ranks, or wrong copies, when every rank sends ones."""
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """Returns nccl-tests' factor for a collective. Bytes over time, multiplied by the factor, can be compared with
-    the rate of a link.
+    """Returns nccl-tests' factor for a collective. Multiplied by this factor, the bytes per second of a collective can
+    be compared with the rate of a link.
 
     The bytes are those of the whole vector of all ranks.
     """
@@ -312,23 +328,23 @@ def draw_rank_values(seed: int, rank: int, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099 + rank + 1))
 
 
-def compute_expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
-    exact = [source.double() for source in sources]
-    size = len(exact)
+def compute_exact_result(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
+    float64_sources = [source.double() for source in sources]
+    size = len(float64_sources)
     match collective:
         case "all_reduce":
-            return torch.stack(exact).mean(0)
+            return torch.stack(float64_sources).mean(0)
         case "reduce_scatter":
-            return torch.stack(exact).mean(0).chunk(size)[rank]
+            return torch.stack(float64_sources).mean(0).chunk(size)[rank]
         case "all_gather":
-            return torch.cat([tensor.chunk(size)[0] for tensor in exact])
+            return torch.cat([tensor.chunk(size)[0] for tensor in float64_sources])
         case "all_to_all":
-            return torch.cat([tensor.chunk(size)[rank] for tensor in exact])
-    return exact[0]
+            return torch.cat([tensor.chunk(size)[rank] for tensor in float64_sources])
+    return float64_sources[0]
 
 
 @dataclass
-class Plain:
+class PlainCollective:
     """A collective of torch.distributed that sends values in one dtype."""
 
     collective: str
@@ -339,14 +355,14 @@ class Plain:
         sent_values = values if self.collective != ALL_GATHER else values.chunk(size)[0]
         return sent_values.to(self.dtype, copy=True)
 
-    def __call__(self, payload: Tensor, size: int, communicating: Marker) -> Tensor:
+    def __call__(self, payload: Tensor, size: int, communicating: PhaseMarker) -> Tensor:
         with communicating:
-            return self._call_torch(payload, size, False)[1]
+            return self._start_collective(payload, size, False)[1]
 
     def start_async(self, payload: Tensor, size: int) -> Any:
-        return self._call_torch(payload, size, True)[0]
+        return self._start_collective(payload, size, True)[0]
 
-    def _call_torch(self, payload: Tensor, size: int, asynchronous: bool) -> tuple[Any, Tensor]:
+    def _start_collective(self, payload: Tensor, size: int, asynchronous: bool) -> tuple[Any, Tensor]:
         import torch.distributed as dist
 
         match self.collective:
@@ -355,15 +371,17 @@ class Plain:
             case "broadcast":
                 return dist.broadcast(payload, 0, async_op=asynchronous), payload
             case "all_gather":
-                received = payload.new_empty(payload.numel() * size)
-                gather = newest_function("all_gather_single", "all_gather_into_tensor")
-                return gather(received, payload, async_op=asynchronous), received
+                received_values = payload.new_empty(payload.numel() * size)
+                gather_function = find_newest_function("all_gather_single", "all_gather_into_tensor")
+                return gather_function(received_values, payload, async_op=asynchronous), received_values
             case "reduce_scatter":
-                received = payload.new_empty(payload.numel() // size)
-                scatter = newest_function("reduce_scatter_single", "reduce_scatter_tensor")
-                return scatter(received, payload, op=dist.ReduceOp.AVG, async_op=asynchronous), received
-        received = torch.empty_like(payload)
-        return dist.all_to_all_single(received, payload, async_op=asynchronous), received
+                received_values = payload.new_empty(payload.numel() // size)
+                scatter_function = find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")
+                return scatter_function(
+                    received_values, payload, op=dist.ReduceOp.AVG, async_op=asynchronous
+                ), received_values
+        received_values = torch.empty_like(payload)
+        return dist.all_to_all_single(received_values, payload, async_op=asynchronous), received_values
 
     def count_sent_bytes(self, payload: Tensor, size: int) -> float:
         total_bytes = payload.numel() * payload.element_size() * (size if self.collective == ALL_GATHER else 1)
@@ -372,15 +390,15 @@ class Plain:
 
 
 @dataclass
-class InFP8:
-    """A collective composed of exchanges of FP8 codes. `auto` keeps its scale between steps."""
+class FP8Collective:
+    """A collective composed of exchanges of FP8 codes. `auto_scale` keeps its scale between steps."""
 
     collective: str
-    way: str = ""
+    method: str = ""
     scaling: str = ""
-    auto: AutoScale = field(default_factory=AutoScale)
+    auto_scale: AutoScale = field(default_factory=AutoScale)
 
-    def program(self, values: Tensor, rank: int, size: int) -> Program[Reduced]:
+    def program(self, values: Tensor, rank: int, size: int) -> Program[ReducedVector]:
         match self.collective:
             case "all_gather":
                 return gather_parts(values.chunk(size)[0])
@@ -388,40 +406,44 @@ class InFP8:
                 return exchange_parts(values, size)
             case "broadcast":
                 return broadcast_from_first(values)
-        return compute_fp8_mean(self.way, values, self.scaling, rank, size, self.auto, self.collective == ALL_REDUCE)
+        return compute_fp8_mean(
+            self.method, values, self.scaling, rank, size, self.auto_scale, self.collective == ALL_REDUCE
+        )
 
     def __call__(
-        self, values: Tensor, rank: int, size: int, around: Marker, counted: SentBytes | None = None
-    ) -> Reduced:
+        self, values: Tensor, rank: int, size: int, around: PhaseMarker, counted: SentBytes | None = None
+    ) -> ReducedVector:
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 
-    def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[Reduced]:
+    def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[ReducedVector]:
         return start_program(self.program(values, rank, size))
 
-    def simulate_ranks(self, sources: Sequence[Tensor]) -> list[Reduced]:
-        """Returns what each rank receives, by running the programs of all ranks in this process. The mu of this rank
-        stays unchanged.
+    def simulate_ranks(self, sources: Sequence[Tensor]) -> list[ReducedVector]:
+        """Runs the programs of all ranks in this process, and returns what each rank receives. `auto_scale.mu` does not
+        change.
         """
-        collectives = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
-        pairs = enumerate(zip(collectives, sources, strict=True))
-        return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
+        collectives = [
+            FP8Collective(self.collective, self.method, self.scaling, AutoScale(self.auto_scale.mu)) for _ in sources
+        ]
+        ranked_sources = enumerate(zip(collectives, sources, strict=True))
+        return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in ranked_sources])
 
 
-def check_mean_of_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
+def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: int, size: int, device: str) -> None:
     """Checks the mean of ones before anything is timed, because some backends add dtypes that they do not know as
     integers.
 
     In FP8 the mean need not be 1, because the sum in a ring may saturate. It must equal the simulation bit for bit.
     """
     ones = torch.ones(count, device=device)
-    if isinstance(kind, Plain):
+    if isinstance(kind, PlainCollective):
         measured_values = kind(kind.make_payload(ones, size), size, nullcontext()).float()
         expected_values = torch.ones_like(measured_values)
     else:
-        simulated = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
-        new_collective = InFP8(kind.collective, kind.way, kind.scaling)
+        simulated_results = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
+        new_collective = FP8Collective(kind.collective, kind.method, kind.scaling)
         measured_values = new_collective(ones, rank, size, nullcontext()).values.cpu()
-        expected_values = simulated[rank].values
+        expected_values = simulated_results[rank].values
     if not torch.equal(measured_values, expected_values):
         first_wrong_index = int((measured_values != expected_values).nonzero()[0])
         raise SelfCheckFailed(
@@ -430,9 +452,9 @@ def check_mean_of_ones(kind: Plain | InFP8, count: int, rank: int, size: int, de
         )
 
 
-def newest_function(*names: str) -> Callable[..., object]:
-    """Returns the first of these functions of torch.distributed that this version of torch has. torch 2.13 renamed
-    some of them, and warns about the old names.
+def find_newest_function(*names: str) -> Callable[..., object]:
+    """Returns the first function in `names` that torch.distributed has in this version of torch. torch 2.13 renamed
+    some functions, and warns about the old names.
     """
     import torch.distributed as dist
 

@@ -6,8 +6,9 @@ every element. This bound alone would also accept sums in fewer bits. So the mea
 which grows only with K, because rounding errors are unbiased.
 
 The numbers also show the precision in which a product was computed. Operands are rounded to several precisions, and
-their exact products are compared with the result. The nearest one shows the precision, because sums and the rounding
-of the result add much smaller errors. The distances of the other precisions show how certain this is.
+their exact products are compared with the result. The nearest product shows the precision, because sums and the
+rounding of the result add much smaller errors. The farther the products of the other precisions are, the more certain
+this is.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.products import INSTRUCTION_LENGTH, PROMOTION_LENGTH, short_product, sum_like_hopper_units
 
 FLOAT32_BITS = 24
-# A float32 sum has these roundings besides its additions: of the two operands' values, of their scales, and of the
-# result.
+# The number of roundings of a float32 sum besides its additions: of the two operands' values, of their scales, and of
+# the result.
 _EXTRA_ROUNDINGS = 4
 # The fewest bits of a sum that are considered. No hardware is known to use fewer.
 _MIN_SUM_BITS = 8
-# A bias within this many standard errors may be chance. Two results of the same kind of sum have mean square errors
+# A bias within _BIAS_ERRORS standard errors may be chance. Two results of the same kind of sum have mean square errors
 # within a factor of _MEAN_SQUARE_RATIO.
 _BIAS_ERRORS = 6.0
 _MEAN_SQUARE_RATIO = 3.0
-# A factor is not a scale if it is nearer to 1 than this, or within the rounding of the result.
+# The largest difference from 1 of a fitted factor that counts as rounding, not as a scale.
 _SCALE_TOLERANCE = 2.0**-7
 _SCALED_PARTS = (
     ("the tensor", False, False),
@@ -45,39 +46,41 @@ _SCALED_PARTS = (
     ("rows and columns", True, True),
 )
 _BLOCK_SIZES = (128, 32, 16)
-# Each fitted factor needs this many results. The factors of rows and columns are fitted in turn, in this many
-# iterations.
+# The number of results that each fitted factor needs, and the number of iterations in which the factors of rows and
+# columns are fitted in turn.
 _RESULTS_PER_FACTOR = 8
 _FIT_ITERATIONS = 30
-# How many values share a scale in a run of values, and how many runs are examined at most.
+# Each run of _RUN_LENGTH consecutive values may have its own scale. At most _MAX_EXAMINED_RUNS runs are examined.
 _RUN_LENGTH = 128
 _MAX_EXAMINED_RUNS = 32
 # The relative float32 error of a value that was divided by its scale and multiplied by it again.
 _VALUE_TOLERANCE = 2.0**-18
 _INTEGER_BY_BYTES = {2: torch.int16, 4: torch.int32}
 
-Explanation = tuple[Difference, str]
+ExplainedDifference = tuple[Difference, str]
 
 
-def have_different_bits(native: Tensor, emulated: Tensor) -> Tensor:
-    bits = _INTEGER_BY_BYTES[native.element_size()]
-    has_equal_bits = native.contiguous().view(bits) == emulated.contiguous().view(bits)
-    return ~(has_equal_bits | (native.isnan() & emulated.isnan()))
+def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tensor:
+    bits = _INTEGER_BY_BYTES[native_result.element_size()]
+    equal_bits = native_result.contiguous().view(bits) == emulated_result.contiguous().view(bits)
+    return ~(equal_bits | (native_result.isnan() & emulated_result.isnan()))
 
 
-def count_steps_between(native: Tensor, emulated: Tensor) -> Tensor:
+def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tensor:
     """Returns for each element how many numbers of the dtype are between two results.
 
     Returns infinity where the results differ and one of them is not finite.
     """
-    ordinals = []
-    for tensor in (native, emulated):
+    float_ordinals = []
+    for tensor in (native_result, emulated_result):
         bits = tensor.contiguous().view(_INTEGER_BY_BYTES[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
-        ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
-    distance = (ordinals[0] - ordinals[1]).abs().to(torch.float64)
-    both_finite = native.isfinite() & emulated.isfinite()
-    return torch.where(both_finite, distance, torch.where(have_different_bits(native, emulated), math.inf, 0.0))
+        float_ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
+    distance = (float_ordinals[0] - float_ordinals[1]).abs().to(torch.float64)
+    both_finite = native_result.isfinite() & emulated_result.isfinite()
+    return torch.where(
+        both_finite, distance, torch.where(have_different_bits(native_result, emulated_result), math.inf, 0.0)
+    )
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class ConformitySums:
     bits: int = FLOAT32_BITS
 
     @cached_property
-    def exact(self) -> Tensor:
+    def product(self) -> Tensor:
         return self.a @ self.b.t()
 
     @cached_property
@@ -116,16 +119,16 @@ class ConformitySums:
         )
 
     def is_within_bound(self, result: Tensor, toward_zero: bool = False) -> bool:
-        """Returns whether every element could result from a sum within the bound by rounding to nearest, or toward 0
-        if `toward_zero`.
+        """Returns whether every element could be a rounded sum whose error is within `bound`. Sums are rounded to
+        nearest, or toward 0 with `toward_zero`.
         """
         round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
-        smallest_result = round_values(self.exact - self.bound)
-        largest_result = round_values(self.exact + self.bound)
+        smallest_result = round_values(self.product - self.bound)
+        largest_result = round_values(self.product + self.bound)
         return bool(((result >= smallest_result) & (result <= largest_result)).all())
 
     def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
-        """Returns whether every element could result from a sum within the bound by rounding up or down."""
+        """Returns whether every element could be a sum whose error is within `bound`, rounded up or down."""
         return bool(((result - exact).abs() <= bound + self.spacing(exact.abs() + bound)).all())
 
     def spacing(self, values: Tensor) -> Tensor:
@@ -136,10 +139,12 @@ class ConformitySums:
         return values.to(self.dtype).to(torch.float64)
 
     def _round_toward_zero(self, values: Tensor) -> Tensor:
-        nearest = values.to(self.dtype)
-        bits = _INTEGER_BY_BYTES[nearest.element_size()]
-        next_smaller = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
-        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller, nearest).to(torch.float64)
+        nearest_values = values.to(self.dtype)
+        bits = _INTEGER_BY_BYTES[nearest_values.element_size()]
+        next_smaller_values = (nearest_values.view(bits) - (nearest_values != 0).to(bits)).view(self.dtype)
+        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller_values, nearest_values).to(
+            torch.float64
+        )
 
     def is_unbiased(self, result: Tensor) -> bool:
         """Returns whether the errors are as small as rounding makes them, and centred around 0. Small deviations may
@@ -155,27 +160,27 @@ class ConformitySums:
 
     @cached_property
     def rounding_variance(self) -> float:
-        return float(((self.spacing(self.exact) / self.magnitude) ** 2).mean()) / 12
+        return float(((self.spacing(self.product) / self.magnitude) ** 2).mean()) / 12
 
     def mean_square_error(self, result: Tensor) -> float:
-        return float((((result - self.exact) / self.magnitude) ** 2).mean())
+        return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
         """Returns by how much results are smaller than the exact ones on average, divided by the magnitude."""
-        return -float(((result - self.exact) / self.magnitude * self.exact.sign()).mean())
+        return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 
 
-def explain_product(result: Tensor, sums: ConformitySums) -> Explanation:
+def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference:
     """Explains why a product differs in bits from another product of the same operands."""
     result64 = result.to(torch.float64)
-    if not bool(sums.exact.isfinite().all()) or not bool(result64.any()):
+    if not bool(sums.product.isfinite().all()) or not bool(result64.any()):
         return (
             Difference.UNEXPLAINED,
-            "all results are 0" if sums.exact.isfinite().all() else "operands have NaN or infinity",
+            "all results are 0" if sums.product.isfinite().all() else "operands have NaN or infinity",
         )
     is_not_finite = ~result64.isfinite()
     if bool(is_not_finite.any()):
-        overflows = sums.exact.abs() > torch.finfo(sums.dtype).max
+        overflows = sums.product.abs() > torch.finfo(sums.dtype).max
         if bool((overflows | ~is_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
         return Difference.UNEXPLAINED, f"{int(is_not_finite.sum())} results are NaN or infinite"
@@ -190,15 +195,17 @@ def explain_product(result: Tensor, sums: ConformitySums) -> Explanation:
             return Difference.LAYOUT, description
     for fit in _iterate_scaled_fits(result64, sums):
         if sums.is_near(
-            result64, fit.scaled, (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude
+            result64,
+            fit.scaled_product,
+            (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude,
         ):
-            return Difference.SCALE, fit.words
+            return Difference.SCALE, fit.description
     bits = estimate_sum_bits(result64, sums)
     if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near(
-        result64, sums.exact, sums.relative_bound(bits - 1) * sums.magnitude
+        result64, sums.product, sums.relative_bound(bits - 1) * sums.magnitude
     ):
         return Difference.ACCUMULATION, f"sums seem to be kept in about {bits} bits, where {sums.bits} are expected"
-    if sums.is_near(result64, sums.exact, sums.bound):
+    if sums.is_near(result64, sums.product, sums.bound):
         return Difference.ROUNDING, "each result is a neighbour of the exact value, but not always the nearest"
     return Difference.UNEXPLAINED, ""
 
@@ -211,7 +218,7 @@ def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
     """
     result64 = result.to(torch.float64)
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    is_within_bound = sums.is_near(result64, sums.exact, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
+    is_within_bound = sums.is_near(result64, sums.product, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
     return is_within_bound and sums.mean_square_error(result64) <= _MEAN_SQUARE_RATIO * (
         sums.mean_square_error(short_sums) + sums.rounding_variance
     )
@@ -227,7 +234,7 @@ def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     loss = sums.mean_magnitude_loss(result)
     short_sums_loss = sums.mean_magnitude_loss(short_sums)
-    # The loss is NaN or infinite if a result is not 0 but its products are.
+    # The loss is infinite or NaN if an element of the result is not 0 although all its products are 0.
     if not (0 < loss < math.inf and short_sums_loss > 0):
         return FLOAT32_BITS
     ratio = loss / short_sums_loss
@@ -242,7 +249,7 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
     a = sums.a
     b = sums.b
     if a.shape[0] == b.shape[0]:
-        yield "the result is transposed", sums.exact.t()
+        yield "the result is transposed", sums.product.t()
     if b.shape[0] == b.shape[1] == a.shape[1]:
         yield "the second operand is read transposed", a @ b
     if a.shape[0] == a.shape[1]:
@@ -250,73 +257,75 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
     if a.shape[1] % 2 == 0:
         with_pairs_exchanged = a.view(a.shape[0], -1, 2).flip(-1).reshape(a.shape)
         yield "neighbouring elements of one operand are exchanged in pairs", with_pairs_exchanged @ b.t()
-    yield from find_permutations(result, sums.exact)
+    yield from find_permutations(result, sums.product)
 
 
 def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the correct values after rearranging their rows or columns to fit the result. Yields nothing for rows or
-    columns that are already in order, or of which several are nearest to the same correct one.
+    """Yields the correct values with their rows in the order that fits the result, then the same for columns. Yields
+    nothing for rows that are already in order, and nothing if two rows are nearest to the same correct row.
     """
-    for words, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
-        order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
-        if sorted(order) == list(range(len(order))) != order:
-            permuted = correct_lines[order]
-            yield f"{words} are permuted", permuted if words == "rows" else permuted.t()
+    for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
+        line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
+        if sorted(line_order) == list(range(len(line_order))) != line_order:
+            permuted_lines = correct_lines[line_order]
+            yield f"{line_name} are permuted", permuted_lines if line_name == "rows" else permuted_lines.t()
 
 
 def matches_hopper_units(
     result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool
 ) -> bool:
-    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), which have a
-    scale per element.
+    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K). `scales` have
+    the shapes of the codes.
 
-    The sums of these units are known to the bit. Unknown is the order in which scales and promotions to float32 are
-    applied.
+    The sums of these units are known to the bit. The order in which scales and promotions to float32 are applied is
+    not known, so results may differ by its rounding.
     """
     length = PROMOTION_LENGTH if promoted else codes[0].shape[1]
-    total = magnitude = torch.zeros((), dtype=torch.float64)
+    total_products = magnitude = torch.zeros((), dtype=torch.float64)
     for start in range(0, codes[0].shape[1], length):
-        piece = slice(start, start + length)
-        row_scales, column_scales = (scale[:, piece].to(torch.float64) for scale in scales)
+        piece_slice = slice(start, start + length)
+        row_scales, column_scales = (scale[:, piece_slice].to(torch.float64) for scale in scales)
         if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (row_scales, column_scales)):
             return False
-        scaled = (
-            sum_like_hopper_units(*(code[:, piece] for code in codes)) * row_scales[:, :1] * column_scales[:, :1].t()
+        scaled_product = (
+            sum_like_hopper_units(*(code[:, piece_slice] for code in codes))
+            * row_scales[:, :1]
+            * column_scales[:, :1].t()
         )
-        total = total + scaled
-        magnitude = magnitude + scaled.abs()
+        total_products = total_products + scaled_product
+        magnitude = magnitude + scaled_product.abs()
     bound = (codes[0].shape[1] // length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
-    low, high = ((total + side * bound).to(result.dtype) for side in (-1, 1))
-    return bool(((result >= low) & (result <= high)).all())
+    lowest_result, highest_result = ((total_products + side * bound).to(result.dtype) for side in (-1, 1))
+    return bool(((result >= lowest_result) & (result <= highest_result)).all())
 
 
 class _Fit(NamedTuple):
-    """A product after multiplication by fitted factors. Has a description of the factors, the scaled product, and its
-    magnitude.
+    """A product that is multiplied by fitted factors. `description` is about the factors, `scaled_product` is the
+    multiplied product, and `magnitude` is the sum of its terms' magnitudes.
     """
 
-    words: str
-    scaled: Tensor
+    description: str
+    scaled_product: Tensor
     magnitude: Tensor
 
 
 def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Yields products with fitted factors that are not 1. A factor belongs to the tensor, to a row or column, or to a
-    block along the contraction.
+    """Yields the product with fitted factors, if they are not 1: one factor for the tensor, one for each row or
+    column, or one for each block along the contraction.
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
-    for words, by_row, by_column in _SCALED_PARTS:
-        row_factors, column_factors = _fit_factors(result, sums.exact, by_row, by_column)
+    for part_name, by_row, by_column in _SCALED_PARTS:
+        row_factors, column_factors = _fit_factors(result, sums.product, by_row, by_column)
         factor = row_factors * column_factors
-        fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
+        fits.append((part_name, factor, factor * sums.product, factor.abs() * sums.magnitude))
     fits += _fit_block_scales(result, sums)
-    for words, factors, scaled, magnitude in fits:
+    for part_name, factors, scaled_product, magnitude in fits:
         smallest_factor = float(factors.min())
         largest_factor = float(factors.max())
         if max(abs(smallest_factor - 1), abs(largest_factor - 1)) > tolerance:
             range_text = f" to {largest_factor:.3g}" if largest_factor - smallest_factor > tolerance else ""
-            yield _Fit(f"{words} scaled by {smallest_factor:.3g}{range_text}", scaled, magnitude)
+            yield _Fit(f"{part_name} scaled by {smallest_factor:.3g}{range_text}", scaled_product, magnitude)
 
 
 def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
@@ -326,78 +335,78 @@ def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[st
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
         block_products = torch.einsum("mcs,ncs->mnc", a, b)
-        for operand, target, pieces in (
+        for operand, target, partial_products in (
             ("first", result, block_products),
             ("second", result.t(), block_products.transpose(0, 1)),
         ):
-            factors = torch.linalg.lstsq(pieces, target[:, :, None]).solution
-            scaled = (pieces @ factors)[:, :, 0]
-            magnitude = (pieces.abs() @ factors.abs())[:, :, 0]
+            factors = torch.linalg.lstsq(partial_products, target[:, :, None]).solution
+            scaled_product = (partial_products @ factors)[:, :, 0]
+            magnitude = (partial_products.abs() @ factors.abs())[:, :, 0]
             if operand == "second":
-                scaled = scaled.t()
+                scaled_product = scaled_product.t()
                 magnitude = magnitude.t()
-            yield f"blocks of {size} of the {operand} operand", factors, scaled, magnitude
+            yield f"blocks of {size} of the {operand} operand", factors, scaled_product, magnitude
 
 
-def _fit_factors(result: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    row_factors = ((result * exact).sum() / (exact**2).sum()).expand(result.shape[0], 1)
-    column_factors = exact.new_ones(1, result.shape[1])
+def _fit_factors(result: Tensor, exact_product: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+    row_factors = ((result * exact_product).sum() / (exact_product**2).sum()).expand(result.shape[0], 1)
+    column_factors = exact_product.new_ones(1, result.shape[1])
     for _ in range(_FIT_ITERATIONS if by_row and by_column else 1):
         if by_row:
-            row_factors = _fit_ratios(result, exact * column_factors, 1)
+            row_factors = _fit_ratios(result, exact_product * column_factors, 1)
         if by_column:
             row_factors = row_factors if by_row else torch.ones_like(row_factors)
-            column_factors = _fit_ratios(result, exact * row_factors, 0)
+            column_factors = _fit_ratios(result, exact_product * row_factors, 0)
     return row_factors, column_factors
 
 
-def _fit_ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
-    sum_of_squares = (exact**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (result * exact).sum(dimension, keepdim=True) / sum_of_squares
+def _fit_ratios(result: Tensor, exact_product: Tensor, dimension: int) -> Tensor:
+    sum_of_squares = (exact_product**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return (result * exact_product).sum(dimension, keepdim=True) / sum_of_squares
 
 
-def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explanation:
+def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> ExplainedDifference:
     """Explains why a cast of `source` differs in bits from the correct cast. All tensors are float32 matrices."""
     # 1. Check values beyond the largest number of the format.
-    is_different = have_different_bits(result, correct)
+    has_different_bits = have_different_bits(result, correct)
     largest_value = correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
     overflows = (
         ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == largest_value) & (source.abs() > largest_value))
     )
-    if bool((overflows | ~is_different).all()):
-        first_index = tuple(int(place) for place in is_different.nonzero()[0])
+    if bool((overflows | ~has_different_bits).all()):
+        first_index = tuple(int(index) for index in has_different_bits.nonzero()[0])
         example = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
         return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
     # 2. Check for the same values in a different order, or multiplied by a scale.
     float64_tensors = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
-    values, expected, original = float64_tensors
-    layouts = list(find_permutations(values, expected))
-    if expected.shape[0] == expected.shape[1]:
-        layouts.insert(0, ("the values are transposed", expected.t()))
-    for words, arranged in layouts:
-        if torch.equal(arranged, values):
-            return Difference.LAYOUT, words
-    for words, ratio in _iterate_cast_ratios(values, expected):
-        if bool(((values - ratio * expected).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
-            return Difference.SCALE, f"{words} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
+    values, expected_values, source_values = float64_tensors
+    layouts = list(find_permutations(values, expected_values))
+    if expected_values.shape[0] == expected_values.shape[1]:
+        layouts.insert(0, ("the values are transposed", expected_values.t()))
+    for description, arranged_values in layouts:
+        if torch.equal(arranged_values, values):
+            return Difference.LAYOUT, description
+    for description, ratio in _iterate_cast_ratios(values, expected_values):
+        if bool(((values - ratio * expected_values).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
+            return Difference.SCALE, f"{description} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
     bits = estimate_mantissa_bits(result)
     if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
         return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"
     # 3. Check for a wrong neighbour on the grid. The source value must then be between the result and the correct
     # value. If the result is nearer to the source than the correct value is, it is not on the grid.
-    steps = largest_grid_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(largest_value))
-    distance = (values - expected).abs() / steps
+    steps = largest_grid_steps(torch.maximum(values.abs(), expected_values.abs()), fmt, float(largest_value))
+    distance = (values - expected_values).abs() / steps
     min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
     is_neighbour = (
-        ((values - original) * (expected - original) <= 0)
+        ((values - source_values) * (expected_values - source_values) <= 0)
         & (distance > min_distance)
         & (distance < 1 + _VALUE_TOLERANCE)
     )
-    if not bool((is_neighbour | ~is_different).all()):
+    if not bool((is_neighbour | ~has_different_bits).all()):
         return Difference.UNEXPLAINED, ""
-    is_truncated = bool((values.abs() <= original.abs())[is_different].all())
+    is_truncated = bool((values.abs() <= source_values.abs())[has_different_bits].all())
     return Difference.ROUNDING, "truncated toward 0" if is_truncated else "to a neighbour that is not the nearest"
 
 
@@ -416,9 +425,9 @@ def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str,
 
 
 def estimate_mantissa_bits(values: Tensor) -> int:
-    """Returns the mantissa bits of values. They are estimated from the number of distinct magnitudes between a number
-    and its double. Each run of 128 values may have its own scale. The estimate is too small if the values do not
-    cover such a range.
+    """Estimates the number of mantissa bits of values, from the number of distinct magnitudes between a value and its
+    double. Each run of 128 values may have its own scale. The estimate is too small if few values are in each such
+    range.
     """
     length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]
     runs = values.detach().abs().reshape(-1, length)
@@ -440,19 +449,17 @@ def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Ten
     return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * largest_value / fmt.largest)
 
 
-# Maps the name of a precision to both operands as this precision would round them.
-Guesses = Mapping[str, tuple[Tensor, Tensor]]
-# A product was computed in the nearest precision if its mean square error there is smaller than in the promised
-# precision by this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 result from
-# bfloat16 copies of FP8 values has three times the error of its rounding.
+# Maps the name of each precision to both operands, rounded to this precision.
+OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
+# A product counts as computed in another precision than the promised one if its mean square error in that precision is
+# smaller by more than the factor _NEARER_RATIO. Sums in few bits and a library's rounding change the error by less. A
+# bfloat16 result from bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER_RATIO = 2.0
 
 
-def find_nearest_guess(product: Tensor, promised: str, guesses: Guesses) -> str:
-    """Returns the precision that a product (M, N) of operands (M, K) and (N, K) fits clearly better than the promised
-    precision.
-
-    Returns '' if no precision fits better.
+def find_nearest_precision(product: Tensor, promised_precision: str, operands_by_precision: OperandsByPrecision) -> str:
+    """Returns the precision in which a product (M, N) of operands (M, K) and (N, K) seems to be computed. Returns ''
+    if no precision explains the product clearly better than the promised one.
     """
     if not bool(product.isfinite().all()):
         return ""
@@ -461,7 +468,11 @@ def find_nearest_guess(product: Tensor, promised: str, guesses: Guesses) -> str:
         name: ConformitySums(
             a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype
         ).mean_square_error(result)
-        for name, (a, b) in guesses.items()
+        for name, (a, b) in operands_by_precision.items()
     }
-    nearest_guess = min(mean_square_errors, key=lambda name: mean_square_errors[name])
-    return nearest_guess if mean_square_errors[nearest_guess] * _NEARER_RATIO < mean_square_errors[promised] else ""
+    nearest_precision = min(mean_square_errors, key=lambda name: mean_square_errors[name])
+    return (
+        nearest_precision
+        if mean_square_errors[nearest_precision] * _NEARER_RATIO < mean_square_errors[promised_precision]
+        else ""
+    )

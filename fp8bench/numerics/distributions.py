@@ -16,11 +16,11 @@ from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VAL
 # The heavy tail of Student's t with 3 degrees of freedom: it has a variance but no kurtosis, so its largest values
 # grow with the number of values.
 DEGREES_OF_FREEDOM = 3
-# One of this many channels is an outlier. Its values are larger by OUTLIER_FACTOR, as in activations of a trained
-# model.
+# One of CHANNELS_PER_OUTLIER channels is an outlier. Its values are larger by OUTLIER_FACTOR, as in activations of a
+# trained model.
 CHANNELS_PER_OUTLIER = 128
 OUTLIER_FACTOR = 50.0
-# Magnitudes of gradients are log-normal with this median and this standard deviation of the natural logarithm.
+# Gradients' magnitudes are log-normal: their median, and the standard deviation of their natural logarithm.
 GRADIENT_MEDIAN = 1e-4
 GRADIENT_DEVIATION = 2.0
 
@@ -82,9 +82,9 @@ class GradientSource:
         self.scales = [self._draw_row_scales(rows) for rows, _ in self._shapes]
 
     def draw(self) -> list[Tensor]:
-        return [tensor.mul_(scale) for tensor, scale in zip(self.draw_unscaled(), self.scales, strict=True)]
+        return [tensor.mul_(scale) for tensor, scale in zip(self.draw_unscaled_gradients(), self.scales, strict=True)]
 
-    def draw_unscaled(self) -> list[Tensor]:
+    def draw_unscaled_gradients(self) -> list[Tensor]:
         return [draw_gaussian(shape, self._generator) for shape in self._shapes]
 
     def _draw_row_scales(self, rows: int) -> Tensor:
@@ -96,7 +96,7 @@ class GradientSource:
         return torch.pow(10.0, tensor + row).unsqueeze(1)
 
 
-# Every format represents integers up to this one exactly, even FP4.
+# The largest integer up to which every format represents integers exactly, even FP4.
 _LARGEST_INTEGER = 4
 
 
@@ -133,7 +133,7 @@ def apply_layout(matrix: Tensor, layout: str) -> Tensor:
         return matrix.t().contiguous().t()
     columns = matrix.shape[1]
     if layout == PADDED:
-        padded = torch.cat([matrix, matrix[:, torch.arange(PADDING_COLUMNS, device=matrix.device) % columns]], 1)
-        return padded[:, :columns]
+        padded_matrix = torch.cat([matrix, matrix[:, torch.arange(PADDING_COLUMNS, device=matrix.device) % columns]], 1)
+        return padded_matrix[:, :columns]
     assert layout == STRIDED, layout
     return matrix.repeat_interleave(2, 1)[:, ::2]

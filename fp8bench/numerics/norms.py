@@ -25,9 +25,12 @@ def iterate_tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
     if not height or not width:
         return
     rows = max(1, TILE_ELEMENTS // width)
-    for top in range(0, height, rows):
-        for column in range(0, width, TILE_ELEMENTS):
-            yield slice(top, min(top + rows, height)), slice(column, min(column + TILE_ELEMENTS, width))
+    for first_row in range(0, height, rows):
+        for first_column in range(0, width, TILE_ELEMENTS):
+            yield (
+                slice(first_row, min(first_row + rows, height)),
+                slice(first_column, min(first_column + TILE_ELEMENTS, width)),
+            )
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
@@ -42,9 +45,9 @@ def relative_frobenius(value: Tensor, reference: Tensor) -> float:
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
     error_squares = reference_squares = 0.0
     for value, reference in zip(values, references, strict=True):
-        noise, signal = _sum_squares(value, reference)
-        error_squares = error_squares + noise
-        reference_squares = reference_squares + signal
+        difference_square, reference_square = _sum_squares(value, reference)
+        error_squares = error_squares + difference_square
+        reference_squares = reference_squares + reference_square
     return math.sqrt(_divide_or_infinite(error_squares, reference_squares))
 
 
@@ -66,12 +69,12 @@ def compute_vanished_share(values: Sequence[Tensor], references: Sequence[Tensor
 
     Norms depend on the largest values, so they would not show that most small values vanished.
     """
-    vanished = count = 0
+    vanished_count = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)
-        vanished += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
+        vanished_count += int(torch.count_nonzero((value.detach() == 0) & (reference.detach() != 0)))
         count += value.numel()
-    return vanished / count if count else 0.0
+    return vanished_count / count if count else 0.0
 
 
 def _sum_squares(value: Tensor, reference: Tensor) -> tuple[float, float]:

@@ -17,16 +17,16 @@ from fp8bench.formats.grids import Format
 
 # For each operator, its arguments that are multiplied with each other. Operators of attention are found by their
 # prefix. While gradients are on, some operators (linear, matmul) are decomposed before a watch sees them.
-_FIRST_TWO = slice(0, 2)
-_SECOND_AND_THIRD = slice(1, 3)
+_FIRST_TWO_ARGUMENTS = slice(0, 2)
+_SECOND_AND_THIRD_ARGUMENTS = slice(1, 3)
 _ATTENTION_PREFIX = "_scaled_dot_product_"
 _OPERANDS_BY_OPERATOR: Mapping[str, slice] = {
     **dict.fromkeys(
         ("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
          "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "convolution", "_convolution", "conv1d",
          "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "mkldnn_convolution",
-         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _SECOND_AND_THIRD),
+         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO_ARGUMENTS),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _SECOND_AND_THIRD_ARGUMENTS),
     "convolution_backward": slice(0, 3),
     "scaled_dot_product_attention": slice(0, 3),
 }  # fmt: skip
@@ -37,12 +37,14 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the operators that run in its context. Each operator is passed to `see`, which runs it unchanged.
+    """Watches the operators that run in its context. Each operator is passed to `watch_operator`, which runs it
+    unchanged.
 
-    With `unwraps`, an operator on a subclass of Tensor is replaced by the operators that this subclass runs.
+    With `unwraps_subclasses`, the watch does not see an operator on a tensor subclass, but the operators that the
+    subclass runs.
     """
 
-    unwraps: ClassVar[bool] = True
+    unwraps_subclasses: ClassVar[bool] = True
     supports_higher_order_operators = True
 
     @classmethod
@@ -67,49 +69,49 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for kind in types if self.unwraps else ():
+        for kind in types if self.unwraps_subclasses else ():
             if kind is not Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
-        return self.see(func, args, kwargs or {})
+        return self.watch_operator(func, args, kwargs or {})
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return func(*args, **named)
 
 
 class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Counts operators, collects the names of attention kernels, and passes the operands of each product to the
-    functions in `looks`.
+    function `examine_operands`.
     """
 
-    unwraps = False
+    unwraps_subclasses = False
 
-    def __init__(self, looks: Callable[[Sequence[Tensor]], None]) -> None:
+    def __init__(self, examine_operands: Callable[[Sequence[Tensor]], None]) -> None:
         super().__init__()
-        self._looks = looks
+        self._examine_operands = examine_operands
         self.operators = 0
         self.attention: dict[str, None] = {}
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
         operand_slice = slice(0, 4) if name.startswith(_ATTENTION_PREFIX) else _OPERANDS_BY_OPERATOR.get(name)
         self.operators += 1
-        if kernel := _attention_kernel_of(name):
+        if kernel := _find_attention_kernel(name):
             self.attention[kernel] = None
         if operand_slice is not None:
-            self._looks(tuple(_flatten_tensors(args[operand_slice])))
+            self._examine_operands(tuple(_flatten_tensors(args[operand_slice])))
         return func(*args, **named)
 
 
-def _attention_kernel_of(operator: str) -> str:
+def _find_attention_kernel(operator: str) -> str:
     """Returns the attention kernel of an operator: 'flash', 'efficient', 'cudnn', or 'math' if torch decomposes
     attention.
 
     Returns '' for other operators.
     """
-    if operator == "_safe_softmax":  # only the attention operator calls it
+    if operator == "_safe_softmax":  # only torch's attention operator calls this softmax
         return "math"
-    kernel, named, _ = operator.removeprefix(_ATTENTION_PREFIX).partition("_attention")
-    return kernel if named and operator.startswith(_ATTENTION_PREFIX) else ""
+    kernel, separator, _ = operator.removeprefix(_ATTENTION_PREFIX).partition("_attention")
+    return kernel if separator and operator.startswith(_ATTENTION_PREFIX) else ""
 
 
 def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
@@ -129,15 +131,15 @@ def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
 _MAX_EXAMINED_LINES = 8
 _MAX_LINE_LENGTH = 1024
 _RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
-# With at least this many values per distinct magnitude, the grid of values is coarser than that of bfloat16, which
-# has 1.2 in 128 values.
+# The fewest values per distinct magnitude that show a coarser grid than bfloat16's. Among 128 values, bfloat16 has 1.2
+# values per distinct magnitude.
 _MIN_VALUES_PER_MAGNITUDE = 1.5
 _MAX_SCALED_FORMAT_BITS = 8
 # The float32 error of a scaled value, as a share of the distance between neighbours on its grid.
 _GRID_TOLERANCE = 1e-5
 
 
-def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
+def has_format_dtype(tensor: Tensor, fmt: Format) -> bool:
     return bool(tensor.dtype == getattr(torch, _TORCH_NAMES.get(fmt.name, f"float8_{fmt.name}"), None))
 
 
@@ -146,10 +148,10 @@ def has_format(tensor: Tensor, fmt: Format) -> bool:
     grid may have any scale.
 
     If the scale is a power of two, values on the grid have few significant bits. With other scales, they have few
-    distinct magnitudes. Values also count if they are on the grid whose largest number is the largest value of their
-    run.
+    distinct magnitudes. A run of values also counts if it is on the grid with the scale that maps the format's
+    largest number to the run's largest value.
     """
-    if has_dtype_of(tensor, fmt):
+    if has_format_dtype(tensor, fmt):
         return True
     if _SIGNIFICANT_BITS.get(tensor.dtype, 0) <= fmt.mantissa_bits + 1 or tensor.numel() < 2:
         return False
@@ -187,8 +189,8 @@ def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Returns whether every run of values has at most as many magnitudes as the format, and many values for each
-    magnitude. Zeros are not counted, because activations have many zeros.
+    """Returns whether every run of values has at most as many distinct magnitudes as the format, and whether the runs
+    have many values for each magnitude. Zeros are not counted, because activations have many zeros.
     """
     sorted_magnitudes = runs.abs().sort(dim=1).values
     is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)
@@ -199,10 +201,10 @@ def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
 
 
 def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
-    largest = runs.abs().amax(dim=1, keepdim=True)
-    scaled = runs / torch.where(largest > 0, largest, 1.0) * fmt.largest
-    grid_spacing = torch.exp2(scaled.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
-    grid_multiples = scaled / grid_spacing
+    largest_magnitudes = runs.abs().amax(dim=1, keepdim=True)
+    scaled_runs = runs / torch.where(largest_magnitudes > 0, largest_magnitudes, 1.0) * fmt.largest
+    grid_spacing = torch.exp2(scaled_runs.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
+    grid_multiples = scaled_runs / grid_spacing
     return bool(
         ((grid_multiples - grid_multiples.round()).abs() <= _GRID_TOLERANCE * grid_multiples.abs().clamp(min=1)).all()
     )
@@ -210,26 +212,26 @@ def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
 
 def explain_host_dependence(step: Callable[[], object]) -> str:
     """Runs a step and returns why it cannot be replayed without the host, or '' if no reason was found."""
-    watch = _HostParts()
+    watch = _HostTransferWatch()
     with watch:
         step()
-    return watch.why
+    return watch.reason
 
 
-class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
+class _HostTransferWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     """Finds values that move between host and device in a step. A replay of the step would repeat the values of the
     recorded step.
     """
 
-    unwraps = False
+    unwraps_subclasses = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.why = ""
+        self.reason = ""
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
-        self.why = self.why or find_transfer(str(func), tensors_within((args, named)), tensors_within(result))
+        self.reason = self.reason or find_transfer(str(func), list_tensors((args, named)), list_tensors(result))
         return result
 
 
@@ -248,5 +250,5 @@ def find_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any
     return ""
 
 
-def tensors_within(parts: object) -> list[Tensor]:
+def list_tensors(parts: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]

@@ -21,7 +21,7 @@ from torch import Tensor
 from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.norms import relative_frobenius
 
-# By default, exact rows cost at most this many FLOPs, about half a second of one CPU core in fp64.
+# The most FLOPs that exact rows cost by default, about half a second of one CPU core in fp64.
 FLOPS_CAP = 4e9
 _CHUNK_COLUMNS = 1024
 
@@ -48,8 +48,8 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
     wide_a = a.detach().index_select(0, index).to(torch.float64)
     result = wide_a.new_empty((len(rows), b.shape[0]))
     for start in range(0, b.shape[0], _CHUNK_COLUMNS):
-        chunk = slice(start, start + _CHUNK_COLUMNS)
-        result[:, chunk] = wide_a @ b.detach()[chunk].to(torch.float64).t()
+        column_slice = slice(start, start + _CHUNK_COLUMNS)
+        result[:, column_slice] = wide_a @ b.detach()[column_slice].to(torch.float64).t()
     return result
 
 
@@ -76,8 +76,10 @@ def measure_product_errors(
     are independent, their squares add up, and the error of the casts is sqrt(total^2 - kernel^2).
     """
     chosen_rows = product[list(rows)]
-    first, second = (relative_frobenius(chosen_rows, exact_product(*pair, rows)) for pair in (operands, cast))
-    return first, second
+    total_error, kernel_error = (
+        relative_frobenius(chosen_rows, exact_product(*pair, rows)) for pair in (operands, cast)
+    )
+    return total_error, kernel_error
 
 
 INSTRUCTION_LENGTH = 32
@@ -102,20 +104,22 @@ def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
     Each step takes M * N * 32 numbers, so this is only for small products.
     """
     float64_operands = (a.to(torch.float64), b.to(torch.float64))
-    total = a.new_zeros(len(a), len(b), dtype=torch.float64)
+    running_sum = a.new_zeros(len(a), len(b), dtype=torch.float64)
     for start in range(0, a.shape[1], INSTRUCTION_LENGTH):
-        first, second = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
-        terms = torch.cat([first[:, None] * second[None], total[:, :, None]], 2)
-        exponent_sums = _exponents_of(first)[:, None] + _exponents_of(second)[None]
-        exponents = torch.cat([exponent_sums, _exponents_of(total)[:, :, None]], 2).where(terms != 0, _EXPONENT_OF_ZERO)
-        total = _truncate(_truncate(terms, exponents.amax(2, keepdim=True)).sum(2), None)
-    return total
+        a_slice, b_slice = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
+        summands = torch.cat([a_slice[:, None] * b_slice[None], running_sum[:, :, None]], 2)
+        exponent_sums = _get_exponents(a_slice)[:, None] + _get_exponents(b_slice)[None]
+        exponents = torch.cat([exponent_sums, _get_exponents(running_sum)[:, :, None]], 2).where(
+            summands != 0, _EXPONENT_OF_ZERO
+        )
+        running_sum = _truncate(_truncate(summands, exponents.amax(2, keepdim=True)).sum(2), None)
+    return running_sum
 
 
 _EXPONENT_OF_ZERO = -1000
 
 
-def _exponents_of(values: Tensor) -> Tensor:
+def _get_exponents(values: Tensor) -> Tensor:
     return torch.frexp(values).exponent - 1
 
 
@@ -123,9 +127,9 @@ def _truncate(values: Tensor, exponents: Tensor | None) -> Tensor:
     """Truncates each value at the bit that is HOPPER_SUM_BITS - 1 places below an exponent. Without `exponents`, it
     is the exponent of the value itself.
     """
-    exponent = _exponents_of(values) if exponents is None else exponents
-    last_bit = torch.exp2((exponent - (HOPPER_SUM_BITS - 1)).to(torch.float64))
-    return (values / last_bit).trunc() * last_bit
+    exponent = _get_exponents(values) if exponents is None else exponents
+    last_bit_value = torch.exp2((exponent - (HOPPER_SUM_BITS - 1)).to(torch.float64))
+    return (values / last_bit_value).trunc() * last_bit_value
 
 
 # A custom operator, so that a compiled graph does not unroll the loop over K.
@@ -137,9 +141,9 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     promoted_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
         short_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
-            instruction = slice(first, min(first + INSTRUCTION_LENGTH, start + length))
-            short_sum.addmm_(wide_a[:, instruction], wide_b[:, instruction].t())
+        for instruction_start in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
+            instruction_slice = slice(instruction_start, min(instruction_start + INSTRUCTION_LENGTH, start + length))
+            short_sum.addmm_(wide_a[:, instruction_slice], wide_b[:, instruction_slice].t())
             # Truncate after every instruction. Infinities and NaN are unchanged.
             short_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
         promoted_sum += short_sum
@@ -147,5 +151,5 @@ def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
 
 
 @_sum_pieces.register_fake
-def _like(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
+def _make_fake_result(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=torch.float32)

@@ -14,12 +14,18 @@ from fp8bench.model import TensorStatistics
 
 @dataclass
 class Tally:
-    """Counts over the values of all tensors of one kind and role."""
+    """Statistics of all tensors of one kind and role: the number of values, the largest magnitude, and for each format
+    the numbers of values above and below its range.
+    """
 
     count: int = 0
     amax: float = 0.0
-    above: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0))
-    below: dict[str, int] = field(default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0))
+    overflow_counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0)
+    )
+    vanishing_counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys((fmt.name for fmt in COMPARED_FORMATS), 0)
+    )
 
     def add(self, x: Tensor) -> None:
         if x.numel() == 0:
@@ -28,9 +34,9 @@ class Tally:
         self.count += x.numel()
         self.amax = max(self.amax, float(magnitudes.amax()))
         for fmt in COMPARED_FORMATS:
-            above, below = count_outside(magnitudes, fmt)
-            self.above[fmt.name] += above
-            self.below[fmt.name] += below
+            overflow_count, vanishing_count = count_outside(magnitudes, fmt)
+            self.overflow_counts[fmt.name] += overflow_count
+            self.vanishing_counts[fmt.name] += vanishing_count
 
 
 def count_outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
@@ -39,9 +45,9 @@ def count_outside(magnitudes: Tensor, fmt: Format) -> tuple[int, int]:
 
     Half of the smallest subnormal number is a tie, so it rounds to its even neighbour, zero.
     """
-    above_count = torch.count_nonzero(magnitudes > fmt.largest)
+    overflow_count = torch.count_nonzero(magnitudes > fmt.largest)
     is_vanishing = (magnitudes > 0) & (magnitudes <= fmt.smallest_subnormal / 2)
-    return int(above_count), int(torch.count_nonzero(is_vanishing))
+    return int(overflow_count), int(torch.count_nonzero(is_vanishing))
 
 
 def compute_statistics(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[TensorStatistics, ...]:
@@ -53,8 +59,8 @@ def compute_statistics(tensors: Iterable[tuple[str, str, Tensor]]) -> tuple[Tens
 
 @dataclass
 class Ledger:
-    """Counts over the values of tensors. It has a tally for each kind and role of tensors, in order of first
-    appearance.
+    """Collects statistics of tensors. Tensors of the same kind and role share a `Tally`, and tallies are in order of
+    their first tensor.
     """
 
     tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
@@ -66,8 +72,9 @@ class Ledger:
         statistics = []
         for (kind, role), tally in self.tallies.items():
             count = max(tally.count, 1)
-            shares_outside = tuple(
-                (fmt.name, tally.above[fmt.name] / count, tally.below[fmt.name] / count) for fmt in COMPARED_FORMATS
+            shares_outside_range = tuple(
+                (fmt.name, tally.overflow_counts[fmt.name] / count, tally.vanishing_counts[fmt.name] / count)
+                for fmt in COMPARED_FORMATS
             )
-            statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, shares_outside))
+            statistics.append(TensorStatistics(kind, role, tally.count, tally.amax, shares_outside_range))
         return tuple(statistics)

@@ -1,9 +1,9 @@
-"""Programs of ranks. Each yields its exchanges with other ranks, so that the same code runs in processes and in a
-simulation.
+"""Programs that ranks run together. The same program runs in processes that communicate and in a simulation.
 
-The program of one rank is a generator. It yields each exchange, receives the answer, and returns its result.
-`simulate` runs the programs of all ranks in this process. `run_on_this_rank` runs the program of this process in a
-process group. FP8 payloads are sent as bytes (uint8), which every backend of torch accepts.
+The program of one rank is a generator. It yields each exchange with other ranks, receives what they sent, and returns
+its result. `simulate` runs the programs of all ranks in this process. `run_on_this_rank` runs one rank's program and
+communicates with the other processes of a group. FP8 payloads are sent as bytes (uint8), which every backend of torch
+accepts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Exchange:
 
     payload: Tensor
 
-    def sent(self, size: int) -> float:
-        """Returns the bytes that a rank sends in the exchange. By default it is a round of a ring, in which all but
-        the last rank pass on a part.
+    def count_sent_bytes(self, size: int) -> float:
+        """Returns the bytes that one of `size` ranks sends in the exchange. By default that is the payload without
+        one of its `size` equal parts, as in one round of a ring.
         """
         return self.bytes * (size - 1) / size
 
@@ -42,7 +42,7 @@ class Exchange:
 class AllGather(Exchange):
     """Every rank receives the payloads of all ranks, in rank order."""
 
-    def sent(self, size: int) -> float:
+    def count_sent_bytes(self, size: int) -> float:
         return self.bytes * (size - 1)
 
 
@@ -52,36 +52,36 @@ class AllToAll(Exchange):
 
 @dataclass(frozen=True)
 class RowsToRanks(Exchange):
-    """Sends each rank a piece of the payload, in rank order. `to` has the length of the piece for each rank, `given`
-    the length of the piece from each rank.
+    """Sends each rank a piece of the payload, in rank order. `sent_lengths` has the length of the piece for each rank,
+    `received_lengths` the length of the piece from each rank.
     """
 
     rank: int
-    to: Sequence[int]
-    given: Sequence[int]
+    sent_lengths: Sequence[int]
+    received_lengths: Sequence[int]
 
-    def sent(self, size: int) -> float:
-        return (sum(self.to) - self.to[self.rank]) * self.payload.element_size()
+    def count_sent_bytes(self, size: int) -> float:
+        return (sum(self.sent_lengths) - self.sent_lengths[self.rank]) * self.payload.element_size()
 
-    def split(self) -> Sequence[Tensor]:
-        return torch.split(self.payload, list(self.to))
+    def split_payload(self) -> Sequence[Tensor]:
+        return torch.split(self.payload, list(self.sent_lengths))
 
 
-class Shift(Exchange):
+class ShiftToNextRank(Exchange):
     """The payload goes to the next rank, and each rank receives the payload of the previous one."""
 
-    def sent(self, size: int) -> float:
+    def count_sent_bytes(self, size: int) -> float:
         return self.bytes
 
 
-class Largest(Exchange):
+class MaximumOverRanks(Exchange):
     """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
-    def sent(self, size: int) -> float:
-        return 2 * super().sent(size)
+    def count_sent_bytes(self, size: int) -> float:
+        return 2 * super().count_sent_bytes(size)
 
 
-class FromFirst(Exchange):
+class BroadcastFromFirst(Exchange):
     """Every rank receives the payload of rank 0."""
 
 
@@ -98,18 +98,18 @@ class SentBytes:
     bytes: float = field(default=0.0)
 
     def add(self, exchange: Exchange) -> None:
-        self.bytes += exchange.sent(self.size)
+        self.bytes += exchange.count_sent_bytes(self.size)
 
 
 def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
-    """Returns the results of the programs of all ranks, run in lockstep in this process. `counted` counts the bytes
-    that rank 0 sends.
+    """Runs the programs of all ranks in lockstep in this process, and returns their results. `counted` counts the
+    bytes that rank 0 sends.
     """
-    answers: list[Any] = [None] * len(programs)
+    received_data: list[Any] = [None] * len(programs)
     while True:
         requests = []
         results = []
-        for program, answer in zip(programs, answers, strict=True):
+        for program, answer in zip(programs, received_data, strict=True):
             try:
                 requests.append(program.send(answer))
             except StopIteration as end:
@@ -120,29 +120,29 @@ def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -
             return results
         if counted is not None:
             counted.add(requests[0])
-        answers = _answer_exchanges(requests)
+        received_data = _answer_exchanges(requests)
 
 
 def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
     """Returns for each rank what it receives in the exchange that all ranks have requested."""
-    payloads = [request.payload for request in requests]
+    payload_of_ranks = [request.payload for request in requests]
     ranks = range(len(requests))
     match requests[0]:
         case AllGather():
-            return [payloads for _ in ranks]
+            return [payload_of_ranks for _ in ranks]
         case AllToAll():
-            return list(torch.stack(payloads).unbind(1))
+            return list(torch.stack(payload_of_ranks).unbind(1))
         case RowsToRanks():
-            rows_by_rank = [request.split() for request in requests if isinstance(request, RowsToRanks)]
+            rows_by_rank = [request.split_payload() for request in requests if isinstance(request, RowsToRanks)]
             return [list(received) for received in zip(*rows_by_rank, strict=True)]
-        case Shift():
-            return [payloads[rank - 1] for rank in ranks]
-        case FromFirst():
-            return [payloads[0] for _ in ranks]
-    return [torch.stack(payloads).amax(0) for _ in ranks]
+        case ShiftToNextRank():
+            return [payload_of_ranks[rank - 1] for rank in ranks]
+        case BroadcastFromFirst():
+            return [payload_of_ranks[0] for _ in ranks]
+    return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
 
 
-class Waits(Protocol):
+class AsyncOperation(Protocol):
     """An asynchronous operation of torch.distributed, with the method `wait`."""
 
     def wait(self) -> object: ...
@@ -155,23 +155,23 @@ class PendingExchange(Generic[T]):
     """
 
     program: Program[T]
-    sent: Sequence[Waits]
+    operations: Sequence[AsyncOperation]
     answer: Any
 
     def wait(self) -> T:
-        for waits in self.sent:
-            waits.wait()
+        for operation in self.operations:
+            operation.wait()
         return run_on_this_rank(self.program, answer=self.answer)
 
 
 def start_program(program: Program[T]) -> PendingExchange[T]:
     answer = None
     while True:
-        exchange = program.send(answer)
-        asynchronous = not isinstance(exchange, Largest)
-        sent, answer = _start_exchange(exchange, None, asynchronous)
+        next_exchange = program.send(answer)
+        asynchronous = not isinstance(next_exchange, MaximumOverRanks)
+        operations, answer = _start_exchange(next_exchange, None, asynchronous)
         if asynchronous:
-            return PendingExchange(program, sent, answer)
+            return PendingExchange(program, operations, answer)
 
 
 def run_on_this_rank(
@@ -181,28 +181,31 @@ def run_on_this_rank(
     group: ProcessGroup | None = None,
     answer: Any = None,
 ) -> T:
-    """Returns the result of the program of this process's rank. The ranks are those of `group`, or all ranks.
+    """Runs the program of this process's rank and returns its result. It communicates with the ranks of `group`, by
+    default with all ranks.
 
-    `marker` is entered for each exchange. If the program was already started, `answer` is the answer to its last
-    exchange.
+    Each exchange runs inside `marker`. If the program was already started, `answer` is what this rank received in its
+    last exchange.
     """
     marker = marker or nullcontext()
     while True:
         try:
-            exchange = program.send(answer)
+            next_exchange = program.send(answer)
         except StopIteration as end:
             return end.value
         if counted is not None:
-            counted.add(exchange)
+            counted.add(next_exchange)
         with marker:
-            sent, answer = _start_exchange(exchange, group, False)
-            for waits in sent:
-                waits.wait()
+            operations, answer = _start_exchange(next_exchange, group, False)
+            for operation in operations:
+                operation.wait()
 
 
-def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous: bool) -> tuple[Sequence[Waits], Any]:
-    """Starts an exchange. Returns the operations to wait for, and the tensor that will hold the answer. Unless
-    `asynchronous`, the exchange is already complete on return.
+def _start_exchange(
+    exchange: Exchange, group: ProcessGroup | None, asynchronous: bool
+) -> tuple[Sequence[AsyncOperation], Any]:
+    """Starts an exchange. Returns the operations to wait for, and the tensors that will hold what this rank
+    receives.
     """
     import torch.distributed as dist
 
@@ -210,30 +213,32 @@ def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous
     size = dist.get_world_size(group)
     payload = exchange.payload
     contiguous_payload = payload.contiguous()
-    pending: Waits | None
+    pending_operation: AsyncOperation | None
     answer: Any
     match exchange:
         case AllGather():
             answer = [torch.empty_like(payload) for _ in range(size)]
-            pending = dist.all_gather(answer, contiguous_payload, group, asynchronous)
+            pending_operation = dist.all_gather(answer, contiguous_payload, group, asynchronous)
         case AllToAll():
             answer = torch.empty_like(payload)
-            pending = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
-        case RowsToRanks(to=to, given=given):
-            received = payload.new_empty(sum(given))
-            pending = dist.all_to_all_single(received, contiguous_payload, list(given), list(to), group, asynchronous)
-            answer = torch.split(received, list(given))
-        case Shift():
+            pending_operation = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
+        case RowsToRanks(sent_lengths=sent_lengths, received_lengths=received_lengths):
+            received_payload = payload.new_empty(sum(received_lengths))
+            pending_operation = dist.all_to_all_single(
+                received_payload, contiguous_payload, list(received_lengths), list(sent_lengths), group, asynchronous
+            )
+            answer = torch.split(received_payload, list(received_lengths))
+        case ShiftToNextRank():
             answer = torch.empty_like(payload)
             send_and_receive = [
                 dist.P2POp(dist.isend, contiguous_payload, group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, answer, group=group, group_peer=(rank - 1) % size),
             ]
             return dist.batch_isend_irecv(send_and_receive), answer
-        case FromFirst():
+        case BroadcastFromFirst():
             answer = payload.clone()
-            pending = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
+            pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
         case _:
             answer = payload.clone()
-            pending = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
-    return () if pending is None else (pending,), answer
+            pending_operation = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
+    return () if pending_operation is None else (pending_operation,), answer

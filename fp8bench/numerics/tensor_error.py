@@ -28,35 +28,35 @@ Tile = tuple[slice, slice]
 
 @dataclass(frozen=True)
 class Factors:
-    """The scaling factor of each block. A value is its element times the factor of its block.
+    """The scaling factors of a tensor's blocks. A value is an element of the format times the factor of its block.
 
-    `steps` has the factors with shape (blocks down, blocks across), on the tensor's device. A block has `rows` x
+    `by_block` has the factors with shape (blocks down, blocks across), on the tensor's device. A block has `rows` x
     `columns` elements, where 0 means the whole side. A block whose factor is 0, infinite or NaN has lost its values.
     """
 
-    steps: Tensor
+    by_block: Tensor
     rows: int = 0
     columns: int = 0
 
     def expand_to_tile(self, tile: Tile) -> Tensor:
-        down, across = (
+        row_blocks, column_blocks = (
             self._block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
         )
-        return self.steps.index_select(0, down).index_select(1, across).to(torch.float64)
+        return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
-        highest = reshape_to_blocks(magnitudes, self.columns).amax(-1)
-        rows = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(highest.shape)
-        first = tile[1].start // self.columns if self.columns else 0
-        peaks[:, first : first + highest.shape[1]].scatter_reduce_(0, rows, highest, "amax")
+        block_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
+        rows = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(block_peaks.shape)
+        first_block = tile[1].start // self.columns if self.columns else 0
+        peaks[:, first_block : first_block + block_peaks.shape[1]].scatter_reduce_(0, rows, block_peaks, "amax")
 
     def _block_indices(self, indices: slice, size: int) -> Tensor:
         """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
         0.
         """
         if not size:
-            return torch.zeros(1, dtype=torch.int64, device=self.steps.device)
-        return torch.arange(indices.start, indices.stop, device=self.steps.device).div_(size, rounding_mode="floor")
+            return torch.zeros(1, dtype=torch.int64, device=self.by_block.device)
+        return torch.arange(indices.start, indices.stop, device=self.by_block.device).div_(size, rounding_mode="floor")
 
 
 def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> Factors:
@@ -65,9 +65,9 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     """
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
-    steps = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
+    factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
     blocks_down = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
-    return Factors(steps.reshape(blocks_down, -1), scaling.rows, scaling.columns)
+    return Factors(factors.reshape(blocks_down, -1), scaling.rows, scaling.columns)
 
 
 def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
@@ -76,25 +76,25 @@ def reshape_to_blocks(x: Tensor, columns: int) -> Tensor:
     """
     size = columns or x.shape[1]
     padding = -x.shape[1] % size
-    padded = pad(x, (0, padding)) if padding else x
-    return padded.reshape(x.shape[0], padded.shape[1] // size, size)
+    padded_matrix = pad(x, (0, padding)) if padding else x
+    return padded_matrix.reshape(x.shape[0], padded_matrix.shape[1] // size, size)
 
 
 # The block size for spreads. It is MX's block size for all scalings, so that spreads are comparable.
 SPREAD_BLOCK = 32
-# A magnitude counts as saturated only if it exceeds the largest value by more than this factor, the error of a
-# float32 scale and its inverse.
+# The factor by which a magnitude may exceed the format's largest value without counting as saturated. It allows for
+# the error of a float32 scale and its inverse.
 _SATURATION_TOLERANCE = 1 + 2.0**-21
 _FLOAT64_BIAS = 1023
 _FLOAT64_MANTISSA_BITS = 52
 
 
 @dataclass(frozen=True)
-class Spread:
-    """SQNR in dB over the parts of a tensor: the median and the 1% quantile.
+class SqnrSpread:
+    """How the SQNR in dB differs between the parts of a tensor (rows or blocks): the median and the 1% quantile.
 
-    Each is the value of one part. Between two parts, the lower value is taken. A part without an error has an
-    infinite value. Parts that are zero in x do not count.
+    A quantile that falls between two parts has the lower of their values. The SQNR of a part without an error is
+    infinite. Parts that are zero in x do not count.
     """
 
     median_db: float
@@ -110,19 +110,19 @@ class TensorError:
     """
 
     count: int
-    nonzero: int
-    lost: int
-    vanished: int
+    nonzero_count: int
+    lost_count: int
+    vanished_count: int
     signal: float
     noise: float
-    cross: float
+    cross_sum: float
     output: float
     amax: float
     smallest: float
-    rows: Spread | None
-    blocks: Spread | None
-    saturated: int | None = None
-    subnormal: int | None = None
+    rows: SqnrSpread | None
+    blocks: SqnrSpread | None
+    saturated_count: int | None = None
+    subnormal_count: int | None = None
     max_ulp: float | None = None
     utilisation: float | None = None
 
@@ -140,49 +140,49 @@ class TensorError:
         """The cosine of the angle between x and y, <x, y> / (||x|| ||y||). It is 0 if y is zero."""
         if not self.signal:
             return None
-        return self.cross / math.sqrt(self.signal * self.output) if self.output else 0.0
+        return self.cross_sum / math.sqrt(self.signal * self.output) if self.output else 0.0
 
     @property
     def slope(self) -> float | None:
         """The factor by which rounding stretches x, <x, y> / <x, x>. It is 1 without stretching. With stochastic
         rounding it is 1 +- k / sqrt(n).
         """
-        return self.cross / self.signal if self.signal else None
+        return self.cross_sum / self.signal if self.signal else None
 
     @property
     def underflow_percent(self) -> float:
-        return self._percent(self.vanished)
+        return self._to_percent(self.vanished_count)
 
     @property
     def underflow_nonzero_percent(self) -> float:
         """The percentage of the non-zero values of x that became zero in y."""
-        return 100 * self.vanished / self.nonzero if self.nonzero else 0.0
+        return 100 * self.vanished_count / self.nonzero_count if self.nonzero_count else 0.0
 
     @property
     def saturation_percent(self) -> float | None:
         """The percentage of values whose magnitude is above the format's largest value times the scale, before any
         clamp.
         """
-        return None if self.saturated is None else self._percent(self.saturated)
+        return None if self.saturated_count is None else self._to_percent(self.saturated_count)
 
     @property
     def subnormal_percent(self) -> float | None:
         """The percentage of values that are not zero and below the format's smallest normal value times the scale."""
-        return None if self.subnormal is None else self._percent(self.subnormal)
+        return None if self.subnormal_count is None else self._to_percent(self.subnormal_count)
 
     @property
     def not_finite_percent(self) -> float:
         """The percentage of values that are finite in x, but not in y. Examples are an fp16 infinity and the NaN of a
         whole MX block.
         """
-        return self._percent(self.lost)
+        return self._to_percent(self.lost_count)
 
     @property
     def dynamic_range_octaves(self) -> float | None:
         """log2(amax / smallest non-zero magnitude) of x."""
-        return math.log2(self.amax / self.smallest) if self.nonzero else None
+        return math.log2(self.amax / self.smallest) if self.nonzero_count else None
 
-    def _percent(self, number: int) -> float:
+    def _to_percent(self, number: int) -> float:
         return 100 * number / self.count if self.count else 0.0
 
 
@@ -196,7 +196,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     """
     exact_rows = as_rows(x)
     rounded_rows = as_rows(y)
-    values = _Values(exact_rows)
+    values = _ValueSums(exact_rows)
     grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
     for tile in iterate_tiles(*exact_rows.shape):
         exact = exact_rows[tile].to(torch.float64)
@@ -214,59 +214,66 @@ def to_decibels(signal: float, noise: float) -> float:
     return 10 * math.log10(signal / noise) if noise else math.inf
 
 
-class _Values:
-    """Sums and counts of the values of x and y that do not depend on a number format. They stay on the device, and
-    are read only at the end.
+class _ValueSums:
+    """Sums and counts of the values of x and y that do not depend on a number format. They stay on the device until
+    all tiles are added.
     """
 
-    def __init__(self, like: Tensor) -> None:
-        height, width = like.shape
-        device = like.device
+    def __init__(self, tensor: Tensor) -> None:
+        height, width = tensor.shape
+        device = tensor.device
         parts = (height, count_blocks(width, SPREAD_BLOCK))
         self._signal, self._noise = (torch.zeros(parts, dtype=torch.float64, device=device) for _ in range(2))
         self._cross, self._output, self._amax = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(3))
         self._smallest = torch.full((), math.inf, dtype=torch.float64, device=device)
-        # Three counts of values: not zero, lost, and vanished.
+        # The numbers of values that are not zero in x, that are finite only in x, and that became zero in y.
         self._counts = torch.zeros(3, dtype=torch.int64, device=device)
 
-    def add(self, exact: Tensor, rounded: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile) -> None:
+    def add(
+        self, exact_values: Tensor, rounded_values: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile
+    ) -> None:
         """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks values
         that are finite in x and y.
         """
-        nonzero = exact != 0
-        self._counts[0] += nonzero.sum()
+        is_nonzero = exact_values != 0
+        self._counts[0] += is_nonzero.sum()
         self._counts[1] += (finite & ~both_finite).sum()
-        self._counts[2] += (nonzero & (rounded == 0)).sum()
-        magnitudes = exact.abs()
+        self._counts[2] += (is_nonzero & (rounded_values == 0)).sum()
+        magnitudes = exact_values.abs()
         self._amax = torch.maximum(self._amax, magnitudes.amax())
-        self._smallest = torch.minimum(self._smallest, torch.where(nonzero, magnitudes, math.inf).amin())
-        exact = torch.where(both_finite, exact, 0.0)
-        rounded = torch.where(both_finite, rounded, 0.0)
-        self._cross += (exact * rounded).sum()
-        self._output += rounded.square().sum()
-        first = tile[1].start // SPREAD_BLOCK
-        for sums, squares in ((self._signal, exact.square()), (self._noise, (rounded - exact).square())):
-            summed = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
-            sums[tile[0], first : first + summed.shape[1]] += summed
+        self._smallest = torch.minimum(self._smallest, torch.where(is_nonzero, magnitudes, math.inf).amin())
+        exact_values = torch.where(both_finite, exact_values, 0.0)
+        rounded_values = torch.where(both_finite, rounded_values, 0.0)
+        self._cross += (exact_values * rounded_values).sum()
+        self._output += rounded_values.square().sum()
+        first_block = tile[1].start // SPREAD_BLOCK
+        for sums, squares in (
+            (self._signal, exact_values.square()),
+            (self._noise, (rounded_values - exact_values).square()),
+        ):
+            block_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
+            sums[tile[0], first_block : first_block + block_sums.shape[1]] += block_sums
 
     def error(self, count: int, grid: _GridFigures | None) -> TensorError:
-        nonzero, lost, vanished = self._counts.tolist()
-        saturated, subnormal, max_ulp, utilisation = grid.collect_figures() if grid is not None else (None,) * 4
+        nonzero_count, lost_count, vanished_count = self._counts.tolist()
+        saturated_count, subnormal_count, max_ulp, utilisation = (
+            grid.collect_figures() if grid is not None else (None,) * 4
+        )
         return TensorError(
             count,
-            nonzero,
-            lost,
-            vanished,
+            nonzero_count,
+            lost_count,
+            vanished_count,
             float(self._signal.sum()),
             float(self._noise.sum()),
             float(self._cross),
             float(self._output),
             float(self._amax),
-            float(self._smallest) if nonzero else 0.0,
+            float(self._smallest) if nonzero_count else 0.0,
             _compute_spread(self._signal.sum(1), self._noise.sum(1)),
             _compute_spread(self._signal, self._noise),
-            saturated,
-            subnormal,
+            saturated_count,
+            subnormal_count,
             max_ulp,
             utilisation,
         )
@@ -280,7 +287,7 @@ class _GridFigures:
     def __init__(self, fmt: Format, factors: Factors) -> None:
         self._fmt = fmt
         self._factors = factors
-        self._peaks = torch.zeros(factors.steps.shape, dtype=torch.float64, device=factors.steps.device)
+        self._peaks = torch.zeros(factors.by_block.shape, dtype=torch.float64, device=factors.by_block.device)
         self._max_ulp = torch.zeros((), dtype=torch.float64, device=self._peaks.device)
         self._counts = torch.zeros(2, dtype=torch.int64, device=self._peaks.device)
 
@@ -308,23 +315,23 @@ class _GridFigures:
         """
         peaks = self._peaks[self._peaks > 0]
         utilisation = float(peaks.median()) / self._fmt.largest if peaks.numel() else None
-        saturated, subnormal = self._counts.tolist()
-        return saturated, subnormal, float(self._max_ulp), utilisation
+        saturated_count, subnormal_count = self._counts.tolist()
+        return saturated_count, subnormal_count, float(self._max_ulp), utilisation
 
 
-def _compute_spread(signal: Tensor, noise: Tensor) -> Spread | None:
-    nonzero = signal > 0
-    ratios = (signal[nonzero] / noise[nonzero]).log10().mul(10).sort().values
+def _compute_spread(signal: Tensor, noise: Tensor) -> SqnrSpread | None:
+    is_nonzero = signal > 0
+    ratios = (signal[is_nonzero] / noise[is_nonzero]).log10().mul(10).sort().values
     if not ratios.numel():
         return None
     last_index = ratios.numel() - 1
-    return Spread(float(ratios[last_index // 2]), float(ratios[last_index // 100]))
+    return SqnrSpread(float(ratios[last_index // 2]), float(ratios[last_index // 100]))
 
 
 @dataclass(frozen=True)
 class ScaleCourse:
-    """How a delayed scale follows its tensor, in octaves by step. Steps with a scale of 0 or with only zeros are left
-    out.
+    """How a delayed scale follows its tensor: figures in octaves, step by step. Steps with a scale of 0 or with only
+    zeros are left out.
 
     drift_t = |log2(s_t / s_(t-1))| is how far the scale moved. lag_t = log2(amax_t s_t / largest) is above 0 if the
     step's largest values saturate, and below 0 if part of the format's range is unused.
@@ -335,7 +342,7 @@ class ScaleCourse:
 
 
 def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    drifts = [_log2_ratio(now, earlier) for earlier, now in itertools.pairwise(scales)]
+    drifts = [_log2_ratio(later_scale, earlier_scale) for earlier_scale, later_scale in itertools.pairwise(scales)]
     lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(
         tuple(abs(octaves) for octaves in drifts if octaves is not None),
@@ -355,11 +362,11 @@ def figures_by_name(error: TensorError, course: ScaleCourse | None = None) -> di
     The SQNR of a tensor without errors is EXACT_DB. `course` has the figures of a scale that comes from earlier
     steps.
     """
-    decibels_by_part = {"": error.sqnr_db}
+    sqnr_by_part = {"": error.sqnr_db}
     for part, spread in (("_row", error.rows), ("_block", error.blocks)):
-        decibels_by_part[f"{part}_median"] = spread.median_db if spread else None
-        decibels_by_part[f"{part}_p1"] = spread.p1_db if spread else None
-    values = {f"sqnr{part}_db": db if db is None else min(db, EXACT_DB) for part, db in decibels_by_part.items()}
+        sqnr_by_part[f"{part}_median"] = spread.median_db if spread else None
+        sqnr_by_part[f"{part}_p1"] = spread.p1_db if spread else None
+    values = {f"sqnr{part}_db": sqnr if sqnr is None else min(sqnr, EXACT_DB) for part, sqnr in sqnr_by_part.items()}
     values |= {
         "relative_error": error.relative,
         "max_ulp": error.max_ulp,

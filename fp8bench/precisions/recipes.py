@@ -20,10 +20,10 @@ from fp8bench.formats.recipes import (
 )
 from fp8bench.model import DeviceFacts, Support
 from fp8bench.nn.shared_precisions import (
-    ACCUMULATOR,
-    CASTS,
-    HIGH_WEIGHT_GRADIENT,
-    MX_SCALE,
+    ACCUMULATOR_OPTION,
+    CASTS_OPTION,
+    HIGH_WEIGHT_GRADIENT_OPTION,
+    MX_SCALE_OPTION,
     RecipePrecision,
     float_scale_option,
     formats_option,
@@ -50,9 +50,9 @@ class Fp8(RecipePrecision):
     options = (
         formats_option("hybrid"),
         float_scale_option(ScaleRounding.EXACT),
-        HIGH_WEIGHT_GRADIENT,
-        ACCUMULATOR,
-        CASTS,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        ACCUMULATOR_OPTION,
+        CASTS_OPTION,
     )
 
 
@@ -70,13 +70,18 @@ class Fp8Block(RecipePrecision):
     rank = 43
     words = "block-scaled FP8"
     compiled_multiple = 128  # torch's compiler needs complete blocks, although torch's kernels do not
-    options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (
+        float_scale_option(ScaleRounding.POWER_OF_TWO),
+        ACCUMULATOR_OPTION,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        CASTS_OPTION,
+    )
 
     def make_recipe(self) -> Recipe:
         # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
         # square.
         row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        return self.recipe_of((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
+        return self.build_recipe((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
 
 
 @precisions.register("fp8-delayed")
@@ -105,16 +110,16 @@ class Fp8Delayed(RecipePrecision):
         Option("margin", "scales are divided by 2^margin", "0", whole_number(0, LARGEST_MARGIN)),
         Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
         formats_option("hybrid"),
-        HIGH_WEIGHT_GRADIENT,
-        ACCUMULATOR,
-        CASTS,
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        ACCUMULATOR_OPTION,
+        CASTS_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
         # A delayed scale exists before its tensor is read, so only the formats and the history can be chosen.
-        return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
+        return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
 @precisions.register("fp8-e4m3")
@@ -126,7 +131,7 @@ class Fp8E4M3(RecipePrecision):
     rank = 44
     words = "FP8"
     element = E4M3
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR, CASTS)
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION, CASTS_OPTION)
 
 
 @precisions.register("fp8-e5m2")
@@ -143,7 +148,7 @@ class Fp8E5M2(RecipePrecision):
     rank = 45
     words = "FP8"
     element = E5M2
-    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (float_scale_option(ScaleRounding.EXACT), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION)
 
 
 @precisions.register("fp8-unit")
@@ -158,10 +163,10 @@ class Fp8Unit(RecipePrecision):
     rank = 46
     words = "FP8"
     unit_scaled = True
-    options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT, ACCUMULATOR)
+    options = (formats_option("hybrid"), HIGH_WEIGHT_GRADIENT_OPTION, ACCUMULATOR_OPTION)
 
     def make_recipe(self) -> Recipe:
-        return self.recipe_of(Treatment(fmt) for fmt in self.formats)
+        return self.build_recipe(Treatment(fmt) for fmt in self.formats)
 
 
 @precisions.register("fp8-rowwise")
@@ -176,7 +181,12 @@ class Fp8Rowwise(RecipePrecision):
     rank = 42
     words = "row-wise FP8"
     block = (1, 0)
-    options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (
+        formats_option("e4m3"),
+        float_scale_option(ScaleRounding.POWER_OF_TWO),
+        HIGH_WEIGHT_GRADIENT_OPTION,
+        CASTS_OPTION,
+    )
 
 
 _MX_SUMMARY = (
@@ -193,14 +203,14 @@ class MxFp4(RecipePrecision):
     summary = f"E2M1 {_MX_SUMMARY}"
     rank = 70
     words = "MXFP4"
-    options = (MX_SCALE, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
+    options = (MX_SCALE_OPTION, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT_OPTION)
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
         # Only gradients are rounded stochastically, because their rounding errors would otherwise add up during a
         # training. Rounding errors of weights do not add up.
         nearest_treatment = Treatment(E2M1, scaling)
-        return self.recipe_of(
+        return self.build_recipe(
             (nearest_treatment, nearest_treatment, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on"))
         )
 
@@ -227,8 +237,8 @@ class MxFp6(RecipePrecision):
             one_of(*_MXFP6_FORMATS),
             ("format",),
         ),
-        MX_SCALE,
-        HIGH_WEIGHT_GRADIENT,
+        MX_SCALE_OPTION,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     @property
@@ -249,7 +259,7 @@ class MxFp8(RecipePrecision):
     multiples = (32, 16)
     block = (1, 32)
     scale_format = E8M0
-    options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
+    options = (MX_SCALE_OPTION, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT_OPTION, CASTS_OPTION)
 
 
 # The number of elements that share one E4M3 scale in Blackwell's tensor cores.
@@ -284,7 +294,7 @@ class NvFp4(RecipePrecision):
             "nearest",
             one_of(ScaleRounding.NEAREST, ScaleRounding.UP),
         ),
-        HIGH_WEIGHT_GRADIENT,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
@@ -292,7 +302,7 @@ class NvFp4(RecipePrecision):
         is_stochastic = self.chosen["stochastic"] == "on"
         # If a scale is rounded down, the largest values of its block saturate. That would bias stochastic rounding.
         gradient_rounding = ScaleRounding.UP if is_stochastic else self.scale
-        return self.recipe_of(
+        return self.build_recipe(
             (
                 Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, self.scale)),
                 Treatment(E2M1, Scaling(weight_rows, _NVFP4_BLOCK, E4M3, self.scale)),
@@ -365,14 +375,14 @@ class Custom(RecipePrecision):
             _DEFAULT_ROUNDING,
             one_of(_DEFAULT_ROUNDING, *ScaleRounding),
         ),
-        HIGH_WEIGHT_GRADIENT,
+        HIGH_WEIGHT_GRADIENT_OPTION,
     )
 
     def make_recipe(self) -> Recipe:
         # A role without a separate format gets the format of all tensors.
         role_formats = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
         common_format = str(self.chosen["format"])
-        return self.recipe_of(
+        return self.build_recipe(
             Treatment(
                 FORMATS[common_format if role_format == _COMMON_FORMAT else role_format], self._make_chosen_scaling()
             )

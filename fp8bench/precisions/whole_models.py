@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from fp8bench.formats import hardware
 from fp8bench.formats.hardware import is_nvidia, refused
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED, WEIGHT_FORMATS
+from fp8bench.nn.served import CARRIERS, KV_FORMATS, SERVED_PRECISION, WEIGHT_FORMATS
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
@@ -91,11 +91,11 @@ def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
     return lambda text: parse(text) if text else ""
 
 
-@precisions.register(SERVED)
+@precisions.register(SERVED_PRECISION)
 class Served(Precision):
     """A served model whose KV cache and weights have chosen formats. All other tensors have the carrier's dtype."""
 
-    name = SERVED
+    name = SERVED_PRECISION
     summary = "bf16 or fp32, with separate formats for the KV cache and for weights."
     rank = 35
     listed = False

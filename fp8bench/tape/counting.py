@@ -22,15 +22,15 @@ from fp8bench.tape.recorder import (
     RecordedTensor,
     bind_arguments,
     called_operator,
+    iterate_tensors,
     list_written_arguments,
-    tensors_in,
 )
 
 # Operators that return memory and write nothing to it.
 ALLOCATION_OPERATORS = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
-# Operators that overwrite their tensor without reading it.
+# Operators that overwrite their first tensor without reading it.
 _OVERWRITING_OPERATORS = frozenset(
     [
         "copy_",
@@ -51,8 +51,8 @@ _METADATA_OPERATORS = frozenset(
 )
 # Operators that add their first argument to a product. They do not read that argument if `beta` is 0.
 _PRODUCTS_WITH_BETA = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
-# Operators that read only a part of one argument. The part has as many elements as the result. The value is the
-# argument's name.
+# Maps each operator that reads only a part of one argument to that argument's name. The part has as many elements as
+# the result.
 _PARTLY_READ_ARGUMENTS = {
     "embedding": "weight",
     "index": "self",
@@ -63,8 +63,8 @@ _PARTLY_READ_ARGUMENTS = {
     "masked_select": "self",
 }
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-# Operators that write only a part of their tensor. The part has as many elements as another argument, whose name is
-# the value.
+# Maps each operator that writes only a part of its tensor to the name of another argument. That argument has as many
+# elements as the written part.
 _PARTLY_WRITTEN_COUNTS = {
     "index_put_": "values",
     "_index_put_impl_": "values",
@@ -85,8 +85,10 @@ def count_elements(tensor: RecordedTensor) -> int:
         return 0
     if tensor.stride is None:
         return math.prod(tensor.shape)
-    sides = [(size, abs(step)) for size, step in zip(tensor.shape, tensor.stride, strict=True) if step and size > 1]
-    return min(math.prod(size for size, _ in sides), 1 + sum((size - 1) * step for size, step in sides))
+    dimensions = [
+        (size, abs(stride)) for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride and size > 1
+    ]
+    return min(math.prod(size for size, _ in dimensions), 1 + sum((size - 1) * stride for size, stride in dimensions))
 
 
 def count_tensor_bytes(tensor: RecordedTensor) -> int:
@@ -94,7 +96,7 @@ def count_tensor_bytes(tensor: RecordedTensor) -> int:
 
 
 def _count_numbers(value: Any) -> int:
-    return sum(math.prod(tensor.shape) for tensor in tensors_in(value))
+    return sum(math.prod(tensor.shape) for tensor in iterate_tensors(value))
 
 
 def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[RecordedTensor]) -> tuple[str, int]:
@@ -123,7 +125,7 @@ def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[
     return "self", count
 
 
-class Traffic:
+class CallTraffic:
     """The tensors that one operator call reads and writes, with the bytes of each. A call that only returns a view
     reads and writes nothing.
     """
@@ -137,27 +139,29 @@ class Traffic:
         arguments = bind_arguments(call)
         # Maps the name of each written argument to whether it is an `out=` argument, which only receives the result.
         written_names = {argument.name: argument.kwarg_only for _, argument in list_written_arguments(call.operator)}
-        accumulates = arguments.get("accumulate")
-        overwrites = (
+        accumulate_option = arguments.get("accumulate")
+        overwrites_tensor = (
             self._name.startswith("fp8bench::")
             or self._name in _OVERWRITING_OPERATORS
-            or (self._name in _PARTLY_WRITTEN_COUNTS and "add" not in self._name and not accumulates)
+            or (self._name in _PARTLY_WRITTEN_COUNTS and "add" not in self._name and not accumulate_option)
         )
-        unread_name = (
+        unread_argument = (
             "self" if self._name.removesuffix("_") in _PRODUCTS_WITH_BETA and arguments.get("beta") == 0 else ""
         )
-        self.overwritten_unread = list(tensors_in(arguments.get(unread_name)))
+        self.overwritten_unread = list(iterate_tensors(arguments.get(unread_argument)))
         # 1. The operator's schema and a few names determine which arguments it reads and writes.
         for name, value in arguments.items():
-            tensors = list(tensors_in(value))
+            tensors = list(iterate_tensors(value))
             only_receives_result = written_names.get(name)
-            if name != unread_name and (only_receives_result is None or not (overwrites or only_receives_result)):
+            if name != unread_argument and (
+                only_receives_result is None or not (overwrites_tensor or only_receives_result)
+            ):
                 self.read += tensors
             if only_receives_result is not None and not (name == "grads" and arguments.get("grad_scale") is None):
                 self.written += tensors
         # 2. A result is written if it has its own memory. A view of an argument is not written.
         storages = {tensor.storage for tensor in (*self.read, *self.written)}
-        results = list(tensors_in(call.result))
+        results = list(iterate_tensors(call.result))
         self.new_tensors = [result for result in results if result.storage not in storages]
         is_view = bool(results) and not self.new_tensors and not self.written
         if is_view or self.only_allocates or self._name in _METADATA_OPERATORS:
@@ -167,7 +171,7 @@ class Traffic:
         self.written += self.new_tensors
         # 3. Some operators touch only a part of an argument.
         argument, count = _find_partial_access(self._name, arguments, self.new_tensors)
-        for tensor in tensors_in(arguments.get(argument)):
+        for tensor in iterate_tensors(arguments.get(argument)):
             self._partial_bytes[id(tensor)] = count * tensor.dtype.itemsize
 
     @property
@@ -177,9 +181,9 @@ class Traffic:
     def count_bytes_by_dtype(self) -> dict[Any, int]:
         """Returns the bytes moved for each dtype. A tensor counts twice if it is read and written."""
         sizes: dict[Any, int] = {}
-        for side in (self.read, self.written):
-            distinct = {(tensor.storage, tensor.offset, count_elements(tensor)): tensor for tensor in side}
-            for tensor in distinct.values():
+        for tensors in (self.read, self.written):
+            distinct_tensors = {(tensor.storage, tensor.offset, count_elements(tensor)): tensor for tensor in tensors}
+            for tensor in distinct_tensors.values():
                 size = min(count_tensor_bytes(tensor), self._partial_bytes.get(id(tensor), count_tensor_bytes(tensor)))
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
         return sizes
@@ -210,14 +214,14 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
     """Returns the tape of a step: its operators with their counts, and the sums of each phase. With `tf32`, float32
     products on a GPU count as TF32.
     """
-    rows: Counter[OperatorCount] = Counter()
+    calls_by_operator: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
     unwritten_memory = _UnwrittenMemory()
     for call in calls:
-        # Some tensors hold no numbers: torch runs shape functions on meta tensors.
-        if not all(tensor.is_real for tensor in tensors_in(call.result)):
-            continue  # such a call computes nothing
-        traffic = Traffic(call)
+        # Skip calls on meta tensors, with which torch only computes shapes.
+        if not all(tensor.is_real for tensor in iterate_tensors(call.result)):
+            continue
+        traffic = CallTraffic(call)
         unwritten_memory.track_call(traffic)
         bytes_by_dtype = {get_dtype_name(dtype): size for dtype, size in traffic.count_bytes_by_dtype().items() if size}
         flops, argument = count_flops(call)
@@ -235,10 +239,10 @@ def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
             _find_product_dtype(call, argument, tf32) if flops else "",
             int(traffic.moves_data),
         )
-        # Equal calls become one row. A row has no bytes by dtype, so the phases are summed separately.
-        rows[operator] += 1
+        # Count equal calls together. An OperatorCount has no bytes by dtype, so sum those of each phase here.
+        calls_by_operator[operator] += 1
         sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, bytes_by_dtype)
-    operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())
+    operators = tuple(replace(operator_count, calls=count) for operator_count, count in calls_by_operator.items())
     return Tape(
         operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), unwritten_memory.count_unwritten
     )
@@ -253,7 +257,7 @@ class _UnwrittenMemory:
     def count_unwritten(self) -> int:
         return self._read_unwritten + len(self._unwritten)
 
-    def track_call(self, traffic: Traffic) -> None:
+    def track_call(self, traffic: CallTraffic) -> None:
         new_storages = {tensor.storage for tensor in traffic.new_tensors if 0 not in tensor.shape}
         if traffic.only_allocates:
             self._unwritten |= new_storages
@@ -279,7 +283,7 @@ def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str
 
 
 def _describe_tensors(value: Any) -> Iterator[str]:
-    for tensor in tensors_in(value):
+    for tensor in iterate_tensors(value):
         yield f"{get_dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
@@ -287,8 +291,8 @@ def _find_product_dtype(call: Call, argument: str, tf32: bool) -> str:
     """Returns the name of the dtype that a call multiplies in. It is the dtype of the first tensor in the named
     argument.
     """
-    product_operand = next(tensors_in(bind_arguments(call).get(argument)), None) or next(
-        tensors_in(call.positional), None
+    product_operand = next(iterate_tensors(bind_arguments(call).get(argument)), None) or next(
+        iterate_tensors(call.positional), None
     )
     if not isinstance(product_operand, RecordedTensor):
         return ""

@@ -22,15 +22,15 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.formats.recipes import round_up
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
-from fp8bench.nn.holders import CONV2D, EXPERTS, ProductWeight, StackedWeightWatch
+from fp8bench.nn.holders import CONV2D_KIND, EXPERTS_KIND, ProductWeight, StackedWeightWatch
 from fp8bench.tape.formulas import PRODUCT_SHAPES, count_flops
-from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, tensors_in
+from fp8bench.tape.recorder import Call, OperatorTape, bind_arguments, called_operator, iterate_tensors
 from fp8bench.tape.timed_calls import RunningModules
 
-# Two steps count as equal if their FLOPs differ by less than this fraction. With experts, the number of tokens of
+# The largest relative difference of two steps' FLOPs that counts as equal. With experts, the number of tokens of
 # each expert changes from step to step.
 _FLOPS_TOLERANCE = 0.05
-_MAX_LISTED = 3
+_MAX_LISTED_NAMES = 3
 _LATE_PARAMETERS_REMARK = (
     "the first step creates parameters after copies were converted and optimizers made: {}; call the model once in "
     "make() to create them earlier"
@@ -38,13 +38,13 @@ _LATE_PARAMETERS_REMARK = (
 
 
 def list_products(call: Call) -> list[HeldProduct]:
-    """Returns the products of one call with their sizes. The result is empty for operators without products. It is
-    also empty for attention and LSTMs, whose products are inside one fused operator.
+    """Returns the matrix products of one call with their sizes. The list is empty for operators without products. It
+    is also empty for attention and LSTMs, whose products are inside one fused operator.
     """
     if called_operator(call) not in PRODUCT_SHAPES:
         return []
     _, shapes = PRODUCT_SHAPES[called_operator(call)]
-    named = {**bind_arguments(call), "": next(tensors_in(call.result), None)}
+    named = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
     return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
 
 
@@ -53,13 +53,15 @@ class _CallSite:
     """Where a call runs: the path of the module, and the weight that the module multiplies by, if any."""
 
     path: str = ""
-    held: ProductWeight | None = None
+    product_weight: ProductWeight | None = None
 
 
-class _HeldModules(RunningModules[_CallSite]):
-    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
+class _WeightModules(RunningModules[_CallSite]):
+    def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         weights_by_module = {
-            weight.module: weight for weight in held if weight.kind != EXPERTS and weight.parameter == "weight"
+            weight.module: weight
+            for weight in product_weights
+            if weight.kind != EXPERTS_KIND and weight.parameter == "weight"
         }
         call_sites = {module: _CallSite(path, weights_by_module.get(module)) for path, module in model.named_modules()}
         super().__init__(call_sites.get, _CallSite())
@@ -67,46 +69,46 @@ class _HeldModules(RunningModules[_CallSite]):
         self.unrecognised: set[int] = set()
         self.call_counts: Counter[int] = Counter()
         self._stacked_weights: dict[nn.Module, dict[str, ProductWeight]] = defaultdict(dict)
-        for weight in held:
-            if weight.kind == EXPERTS:
+        for weight in product_weights:
+            if weight.kind == EXPERTS_KIND:
                 self._stacked_weights[weight.module][weight.parameter] = weight
         self._open_stacks: list[ExitStack] = []
 
     def enter_module(self, label: _CallSite) -> None:
-        self.call_counts[id(label.held)] += 1
+        self.call_counts[id(label.product_weight)] += 1
         super().enter_module(label)
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
         # A module with stacked expert weights runs several products. Each product enters its own call site.
-        super()._enter(module, inputs)
-        if (stacks := self._stacked_weights.get(module)) is None:
+        super()._handle_module_start(module, inputs)
+        if (stacked_weights := self._stacked_weights.get(module)) is None:
             return
         path = self._running[-1].label.path
 
         def around(name: str, is_product: bool, run: Callable[[], Any]) -> Any:
             if not is_product:
-                self.unrecognised.add(id(stacks[name]))
+                self.unrecognised.add(id(stacked_weights[name]))
                 return run()
-            self.enter_module(_CallSite(path, stacks[name]))
+            self.enter_module(_CallSite(path, stacked_weights[name]))
             try:
                 return run()
             finally:
                 self.leave_module()
 
         self._open_stacks.append(ExitStack())
-        weights = {name: stack.weight for name, stack in stacks.items()}
+        weights = {name: stack.weight for name, stack in stacked_weights.items()}
         self._open_stacks[-1].enter_context(StackedWeightWatch(weights, around=around))
 
-    def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
+    def _handle_module_end(self, module: nn.Module, inputs: Any, result: Any) -> None:
         if module in self._stacked_weights:
             self._open_stacks.pop().close()
-        super()._leave(module, inputs, result)
+        super()._handle_module_end(module, inputs, result)
 
 
-class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
-    def __init__(self, model: nn.Module, held: Sequence[ProductWeight]) -> None:
+class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         super().__init__()
-        self.modules = _HeldModules(model, held)
+        self.modules = _WeightModules(model, product_weights)
         self.sites: list[_CallSite] = []
         # For each call of the backward pass, the sequence number of its autograd node. It is None for calls of the
         # forward pass.
@@ -120,43 +122,47 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 
 
 def measure_coverage(
-    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
+    model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
-    """Returns the products of a step of the unchanged model, sorted by the weight that each multiplies by. `held` are
-    the weights of a Conversion that was not entered. The sizes of native products on this device must be multiples of
-    `multiple` (`Holder.native`).
+    """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
+    `product_weights` are the weights of a Conversion that was not entered. `multiple` is the number of which the sizes
+    of native products on this device must be multiples (`Holder.native`).
 
-    Each call of the step counts for exactly one weight, or for the products without a weight. A second step shows
-    whether steps differ. Steps are not timed.
+    Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
+    differ. Steps are not timed.
 
     Raises UsageError if a step has no product.
     """
     parameters = dict(model.named_parameters())
     # Record two steps, to report a product that only one of them has.
-    tape = _record_step(model, held, step)
-    second = _record_step(model, held, step)
-    sums = _CoveredSums(model, tape)
+    tape = _record_step(model, product_weights, step)
+    second_tape = _record_step(model, product_weights, step)
+    sums = _CoverageSums(model, tape)
     for call, site, node in zip(tape.calls, tape.sites, tape.nodes, strict=True):
         sums.add(call, site, node)
     if not sums.flops and not sums.other_products:
         raise UsageError(f"a step of {type(model).__name__} multiplies no matrices: there is nothing to convert")
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
-    holders = (_build_holder(weight, sums, tape, multiple) for weight in held)
-    without_weights = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
+    holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
+    products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
     multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
     new_names = [name for name, _ in model.named_parameters() if name not in parameters]
-    remarks = [_LATE_PARAMETERS_REMARK.format(_list_names(new_names))] if new_names else _compare_steps(tape, second)
-    return Coverage(tuple(multiplying_holders), tuple(without_weights), sums.flops, remarks=tuple(remarks))
+    remarks = (
+        [_LATE_PARAMETERS_REMARK.format(_list_names(new_names))] if new_names else _compare_steps(tape, second_tape)
+    )
+    return Coverage(tuple(multiplying_holders), tuple(products_without_weight), sums.flops, remarks=tuple(remarks))
 
 
-def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:
-    tape = _PlacedTape(model, held)
+def _record_step(
+    model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object]
+) -> _LocatedTape:
+    tape = _LocatedTape(model, product_weights)
     with tape.modules.watch(), torch.autograd.set_multithreading_enabled(False), tape:
         step()
     return tape
 
 
-def _compare_steps(first: _PlacedTape, second: _PlacedTape) -> list[str]:
+def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     """Returns a remark if the two steps call different products or differ in FLOPs, and otherwise nothing."""
     flops, products = zip(*map(_count_products, (first, second)), strict=True)
     differing_products = (products[0] - products[1]) + (products[1] - products[0])
@@ -169,36 +175,37 @@ def _compare_steps(first: _PlacedTape, second: _PlacedTape) -> list[str]:
     )
     first_flops, second_flops = (units.count(count, "FLOP") for count in flops)
     figures = f"the first multiplies {first_flops}, the second {second_flops}{module_note}"
-    return [f"steps are not alike: {figures}; the coverage is of the first"]
+    return [f"steps are not alike: {figures}; the coverage is that of the first step"]
 
 
 def _list_names(names: Sequence[str]) -> str:
-    remainder_text = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + remainder_text
+    remainder_text = f" and {len(names) - _MAX_LISTED_NAMES} more" if len(names) > _MAX_LISTED_NAMES else ""
+    return ", ".join(names[:_MAX_LISTED_NAMES]) + remainder_text
 
 
-def _count_products(tape: _PlacedTape) -> tuple[int, Counter[tuple[str, str]]]:
+def _count_products(tape: _LocatedTape) -> tuple[int, Counter[tuple[str, str]]]:
     """Returns the FLOPs of a step, and how often each module calls each operator that has products."""
-    total = 0
+    total_flops = 0
     calls = Counter[tuple[str, str]]()
     for call, site in zip(tape.calls, tape.sites, strict=True):
         flops, _ = count_flops(call)
-        total += flops or 0
+        total_flops += flops or 0
         if flops != 0:
             calls[site.path, called_operator(call)] += 1
-    return total, calls
+    return total_flops, calls
 
 
-# The rule's code for a parameter that looks like a stack of weights, but of which its module computes no product.
+# The code (`Holder.rule`) of a parameter that looks like a stack of weights, but is in no product of its module.
 _NO_PRODUCT_RULE = "no-product"
 
 
-class _CoveredSums:
-    """Sums the FLOPs of each weight and lists its products. Sums all other calls as well. `used_by_functions` has the
-    names of weights that a function such as F.linear multiplies by, without a call of their layer.
+class _CoverageSums:
+    """Sums the FLOPs of each weight's products and lists these products. Also sums the products without a weight.
+    `used_by_functions` has the names of weights that a function such as F.linear multiplies by, without a call of
+    their layer.
     """
 
-    def __init__(self, model: nn.Module, tape: _PlacedTape) -> None:
+    def __init__(self, model: nn.Module, tape: _LocatedTape) -> None:
         self.flops = 0
         self.flops_by_weight: Counter[int] = Counter()
         self.products: dict[int, list[HeldProduct]] = defaultdict(list)
@@ -209,8 +216,8 @@ class _CoveredSums:
             for name, parameter in model.named_parameters()
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and parameter.dim() > 1
         }
-        # A node of the backward pass has two products, one for each gradient. Only one of them reads the weight. So
-        # store the name of the weight for the node.
+        # A node of the backward pass has two products, one for each gradient. Only the input gradient's product reads
+        # the weight. So store the weight's name for both.
         self._node_weights = {}
         for call, node in zip(tape.calls, tape.nodes, strict=True):
             if node is not None:
@@ -222,9 +229,9 @@ class _CoveredSums:
         if count == 0:
             return
         self.flops += count or 0
-        if site.held is not None and count is not None:
-            self.products[id(site.held)] += list_products(call)
-            self.flops_by_weight[id(site.held)] += count
+        if site.product_weight is not None and count is not None:
+            self.products[id(site.product_weight)] += list_products(call)
+            self.flops_by_weight[id(site.product_weight)] += count
             return
         node_weight = "" if node is None else self._node_weights.get(node, "")
         operator = called_operator(call)
@@ -246,14 +253,14 @@ class _CoveredSums:
     def _find_weights(self, call: Call) -> Iterator[str]:
         if call.operator.namespace == "aten" and called_operator(call) not in PRODUCT_SHAPES:
             return
-        for tensor in tensors_in((call.positional, tuple(call.named.values()))):
+        for tensor in iterate_tensors((call.positional, tuple(call.named.values()))):
             if tensor.storage in self._names and len(tensor.shape) > 1:
                 yield self._names[tensor.storage]
 
 
 def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str:
     if count is None:
-        return "its FLOPs have no formula and are in no sum"
+        return "no formula for its FLOPs is known, so no sum contains them"
     if weight:
         return "a function multiplies by the weight directly, so no layer can be converted"
     if "attention" in operator:
@@ -261,52 +268,52 @@ def _explain_missing_layer(operator: str, count: int | None, weight: str) -> str
     return "a function multiplies tensors, and none of them is the weight of a layer"
 
 
-def _build_holder(held: ProductWeight, sums: _CoveredSums, tape: _PlacedTape, multiple: int) -> Holder:
-    products = tuple(sums.products[id(held)])
-    calls = tape.modules.call_counts[id(held)]
-    rule = held.rule
-    reason = held.reason
+def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _LocatedTape, multiple: int) -> Holder:
+    products = tuple(sums.products[id(product_weight)])
+    calls = tape.modules.call_counts[id(product_weight)]
+    rule = product_weight.rule
+    reason = product_weight.reason
     # Explain why a weight was never called: its operator is unknown, or it is in no product, or a function bypasses
     # its module.
     if not reason and not calls:
-        if id(held) in tape.modules.unrecognised:
+        if id(product_weight) in tape.modules.unrecognised:
             rule = "operator"
             reason = "it is multiplied in a way that is not x times a weight (for example an einsum)"
-        elif held.kind == EXPERTS:
+        elif product_weight.kind == EXPERTS_KIND:
             rule = _NO_PRODUCT_RULE
-            reason = "nothing is multiplied by it"
-        elif f"{held.name}.{held.parameter}".lstrip(".") in sums.used_by_functions:
+            reason = "the step multiplies nothing by it"
+        elif f"{product_weight.name}.{product_weight.parameter}".lstrip(".") in sums.used_by_functions:
             rule = "not-called"
             reason = "a function multiplies by its weight, and the step never calls the layer itself"
         else:
             rule = "not-called"
             reason = "the step never calls it"
     return Holder(
-        held.name,
-        held.display_kind,
-        held.shape,
+        product_weight.name,
+        product_weight.shown_kind,
+        product_weight.shape,
         products,
-        sums.flops_by_weight[id(held)],
+        sums.flops_by_weight[id(product_weight)],
         calls,
         not reason,
         reason,
         rule,
-        explain_misfit(held, products, multiple),
-        held.also,
+        explain_misfit(product_weight, products, multiple),
+        product_weight.further_names,
     )
 
 
-def explain_misfit(held: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
+def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct], multiple: int) -> str:
     """Returns why native kernels refuse some products of a weight, or '' if they accept all. K and N of each product
     must be multiples of `multiple`. In the weight gradient, K is the number of rows of the forward pass.
     """
-    if held.kind == CONV2D and multiple > 1:
+    if product_weight.kind == CONV2D_KIND and multiple > 1:
         return "torch has no convolution in formats this narrow: values are rounded, and convolved in fp32"
-    all_sizes = chain.from_iterable((product.k, product.n) for product in products)
-    misfit_sizes = sorted({size for size in all_sizes if size % multiple})
+    contracted_and_output_sizes = chain.from_iterable((product.k, product.n) for product in products)
+    misfit_sizes = sorted({size for size in contracted_and_output_sizes if size % multiple})
     if not misfit_sizes:
         return ""
-    names = dict(zip(held.sides, "NK", strict=True))
+    names = dict(zip(product_weight.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
     padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)
     return f"native products take contractions and columns in multiples of {multiple}: pad {sizes} to {padded_sizes}"

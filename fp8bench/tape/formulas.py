@@ -29,25 +29,25 @@ from fp8bench.tape.recorder import (
     bind_arguments,
     called_operator,
     is_view,
+    iterate_tensors,
     operator_name,
-    tensors_in,
 )
 
 # A formula takes a call's arguments by name, and the call's result under the name ''. FORMULAS has a pair for each
 # operator: the argument whose dtype is that of the product, and the formula.
 NamedArguments = Mapping[str, Any]
-Formula = Callable[[NamedArguments], int]
-# The sizes (M, N, K) of products (M, K) times (K, N), and the number of such products.
-Product = tuple[int, int, int, int]
-Shapes = Callable[[NamedArguments], list[Product]]
+FlopsFormula = Callable[[NamedArguments], int]
+# The sizes M, N and K of a product (M, K) times (K, N), and the number of products with these sizes.
+ProductSizes = tuple[int, int, int, int]
+ListProducts = Callable[[NamedArguments], list[ProductSizes]]
 
 
-def _make_matrix_shapes(left_name: str, right_name: str) -> Shapes:
-    """Returns a function for the sizes of one matrix product or of a batch of them, from the names of its operands.
-    Each may be a vector.
+def _make_matrix_shapes(left_name: str, right_name: str) -> ListProducts:
+    """Returns a function that lists the sizes of a matrix product, or of a batch of equal products, from a call's
+    arguments. The parameters are the names of the two operands, which may be vectors.
     """
 
-    def list_products(named: NamedArguments) -> list[Product]:
+    def list_products(named: NamedArguments) -> list[ProductSizes]:
         a = named[left_name]
         sides = 1, *a.shape
         n = int(named[""].shape[-1]) if len(named[right_name].shape) > 1 else 1
@@ -57,26 +57,26 @@ def _make_matrix_shapes(left_name: str, right_name: str) -> Shapes:
 
 
 def _count_contraction(a: RecordedTensor) -> int:
-    """Counts the numbers along the last dimension. An element of torch's packed E2M1 dtype holds two numbers."""
+    """Counts the numbers along an operand's last dimension. An element of torch's packed E2M1 dtype holds two."""
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     return int(a.shape[-1]) * (2 if a.dtype is packed else 1)
 
 
-def _get_grouped_shapes(named: NamedArguments) -> list[Product]:
+def _get_grouped_shapes(named: NamedArguments) -> list[ProductSizes]:
     """Returns the sizes of a grouped product. Each group of rows or columns is multiplied by its own matrix, so all
     groups together count as one product. Two stacks of matrices are multiplied in pairs.
     """
     a = named["self"]
     b = named["mat2"]
-    pairs = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
-    return [(a.shape[-2], b.shape[-1], _count_contraction(a), pairs)]
+    product_count = a.shape[0] if len(a.shape) == len(b.shape) == 3 else 1
+    return [(a.shape[-2], b.shape[-1], _count_contraction(a), product_count)]
 
 
-def _make_flops_formula(products: Shapes) -> Formula:
+def _make_flops_formula(products: ListProducts) -> FlopsFormula:
     return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
 
 
-def get_convolution_shapes(named: NamedArguments) -> list[Product]:
+def get_convolution_shapes(named: NamedArguments) -> list[ProductSizes]:
     """Returns the sizes of a convolution as one matrix product. Windows that reach over the edge count in full.
     Weights are (outputs, inputs / groups, window). In a transposed convolution outputs and inputs are swapped.
     """
@@ -84,7 +84,7 @@ def get_convolution_shapes(named: NamedArguments) -> list[Product]:
     return [(positions, outputs, window, groups)]
 
 
-def get_convolution_backward_shapes(named: NamedArguments) -> list[Product]:
+def get_convolution_backward_shapes(named: NamedArguments) -> list[ProductSizes]:
     """Returns the sizes of the products in a convolution's backward pass: one for each requested gradient, of the
     input and of the weight. Each product is as large as the forward product.
     """
@@ -122,9 +122,9 @@ def _count_attended_pairs(named: NamedArguments) -> float:
     return masked_side * masked_side / 2 + (queries - masked_side) * keys
 
 
-def _make_attention_formula(products: tuple[int, int]) -> Formula:
-    """Returns a FLOP formula for attention. `products` are two numbers: how many products sum over the key width, and
-    how many over the value width.
+def _make_attention_formula(products: tuple[int, int]) -> FlopsFormula:
+    """Returns a FLOP formula for attention. `products` are two numbers: how many matrix products contract over the
+    key width, and how many contract over the value width.
     """
 
     def flops(named: NamedArguments) -> int:
@@ -148,7 +148,7 @@ _ATTENTION_FORWARD = ("query", _make_attention_formula((1, 1)))
 _ATTENTION_BACKWARD = ("query", _make_attention_formula((3, 2)))
 
 
-def _make_lstm_formula(times: int, *weights: str) -> tuple[str, Formula]:
+def _make_lstm_formula(times: int, *weights: str) -> tuple[str, FlopsFormula]:
     def flops(named: NamedArguments) -> int:
         steps: int = math.prod(named["input"].shape[:2])
         return times * 2 * steps * sum(math.prod(named[weight].shape) for weight in weights)
@@ -158,7 +158,7 @@ def _make_lstm_formula(times: int, *weights: str) -> tuple[str, Formula]:
 
 # For each operator that multiplies matrices: the argument whose dtype is that of the product, and the sizes of the
 # products.
-PRODUCT_SHAPES: dict[str, tuple[str, Shapes]] = {
+PRODUCT_SHAPES: dict[str, tuple[str, ListProducts]] = {
     **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"),
                     ("self", _make_matrix_shapes("self", "mat2"))),
     **dict.fromkeys(("addmm", "_addmm_activation"), ("mat1", _make_matrix_shapes("mat1", "mat2"))),
@@ -170,12 +170,12 @@ PRODUCT_SHAPES: dict[str, tuple[str, Shapes]] = {
 }  # fmt: skip
 
 
-def _make_formula(left_name: str, right_name: str) -> tuple[str, Formula]:
+def _make_formula(left_name: str, right_name: str) -> tuple[str, FlopsFormula]:
     return left_name, _make_flops_formula(_make_matrix_shapes(left_name, right_name))
 
 
 _SDPA_OPERATOR = "_scaled_dot_product_{}attention{}"
-FORMULAS: dict[str, tuple[str, Formula]] = {
+FORMULAS: dict[str, tuple[str, FlopsFormula]] = {
     **{name: (argument, _make_flops_formula(shapes)) for name, (argument, shapes) in PRODUCT_SHAPES.items()},
     **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"),
                     _make_formula("self", "mat2")),
@@ -184,7 +184,7 @@ FORMULAS: dict[str, tuple[str, Formula]] = {
     "addmv": _make_formula("mat", "vec"),
     "dot": _make_formula("self", "tensor"),
     "vdot": _make_formula("self", "other"),
-    # torch appends two columns to each side: squared lengths, and ones.
+    # torch computes distances by one product, after it has appended two columns to each matrix.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
     "addr": ("vec1", lambda named: 2 * math.prod(named["vec1"].shape) * math.prod(named["vec2"].shape)),
     "convolution_overrideable": ("weight", _make_flops_formula(get_convolution_shapes)),
@@ -244,7 +244,7 @@ _unsafe_view upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d 
 upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward view_copy _weight_norm_interface
 _weight_norm_interface_backward zero zeros zeros_like
 """
-_WITHOUT_PRODUCTS = frozenset(_ELEMENTWISE_NAMES.split())
+_OPERATORS_WITHOUT_PRODUCTS = frozenset(_ELEMENTWISE_NAMES.split())
 # torch's tags for operators without a matrix product.
 _ELEMENTWISE_TAGS = ("pointwise", "reduction")
 
@@ -254,21 +254,21 @@ def count_flops(call: Call) -> tuple[int | None, str]:
     the call has no product, and None if they are unknown, for example for sparse tensors.
     """
     # The FLOPs of a sparse product depend on its values. A recorded tensor without strides is sparse.
-    if multiplies(call.operator) and any(tensor.stride is None for tensor in tensors_in(call.positional)):
+    if multiplies_tensors(call.operator) and any(tensor.stride is None for tensor in iterate_tensors(call.positional)):
         return None, ""
     entry = _find_formula(called_operator(call))
     if entry is not None:
         argument, formula = entry
-        result = next(tensors_in(call.result), None)
+        result = next(iterate_tensors(call.result), None)
         return formula({**bind_arguments(call), "": result}), argument
     # Operators without a formula in FORMULAS may have one of torch's.
-    formula_of_torch = _find_torch_formula(call.operator)
-    if formula_of_torch is not None:
-        return _apply_torch_formula(call, formula_of_torch), next(iter(bind_arguments(call)), "")
-    return (None if multiplies(call.operator) is None else 0), ""
+    torch_formula = _find_torch_formula(call.operator)
+    if torch_formula is not None:
+        return _apply_torch_formula(call, torch_formula), next(iter(bind_arguments(call)), "")
+    return (None if multiplies_tensors(call.operator) is None else 0), ""
 
 
-def multiplies(operator: Any) -> bool | None:
+def multiplies_tensors(operator: Any) -> bool | None:
     """Returns whether an operator multiplies tensors with each other, or None if that is unknown."""
     name = operator_name(operator)
     if _find_formula(name) is not None or _find_torch_formula(operator) is not None:
@@ -276,7 +276,7 @@ def multiplies(operator: Any) -> bool | None:
     return False if _multiplies_nothing(operator) else None
 
 
-def _find_formula(name: str) -> tuple[str, Formula] | None:
+def _find_formula(name: str) -> tuple[str, FlopsFormula] | None:
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 
@@ -314,13 +314,17 @@ def _multiplies_nothing(operator: Any) -> bool:
     if operator.namespace != "aten":
         return False
     base_name = name.removesuffix("_").removeprefix("_foreach_")
-    if name.removesuffix("_") in _WITHOUT_PRODUCTS or base_name in _WITHOUT_PRODUCTS or is_view(operator):
+    if (
+        name.removesuffix("_") in _OPERATORS_WITHOUT_PRODUCTS
+        or base_name in _OPERATORS_WITHOUT_PRODUCTS
+        or is_view(operator)
+    ):
         return True
-    packets = [getattr(torch.ops.aten, text, None) for text in (name, base_name)]
+    operator_packets = [getattr(torch.ops.aten, text, None) for text in (name, base_name)]
     overloads = [operator]
-    for packet in packets:
-        if packet is not None:
-            overloads += [getattr(packet, word) for word in packet.overloads()]
+    for operator_packet in operator_packets:
+        if operator_packet is not None:
+            overloads += [getattr(operator_packet, overload_name) for overload_name in operator_packet.overloads()]
     tags = chain.from_iterable(overload.tags for overload in overloads)
     return any(tag.name in _ELEMENTWISE_TAGS for tag in tags)
 
@@ -373,21 +377,21 @@ unfold
 """,
 }  # fmt: skip
 _KIND_OF_NAME: dict[str, ShareKind] = {}
-for _kind, _words in _NAMES_BY_KIND.items():
-    _KIND_OF_NAME |= dict.fromkeys(_words.split(), _kind)
+for _share_kind, _operator_names in _NAMES_BY_KIND.items():
+    _KIND_OF_NAME |= dict.fromkeys(_operator_names.split(), _share_kind)
 CONVOLUTION = "conv"
 
 
 @dataclass(frozen=True, slots=True)
 class CallLocation:
-    """Where a call ran. `node` is the name of the autograd node that was running, or ''. `dtypes` are source and
-    target if the call copies. `optimizing` is whether an optimizer's step was running.
+    """Where a call ran. `node` is the name of the autograd node that was running, or ''. `dtypes` are the dtypes of
+    source and target if the call copies. `is_optimizing` is whether an optimizer's step was running.
     """
 
     phase: str = UNATTRIBUTED
     module: str = ""
     node: str = ""
-    optimizing: bool = False
+    is_optimizing: bool = False
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
 
@@ -402,7 +406,7 @@ def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str
     # For views that `classify_name` does not know, torch's flag `is_view` is set.
     if getattr(operator, "is_view", False):
         return ShareKind.VIEW, ""
-    does_multiply = multiplies(operator)
+    does_multiply = multiplies_tensors(operator)
     if does_multiply is None:
         return ShareKind.UNKNOWN, name
     return (ShareKind.GEMM if does_multiply else ShareKind.ELEMENTWISE), ""
@@ -411,7 +415,7 @@ def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str
 def classify_location(location: CallLocation) -> ShareKind | None:
     if location.phase in _KIND_OF_PHASE:
         return _KIND_OF_PHASE[Phase(location.phase)]
-    if location.optimizing:
+    if location.is_optimizing:
         return ShareKind.OPTIMIZER
     return ShareKind.ACCUMULATE if location.node.endswith(ACCUMULATION_NODE) else None
 
@@ -428,8 +432,8 @@ def classify_name(name: str, location: CallLocation) -> tuple[ShareKind, str]:
         return (ShareKind.CAST if is_cast else ShareKind.COPY), ""
     if name.startswith("fp8bench::"):  # an fp8bench operator without products is a quantiser
         return (ShareKind.GEMM if name in FORMULAS else ShareKind.CAST), ""
-    for beginning, kind in _KINDS_BY_PREFIX:
-        if name.startswith(beginning):
+    for prefix, kind in _KINDS_BY_PREFIX:
+        if name.startswith(prefix):
             return kind, ""
     kind = _KIND_OF_NAME.get(base, ShareKind.UNKNOWN)
     return kind, name if kind is ShareKind.UNKNOWN else ""

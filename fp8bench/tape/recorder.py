@@ -66,24 +66,24 @@ class Call(NamedTuple):
 
 
 class Route(Enum):
-    """How a dispatch mode treats an operator: record it, decompose it first, or run it without a record. Views
-    and torch's markers are not recorded.
+    """What a dispatch mode does with an operator: record it, decompose it first, or run it without a record. Views
+    and torch's profiler markers are not recorded.
     """
 
-    RECORDED = 0
-    COMPOSITE = 1
-    SILENT = 2
+    RECORD = 0
+    DECOMPOSE = 1
+    SKIP = 2
 
 
 def choose_route(func: Any) -> Route:
     if func.namespace in _SILENT_NAMESPACES:
-        return Route.SILENT
+        return Route.SKIP
     if not isinstance(func, torch._ops.OpOverload):
-        return Route.RECORDED
+        return Route.RECORD
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE_KEY):
-        return Route.COMPOSITE
-    return Route.SILENT if is_view(func) else Route.RECORDED
+        return Route.DECOMPOSE
+    return Route.SKIP if is_view(func) else Route.RECORD
 
 
 def is_view(func: Any) -> bool:
@@ -114,16 +114,16 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def enter(self, phase: str) -> None:
         self._phase = phase
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         route = self._routes.get(func)
         if route is None:
             route = self._routes[func] = choose_route(func)
-        if route is Route.COMPOSITE:  # without gradients some composite operators arrive here undecomposed
+        if route is Route.DECOMPOSE:  # without gradients torch does not decompose some composite operators itself
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
-        elif route is Route.SILENT and not (self.watches_views and getattr(func, "is_view", False)):
+        elif route is Route.SKIP and not (self.watches_views and getattr(func, "is_view", False)):
             return func(*args, **named)
         return self.run_call(func, args, named)
 
@@ -132,11 +132,13 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Records every operator in its `with` body with its phase. Also sums the seconds of all operators."""
+    """Records every operator that runs in the `with` block, and the phase that it runs in. Also sums the seconds of
+    all operators.
+    """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns False. So torch shows this mode the operators inside compiled functions."""
+        """Called by torch. Returns False, so that this mode also records the operators inside compiled functions."""
         return False
 
     def __init__(self) -> None:
@@ -164,12 +166,12 @@ def _record_tensors(value: Any) -> Any:
     return value
 
 
-def tensors_in(value: Any) -> Iterator[RecordedTensor]:
+def iterate_tensors(value: Any) -> Iterator[RecordedTensor]:
     if isinstance(value, RecordedTensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from tensors_in(part)
+            yield from iterate_tensors(part)
 
 
 def bind_arguments(call: Call) -> dict[str, Any]:
@@ -188,9 +190,9 @@ def bind_arguments(call: Call) -> dict[str, Any]:
 def list_written_arguments(operator: Any) -> Iterator[tuple[int, Any]]:
     """Yields the position and schema entry of each argument that an operator writes to."""
     schema = getattr(operator, "_schema", None)
-    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield place, argument
+            yield position, argument
 
 
 def called_operator(call: Call) -> str:
@@ -199,5 +201,9 @@ def called_operator(call: Call) -> str:
 
 def operator_name(operator: Any) -> str:
     """Returns an operator's name: 'mm' for one of torch's, 'fp8bench::block' with the namespace for any other."""
-    packet = getattr(operator, "overloadpacket", operator)
-    return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"
+    operator_packet = getattr(operator, "overloadpacket", operator)
+    return (
+        operator_packet.__name__
+        if operator.namespace == "aten"
+        else f"{operator.namespace}::{operator_packet.__name__}"
+    )

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fp8bench.numerics.operands import OperatorWatch, tensors_within
+from fp8bench.numerics.operands import OperatorWatch, list_tensors
 from fp8bench.tape.recorder import list_written_arguments
 
-# Names of operators that begin like this allocate memory. Their results have arbitrary contents.
+# How the names of operators begin that allocate memory. The results of these operators have arbitrary contents.
 _ALLOCATION_PREFIXES = ("empty", "new_empty")
 
 
@@ -52,17 +52,17 @@ class ReplayedCall:
     """One operator call of a replay. It has the arguments that it had in the step. Only tensors that an earlier call
     made are replaced by their registers.
 
-    `results` are pairs of a position in the call's result and a register. `frees` lists registers that no later call
-    uses. `written` are the arguments that the call writes. `check` is None if results are not compared.
+    `results` maps positions in the call's result to registers. `freed_registers` are those that no later call uses.
+    `written_arguments` are the arguments that the call writes. `check` is None if results are not compared.
     """
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     has_register_arguments: bool
-    written: tuple[Any, ...] = ()
+    written_arguments: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
-    frees: tuple[int, ...] = ()
+    freed_registers: tuple[int, ...] = ()
     check: BitsCheck | None = None
 
     def execute(self, registers: list[Tensor | None]) -> Any:
@@ -73,19 +73,19 @@ class ReplayedCall:
             kwargs = {name: _fill_registers(value, registers) for name, value in kwargs.items()}
         result = self.operator(*args, **kwargs)
         if self.results:
-            tensors = (result,) if isinstance(result, Tensor) else tensors_within(result)
-            for place, register in self.results:
-                registers[register] = tensors[place]
+            tensors = (result,) if isinstance(result, Tensor) else list_tensors(result)
+            for position, register in self.results:
+                registers[register] = tensors[position]
         return result
 
 
 @dataclass(frozen=True)
 class OverwrittenInput:
-    """Memory that the phase gets as input and writes to, with a copy of its first contents."""
+    """Memory that the phase reads as an input and writes to, with a copy of its contents before the phase."""
 
     memory: Tensor
-    initial: Tensor
-    floating: tuple[torch.dtype, ...]
+    initial_contents: Tensor
+    floating_dtypes: tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Replay:
     """A recorded phase of a step that can be repeated. `bytes` is the size of all memory that it keeps for this."""
 
     calls: tuple[ReplayedCall, ...]
-    registers: int
-    overwritten: tuple[OverwrittenInput, ...]
+    register_count: int
+    overwritten_inputs: tuple[OverwrittenInput, ...]
     generators: tuple[torch.Generator, ...]
     bytes: int
 
@@ -104,47 +104,51 @@ class Replay:
         """
         with torch.no_grad():
             for _ in range(times):
-                registers: list[Tensor | None] = [None] * self.registers
+                registers: list[Tensor | None] = [None] * self.register_count
                 for call in self.calls:
                     call.execute(registers)
-                    for register in call.frees:
+                    for register in call.freed_registers:
                         registers[register] = None
 
     def restore(self) -> None:
-        for overwritten in self.overwritten:
-            overwritten.memory.copy_(overwritten.initial)
+        for overwritten_input in self.overwritten_inputs:
+            overwritten_input.memory.copy_(overwritten_input.initial_contents)
 
     def find_difference(self) -> str:
         """Runs the phase once from its initial state and compares all results with those of the step, bit for bit.
         Returns a sentence about the first operator that differs, or ''.
         """
         self.restore()
-        registers: list[Tensor | None] = [None] * self.registers
+        registers: list[Tensor | None] = [None] * self.register_count
         with torch.no_grad(), self.keep_random_states():
             for number, call in enumerate(self.calls):
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
                 result = call.execute(registers)
-                written = [_fill_registers(argument, registers) for argument in call.written]
-                if call.check is not None and call.check.bits != compute_checksums(call.operator, result, written):
+                written_tensors = [_fill_registers(argument, registers) for argument in call.written_arguments]
+                if call.check is not None and call.check.bits != compute_checksums(
+                    call.operator, result, written_tensors
+                ):
                     return f"{call.operator} (operator {number + 1} of the phase) gives other numbers than in the step"
-                for register in call.frees:
+                for register in call.freed_registers:
                     registers[register] = None
         return ""
 
     def find_lost_values(self) -> str:
-        """Returns a sentence about memory in which the phase has lost finite values, or ''. That is memory that the
-        phase writes, that was finite at first and no longer is.
+        """Returns a sentence if memory that the phase writes was finite before the repetitions, but has infinities or
+        NaN now. Otherwise returns ''.
         """
-        for overwritten in self.overwritten:
-            for dtype in overwritten.floating:
-                if _is_finite(overwritten.initial, dtype) and not _is_finite(overwritten.memory, dtype):
+        for overwritten_input in self.overwritten_inputs:
+            for dtype in overwritten_input.floating_dtypes:
+                if _is_finite(overwritten_input.initial_contents, dtype) and not _is_finite(
+                    overwritten_input.memory, dtype
+                ):
                     return "after many repetitions its written memory is no longer finite"
         return ""
 
     @contextmanager
     def keep_random_states(self) -> Iterator[None]:
-        """Restores the states of all random generators after the body."""
+        """Restores the states of all random generators after the `with` block."""
         states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
@@ -157,9 +161,9 @@ def compute_checksums(operator: Any, result: object, written: Sequence[object]) 
     """Returns a checksum of each tensor that a call created or wrote. A view of existing memory gets no checksum."""
     schema = operator._schema
     is_view = any(value.alias_info for value in schema.returns)
-    makes_tensors = not is_view and not schema.name.split("::")[1].startswith(_ALLOCATION_PREFIXES)
+    has_new_results = not is_view and not schema.name.split("::")[1].startswith(_ALLOCATION_PREFIXES)
     return tuple(
-        map(_compute_checksum, (*(tensors_within(result) if makes_tensors else ()), *tensors_within(list(written))))
+        map(_compute_checksum, (*(list_tensors(result) if has_new_results else ()), *list_tensors(list(written))))
     )
 
 
@@ -168,8 +172,8 @@ def _compute_checksum(tensor: Tensor) -> int:
         return 0
     # A tensor of one element counts as contiguous with any stride. Cloning gives it a normal stride, so that it can
     # be viewed as bytes.
-    dense_copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    values: Any = dense_copy.view(-1).view(torch.uint8).numpy()
+    contiguous_copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    values: Any = contiguous_copy.view(-1).view(torch.uint8).numpy()
     return zlib.crc32(values)
 
 
@@ -202,23 +206,24 @@ class _Memory:
     """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
     `input_contents` is what the phase got as input. It is the step's own storage until a call overwrites it, and a
-    copy afterwards (`copied`). It is None if a call of the phase allocated the storage. `weak` is a weak reference,
-    which keeps the storage's address from being used again. `registers` are those of the tensors in the storage.
+    copy afterwards (`has_copied_input`). It is None if a call of the phase allocated the storage. `weak_reference`
+    keeps the storage's address from being used again. `registers_by_view` has the register of each tensor that views
+    the storage.
     """
 
-    weak: StorageWeakRef
+    weak_reference: StorageWeakRef
     device: torch.device
     input_contents: torch.UntypedStorage | None = None
-    copied: bool = False
-    overwritten: bool = False
-    floating: set[torch.dtype] = field(default_factory=set)
-    registers: dict[_TensorView, int] = field(default_factory=dict)
+    has_copied_input: bool = False
+    is_overwritten: bool = False
+    floating_dtypes: set[torch.dtype] = field(default_factory=set)
+    registers_by_view: dict[_TensorView, int] = field(default_factory=dict)
 
     def copy_input(self) -> int:
-        if self.input_contents is None or self.copied:
+        if self.input_contents is None or self.has_copied_input:
             return 0
         self.input_contents = self.input_contents.clone()  # type: ignore[no-untyped-call]
-        self.copied = True
+        self.has_copied_input = True
         return self.input_contents.nbytes()
 
 
@@ -229,7 +234,7 @@ class _InputTensor:
 
 
 class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Records the operators of the phase `phase` in its `with` body. The last item of `stack` is the phase in which
+    """Records the operators of the phase `phase` in its `with` block. The last item of `stack` is the phase in which
     the step is at the moment.
 
     It keeps at most `max_bytes` of memory. With `check` it also records checksums of each call's results.
@@ -244,7 +249,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._memories: dict[int, _Memory] = {}
         self._input_memories: dict[_Memory, None] = {}
         self._calls: list[ReplayedCall] = []
-        self._registers = 0
+        self._register_count = 0
         self._bytes = 0
         self._generators: dict[torch.Generator, None] = {}
         self._refusal_reason = ""
@@ -257,16 +262,20 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         overwritten_inputs = tuple(self._copy_overwritten())
         calls = [_resolve_call(call) for call in self._calls]
         return Replay(
-            tuple(_free_registers(calls)), self._registers, overwritten_inputs, tuple(self._generators), self._bytes
+            tuple(_free_registers(calls)),
+            self._register_count,
+            overwritten_inputs,
+            tuple(self._generators),
+            self._bytes,
         )
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self._refusal_reason:
             return func(*args, **named)
-        inputs = tensors_within((args, named))
+        inputs = list_tensors((args, named))
         if self._stack[-1] != self._phase:
             for tensor in _list_written_tensors(func, args, named):
-                if tensor.layout is torch.strided:  # what another phase has written to a storage is new input
+                if tensor.layout is torch.strided:  # other phases change this memory, so it becomes a new input
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
                     self._count_bytes(0 if memory is None else memory.copy_input())
             return func(*args, **named)
@@ -277,19 +286,19 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         return self._record_call(func, args, named)
 
     def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = _list_written_tensors(func, args, kwargs)
+        written_tensors = _list_written_tensors(func, args, kwargs)
         recorded_args = tuple(map(self._record_part, args))
         recorded_kwargs = {name: self._record_part(value) for name, value in kwargs.items()}
-        for tensor in written:
+        for tensor in written_tensors:
             memory = self._find_memory(tensor)
             self._count_bytes(memory.copy_input())
-            memory.overwritten = True
+            memory.is_overwritten = True
         drawn_generators = self._find_generators(func, kwargs)
         states = tuple((generator, generator.get_state()) for generator in drawn_generators) if self._check else ()
         result = func(*args, **kwargs)
-        bits_check = BitsCheck(compute_checksums(func, result, written), states) if self._check else None
-        result_registers = tuple(self._assign_registers(tensors_within(result)))
-        recorded_written = tuple(map(self._record_part, written))
+        bits_check = BitsCheck(compute_checksums(func, result, written_tensors), states) if self._check else None
+        result_registers = tuple(self._assign_registers(list_tensors(result)))
+        recorded_written = tuple(map(self._record_part, written_tensors))
         self._calls.append(
             ReplayedCall(
                 func, recorded_args, recorded_kwargs, False, recorded_written, result_registers, (), bits_check
@@ -312,7 +321,7 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
     def _record_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
             return self._record_tensor(part)
-        if isinstance(part, list | tuple) and tensors_within(part):
+        if isinstance(part, list | tuple) and list_tensors(part):
             return [self._record_part(inner) for inner in part]
         return part
 
@@ -320,16 +329,16 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         memory = self._find_memory(tensor)
         view_spec = _describe_view(tensor)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
-            memory.floating.add(tensor.dtype)
+            memory.floating_dtypes.add(tensor.dtype)
         if memory.input_contents is not None:
             return _InputTensor(memory, view_spec)
-        if view_spec not in memory.registers:  # autograd makes some views without calling an operator
-            source = Register(next(iter(memory.registers.values())))
-            memory.registers[view_spec] = self._registers
-            results = ((0, self._registers),)
+        if view_spec not in memory.registers_by_view:  # autograd makes some views without calling an operator
+            source = Register(next(iter(memory.registers_by_view.values())))
+            memory.registers_by_view[view_spec] = self._register_count
+            results = ((0, self._register_count),)
             self._calls.append(
                 ReplayedCall(
-                    lambda of: _view_storage(view_spec, of.untyped_storage(), of.device),
+                    lambda tensor: _view_storage(view_spec, tensor.untyped_storage(), tensor.device),
                     (source,),
                     {},
                     True,
@@ -337,21 +346,21 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
                     results,
                 )
             )
-            self._registers += 1
-        return Register(memory.registers[view_spec])
+            self._register_count += 1
+        return Register(memory.registers_by_view[view_spec])
 
     def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Assigns a register to each result tensor whose memory is not input of the phase. Yields the position of the
-        tensor in the result, and the register.
+        """Assigns a register to each tensor of a call's result, unless its memory is an input of the phase. Yields
+        the tensor's position in the result, and the number of its register.
         """
-        for place, tensor in enumerate(results):
+        for position, tensor in enumerate(results):
             storage = tensor.untyped_storage()
             spec = _describe_view(tensor)
             memory = self._memories.setdefault(storage._cdata, _Memory(_reference_weakly(storage), tensor.device))
-            if memory.input_contents is None and spec not in memory.registers:
-                memory.registers[spec] = self._registers
-                yield place, self._registers
-                self._registers += 1
+            if memory.input_contents is None and spec not in memory.registers_by_view:
+                memory.registers_by_view[spec] = self._register_count
+                yield position, self._register_count
+                self._register_count += 1
 
     def _find_memory(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
@@ -376,16 +385,16 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def _copy_overwritten(self) -> Iterator[OverwrittenInput]:
         for memory in self._input_memories:
-            if memory.overwritten and memory.input_contents is not None:
-                all_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
+            if memory.is_overwritten and memory.input_contents is not None:
+                memory_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
                 self._bytes += memory.input_contents.nbytes()
-                yield OverwrittenInput(all_bytes, all_bytes.clone(), tuple(memory.floating))
+                yield OverwrittenInput(memory_bytes, memory_bytes.clone(), tuple(memory.floating_dtypes))
 
 
 def _explain_refusal(func: Any, inputs: Sequence[Tensor]) -> str:
     """Returns why an operator cannot be called again alone, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
-        return f"{func} is more than one operator"
+        return f"{func} is not a single operator"
     if func.overloadpacket.__name__ in _REALLOCATING_OPERATORS:
         return f"{func} gives a tensor different memory"
     for tensor in inputs:
@@ -398,8 +407,11 @@ def _explain_refusal(func: Any, inputs: Sequence[Tensor]) -> str:
 
 def _list_written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     written_arguments = list_written_arguments(func)
-    return tensors_within(
-        [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in written_arguments]
+    return list_tensors(
+        [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in written_arguments
+        ]
     )
 
 
@@ -416,7 +428,7 @@ def _view_storage(spec: _TensorView, storage: torch.UntypedStorage, device: torc
 
 
 def _resolve_call(call: ReplayedCall) -> ReplayedCall:
-    """Returns the call with real tensors. References to input memory are replaced by the tensors."""
+    """Returns the call with tensors in place of its references to input memory."""
     args = tuple(map(_resolve_part, call.args))
     kwargs = {name: _resolve_part(kwarg) for name, kwarg in call.kwargs.items()}
     has_register_arguments = bool(_find_registers((args, list(kwargs.values()))))
@@ -425,7 +437,7 @@ def _resolve_call(call: ReplayedCall) -> ReplayedCall:
         args=args,
         kwargs=kwargs,
         has_register_arguments=has_register_arguments,
-        written=tuple(map(_resolve_part, call.written)),
+        written_arguments=tuple(map(_resolve_part, call.written_arguments)),
     )
 
 
@@ -445,15 +457,15 @@ def _find_registers(part: Any) -> list[int]:
 
 
 def _free_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
-    last_call: dict[int, int] = {}
+    last_call_by_register: dict[int, int] = {}
     for number, call in enumerate(calls):
         used_registers = [
             *_find_registers((call.args, list(call.kwargs.values()))),
             *(register for _, register in call.results),
         ]
-        last_call.update(dict.fromkeys(used_registers, number))
+        last_call_by_register.update(dict.fromkeys(used_registers, number))
     last_uses = defaultdict(list)
-    for register, number in last_call.items():
+    for register, number in last_call_by_register.items():
         last_uses[number].append(register)
     for number, call in enumerate(calls):
-        yield replace(call, frees=tuple(last_uses[number]))
+        yield replace(call, freed_registers=tuple(last_uses[number]))

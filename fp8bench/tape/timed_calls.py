@@ -32,9 +32,9 @@ _next_node_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
 _LABEL_KEY = "fp8bench.module"
-# All nodes that accumulate a parameter's gradient have this sequence number. No module creates such nodes.
+# The sequence number of all autograd nodes that accumulate a parameter's gradient. No module creates such nodes.
 _GRADIENT_NODE_NUMBER = 2**64 - 1
-# The type of the labels of modules.
+# The type of a module's label.
 L = TypeVar("L")
 
 
@@ -43,40 +43,40 @@ class _NodeRanges(Generic[L]):
     that ran at that time.
     """
 
-    def __init__(self, first: int, outside: L) -> None:
-        self.first = first
-        self._outside = outside
+    def __init__(self, first_number: int, outside_label: L) -> None:
+        self.first_number = first_number
+        self._outside_label = outside_label
         self._ends: list[int] = []
         self._labels: list[L] = []
 
     def add_range(self, number: int, label: L) -> None:
-        if number > (self._ends[-1] if self._ends else self.first):
+        if number > (self._ends[-1] if self._ends else self.first_number):
             self._ends.append(number)
             self._labels.append(label)
 
     def find_label(self, number: int) -> L:
         range_index = bisect_right(self._ends, number)
-        return self._labels[range_index] if range_index < len(self._ends) else self._outside
+        return self._labels[range_index] if range_index < len(self._ends) else self._outside_label
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
-class _Running(Generic[L]):
-    """A module whose forward pass is running. `task` is its task, and `first` is the sequence number of the first
-    node that it may create.
+class _RunningModule(Generic[L]):
+    """A module whose forward pass is running. `task` is autograd's task that runs it, and `first_number` is the
+    sequence number of the first node that the module may create.
     """
 
     label: L
     task: int
-    first: int
+    first_number: int
 
 
 class RunningModules(Generic[L]):
     """Tracks which module a step is in while `watch` is open. Modules without a label are ignored."""
 
-    def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
+    def __init__(self, label_of: Callable[[nn.Module], L | None], outside_label: L) -> None:
         self._label_of = label_of
-        self._outside = outside
-        self._running: list[_Running[L]] = []
+        self._outside_label = outside_label
+        self._running: list[_RunningModule[L]] = []
         self._ranges_by_task: dict[int, _NodeRanges[L]] = {}
         # For each backward task: the task that started it. If a block is recomputed, a task starts inside a backward
         # task.
@@ -86,8 +86,8 @@ class RunningModules(Generic[L]):
     @contextmanager
     def watch(self) -> Iterator[None]:
         with ExitStack() as hooks:
-            hooks.callback(register_module_forward_pre_hook(self._enter).remove)
-            hooks.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+            hooks.callback(register_module_forward_pre_hook(self._handle_module_start).remove)
+            hooks.callback(register_module_forward_hook(self._handle_module_end, always_call=True).remove)
             try:
                 yield
             finally:
@@ -101,13 +101,17 @@ class RunningModules(Generic[L]):
         if self._running and self._running[-1].task == task:
             return self._running[-1].label, None, task != _FORWARD_TASK_NUMBER
         node: Any = None if task == _FORWARD_TASK_NUMBER else _current_node()
-        return self._outside if node is None else self._find_node_label(node, task), node, task != _FORWARD_TASK_NUMBER
+        return (
+            self._outside_label if node is None else self._find_node_label(node, task),
+            node,
+            task != _FORWARD_TASK_NUMBER,
+        )
 
     def enter_module(self, label: L) -> None:
         task, number = self._close_range()
-        self._running.append(_Running(label, task, number))
+        self._running.append(_RunningModule(label, task, number))
 
-    def leave_module(self) -> _Running[L]:
+    def leave_module(self) -> _RunningModule[L]:
         self._close_range()
         return self._running.pop()
 
@@ -122,19 +126,19 @@ class RunningModules(Generic[L]):
         if _LABEL_KEY in node.metadata:
             return node.metadata[_LABEL_KEY]
         number = node._sequence_nr()
-        for maker in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
-            record = self._ranges_by_task.get(maker)
-            if record is not None and number >= record.first:
-                return record.find_label(number)
-        return self._outside
+        for creating_task in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
+            node_ranges = self._ranges_by_task.get(creating_task)
+            if node_ranges is not None and number >= node_ranges.first_number:
+                return node_ranges.find_label(number)
+        return self._outside_label
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
+    def _handle_module_start(self, module: nn.Module, inputs: Any) -> None:
         label = self._label_of(module)
         if label is not None:
             self.enter_module(label)
 
-    def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        # an empty list means that the module started before `watch`
+    def _handle_module_end(self, module: nn.Module, inputs: Any, result: Any) -> None:
+        # the list is empty if the module started before `watch`
         if self._running and self._label_of(module) is not None:
             self._label_nodes(result, self.leave_module())
 
@@ -144,29 +148,31 @@ class RunningModules(Generic[L]):
         """
         task = self._track_task()
         number = _next_node_number()
-        record = self._ranges_by_task.get(task)
-        if record is None:
-            record = self._ranges_by_task[task] = _NodeRanges(number, self._outside)
+        node_ranges = self._ranges_by_task.get(task)
+        if node_ranges is None:
+            node_ranges = self._ranges_by_task[task] = _NodeRanges(number, self._outside_label)
         running = self._running[-1] if self._running else None
-        record.add_range(number, running.label if running is not None and running.task == task else self._outside)
+        node_ranges.add_range(
+            number, running.label if running is not None and running.task == task else self._outside_label
+        )
         return task, number
 
-    def _label_nodes(self, result: Any, ended: _Running[L]) -> None:
+    def _label_nodes(self, result: Any, ended: _RunningModule[L]) -> None:
         """Labels the nodes of autograd's graph that a finished module created, as far as its result depends on them."""
-        waiting: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
-        record = self._ranges_by_task[ended.task]
-        visited = set()
+        waiting_nodes: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
+        node_ranges = self._ranges_by_task[ended.task]
+        visited_nodes = set()
         # Walk back from the result, and stop at nodes that existed before the module started.
-        while waiting:
-            node = waiting.pop()
-            if node is None or node in visited or node._sequence_nr() < ended.first:
+        while waiting_nodes:
+            node = waiting_nodes.pop()
+            if node is None or node in visited_nodes or node._sequence_nr() < ended.first_number:
                 continue
-            visited.add(node)
+            visited_nodes.add(node)
             number = node._sequence_nr()
             node.metadata.setdefault(
-                _LABEL_KEY, ended.label if number == _GRADIENT_NODE_NUMBER else record.find_label(number)
+                _LABEL_KEY, ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
             )
-            waiting += [further for further, _ in node.next_functions]
+            waiting_nodes += [next_node for next_node, _ in node.next_functions]
 
 
 class ModulePaths(RunningModules[str]):
@@ -178,7 +184,7 @@ class ModulePaths(RunningModules[str]):
         self._names: dict[nn.Module, str] = {}
         for root in roots:
             self._name_modules(root)
-        super().__init__(self._find_path, outside="")
+        super().__init__(self._find_path, outside_label="")
 
     def _find_path(self, module: nn.Module) -> str:
         if module not in self._names:
@@ -201,7 +207,7 @@ def _find_tensors(result: Any) -> Iterator[Tensor]:
             yield from _find_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-# The profiler range around an operator has this name, followed by the operator's number.
+# The start of the name of the profiler range around an operator. The operator's number follows it.
 RANGE_PREFIX = "fp8bench.operator."
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
 _KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -219,46 +225,53 @@ class TimedCall(NamedTuple):
 
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Times every operator in its body with `clock`. Backward passes run in the thread that starts them. With
-    `ranged` each operator runs in a profiler range, whose name has the operator's number.
+    """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
+    `in_profiler_ranges` each operator runs in a profiler range, whose name has the operator's number.
     """
 
     watches_views = True
 
     def __init__(
-        self, roots: Iterable[nn.Module] = (), clock: Callable[[], int] = perf_counter_ns, ranged: bool = False
+        self,
+        roots: Iterable[nn.Module] = (),
+        clock: Callable[[], int] = perf_counter_ns,
+        in_profiler_ranges: bool = False,
     ) -> None:
         super().__init__()
         self.calls: list[TimedCall] = []
         self._paths = ModulePaths(roots)
         # The task in which an optimizer's step runs. A backward pass inside that step is a separate task.
-        self._optimizing: int | None = None
+        self._optimizer_task: int | None = None
         self._clock = clock
-        self._open_range: Callable[[str], Any] = _open_range if ranged else lambda name: _EMPTY_RANGE
+        self._open_range: Callable[[str], Any] = _open_range if in_profiler_ranges else lambda name: _EMPTY_RANGE
 
     @contextmanager
     def time_calls(self) -> Iterator[list[TimedCall]]:
-        """Yields the list to which the body's operators are added. At the end it removes its hooks on modules and
-        optimizers.
+        """Yields the list of timed calls, which grows with every operator of the `with` block. After the block it
+        removes its hooks on modules and optimizers.
         """
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._paths.watch())
-            begins = register_optimizer_step_pre_hook(lambda *ignored: setattr(self, "_optimizing", _current_task()))
-            stack.callback(begins.remove)
-            ends = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizing", None))
-            stack.callback(ends.remove)
+            begin_hook = register_optimizer_step_pre_hook(
+                lambda *ignored: setattr(self, "_optimizer_task", _current_task())
+            )
+            stack.callback(begin_hook.remove)
+            end_hook = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizer_task", None))
+            stack.callback(end_hook.remove)
             stack.enter_context(self)
             try:
                 yield self.calls
             finally:
-                self._optimizing = None
+                self._optimizer_task = None
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.locate_call()
         is_optimizing = (
-            self._optimizing is not None and self._optimizing == _current_task() and not (module and not backward)
+            self._optimizer_task is not None
+            and self._optimizer_task == _current_task()
+            and not (module and not backward)
         )
         source = args[1] if len(args) > 1 and func is not _COPY_OPERATOR else args[0] if args else None
         dtypes = _find_dtype(source) if operator_name(func) in COPY_OPERATORS else None
@@ -303,8 +316,9 @@ def compute_kernel_shares(
     kernel_seconds: Mapping[str, float],
     unwatched_seconds: float,
 ) -> Shares:
-    """Returns how one step divides the seconds of its kernels on the device. `operator_seconds` has the seconds by
-    the number of the operator. `kernel_seconds` has the seconds of kernels that no operator launched, by name.
+    """Returns how the device time of one step's kernels divides among operators. `operator_seconds` maps an
+    operator's number to the seconds of the kernels that it launched. `kernel_seconds` maps the name of each kernel
+    that no operator launched to its seconds.
     """
     operator_shares = sum_shares(calls, [operator_seconds.get(number, 0.0) for number in range(len(calls))])
     kernel_shares = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in kernel_seconds.items()]
@@ -312,8 +326,9 @@ def compute_kernel_shares(
 
 
 def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, float], dict[str, float]]:
-    """Sums the seconds of device kernels in a Chrome trace. Returns two results. The first has the sums by the number
-    of the operator that launched the kernels. The second has the sums by name, for kernels that no operator launched.
+    """Sums the seconds of device kernels in a Chrome trace. Returns two mappings: from the number of each operator to
+    the seconds of the kernels that it launched, and from the name of each kernel that no operator launched to its
+    seconds.
     """
     operators = _match_launches(events)
     operator_seconds: dict[int, float] = defaultdict(float)
@@ -330,8 +345,8 @@ def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, f
 
 
 def _match_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
-    """Returns the operator that launched each kernel. The keys are the correlation ids of launches, and the values
-    the numbers of the innermost operators around them.
+    """Maps the correlation id of each kernel launch to the number of the operator that launched it. That is the
+    innermost operator around the launch.
     """
     threads: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
@@ -358,7 +373,7 @@ def _get_correlation_id(event: Mapping[str, Any]) -> object:
 
 
 def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
-    """Adds up calls of the same kind, module and direction. Returns the longest share first."""
+    """Adds up calls of the same kind, module and pass (forward or backward). Returns the longest share first."""
     sums: dict[tuple[ShareKind, str, bool, str], Share] = {}
     for call, call_seconds in zip(calls, seconds, strict=True):
         kind, detail = classify_call(call.operator, call.location)
@@ -369,16 +384,16 @@ def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Sh
 
 
 def _select_typical_step(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
-    """Returns the operators of a step, each with its median time over all steps. If the steps have different
-    operators, it returns the step of median length with its own times.
+    """Returns the calls of a step, and for each call the median of its time over all steps. If the steps have
+    different operators, returns the step of median length and the times of its calls.
     """
     operators = []
     nanoseconds = []
     for step in steps:
         operators.append([call.operator for call in step])
         nanoseconds.append([call.nanoseconds for call in step])
-    if all(of_step == operators[0] for of_step in operators):
-        return steps[0], [median(of_call) for of_call in zip(*nanoseconds, strict=True)]
+    if all(step_operators == operators[0] for step_operators in operators):
+        return steps[0], [median(call_nanoseconds) for call_nanoseconds in zip(*nanoseconds, strict=True)]
     steps_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
     median_step = steps_by_time[len(steps_by_time) // 2]
     return steps[median_step], [float(time) for time in nanoseconds[median_step]]

@@ -18,7 +18,7 @@ from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Conformity, Difference, FirstElement
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import PRODUCTS, TURNED
+from fp8bench.nn.sizes import OPERAND_ROLES, TRANSPOSED_ROLES
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role
 
 # M, N, K of two products: a square shape, in which a transposed result is recognised, and a long sum. All sizes are
@@ -113,7 +113,7 @@ class _ComparedPrecision:
             yield self._compare_cast(f"{role}, beyond its range", role, x * 2.0**20, "cast_without_scale")
 
     def compare_products(self) -> Iterator[Conformity]:
-        for product in PRODUCTS:
+        for product in OPERAND_ROLES:
             for m, n, k in PRODUCT_SHAPES:
                 yield from self._compare_product(product, m, n, k)
 
@@ -201,10 +201,10 @@ class _ComparedPrecision:
     def _cast_operands(
         self, arithmetic: Arithmetic, device: str, product: str, m: int, n: int, k: int
     ) -> list[Operand]:
-        roles = PRODUCTS[product]
+        roles = OPERAND_ROLES[product]
         operands = []
         for name, role, rows in zip("ab", roles, (m, n), strict=True):
-            cast_tensor = arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast
+            cast_tensor = arithmetic.cast_transpose if role in TRANSPOSED_ROLES[product] else arithmetic.cast
             operands.append(cast_tensor(self._draw_tensor(f"{product} {name}", rows, k).to(device), role))
         return operands
 

@@ -265,8 +265,8 @@ class LaidOutArithmetic(Arithmetic):
         new_memories = [_HardwareMemory(self._ledger.meter.note, size) for size in call_layout.sizes]
         # If the cast uses a stored scale, emulation and hardware have the same tensor for it.
         scale = getattr(self._inner, "scales", {}).get(role)
-        if scale is not None and scale.last is not None and new_memories and call_layout.parts[0][-1] >= 0:
-            address = scale.last.inverse.untyped_storage().data_ptr()
+        if scale is not None and scale.last_pair is not None and new_memories and call_layout.parts[0][-1] >= 0:
+            address = scale.last_pair.inverse.untyped_storage().data_ptr()
             new_memories[call_layout.parts[0][-1]] = _HardwareMemory(self._ledger.meter.note, 0, address)
         recorded_results = []
         for real, operand, parts in zip(results, call_layout.operands, call_layout.parts, strict=True):

@@ -23,8 +23,8 @@ from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Accumulator, Recipe
 from fp8bench.model import Case, DeviceFacts, GivenTensors, Products
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.numerics.conformity import find_nearest_guess
-from fp8bench.numerics.operands import ProductWatch, has_dtype_of, has_format
+from fp8bench.numerics.conformity import find_nearest_precision
+from fp8bench.numerics.operands import ProductWatch, has_format, has_format_dtype
 from fp8bench.protocols import Precision, Role, Setup, Workload
 from fp8bench.protocols.workload import key_of
 from fp8bench.registry import devices, precisions
@@ -103,7 +103,7 @@ class _HeldWeights:
         multiply gradients with the inputs of the forward pass.
         """
         for weight in operands[1:2] if torch._C._current_graph_task_id() == -1 else ():
-            if any(has_dtype_of(weight, fmt) for fmt in self._formats):
+            if any(has_format_dtype(weight, fmt) for fmt in self._formats):
                 self._read.add(get_address(weight))
 
     def find_unwritten(self) -> set[int]:
@@ -182,7 +182,7 @@ def identify_product(precision: Precision, facts: DeviceFacts) -> str:
         )
     except Exception:  # noqa: BLE001 - a product that this device cannot do fails where it is timed, with the reason
         return ""
-    return find_nearest_guess(product, precision.mode, guesses)
+    return find_nearest_precision(product, precision.mode, guesses)
 
 
 @dataclass
@@ -210,7 +210,7 @@ class _OperandInspection:
         self.seen_dtypes.update(dict.fromkeys(str(operand.dtype).removeprefix("torch.") for operand in operands))
         operand_formats = [(tensor, fmt) for tensor in operands for fmt in self.formats]
         if self.takes_codes:
-            self.has_low_operand = any(has_dtype_of(tensor, fmt) for tensor, fmt in operand_formats)
+            self.has_low_operand = any(has_format_dtype(tensor, fmt) for tensor, fmt in operand_formats)
             self.has_wide_operand = self.has_wide_operand or (
                 not self.has_low_operand and any(has_format(tensor, fmt) for tensor, fmt in operand_formats)
             )

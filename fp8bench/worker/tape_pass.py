@@ -105,7 +105,7 @@ def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
 
 
 def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
-    operator_times = OperatorTimes(find_models(state), ranged=True)
+    operator_times = OperatorTimes(find_models(state), in_profiler_ranges=True)
     unobserved_seconds = [steps.time_without_watch() for _ in _iterate_limited_turns()]
 
     def take_observed_step() -> None:

@@ -21,7 +21,7 @@ from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import PRODUCTS_VARIABLE
-from fp8bench.nn.shared_precisions import recipe_of
+from fp8bench.nn.shared_precisions import get_recipe
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhases
 from fp8bench.registry import backends, precisions, workloads
 
@@ -119,7 +119,7 @@ def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: Devi
     gradient = draw(_TOKENS, _OUTPUTS, -1, -1)
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
     if has_whole_layers:
-        errors = _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources)
+        errors = _compare_with_emulation(arithmetic, recipe_on_device(get_recipe(precision), facts), *sources)
         allowed_error = _MAX_LAYER_ERROR
         expected_text = "fp8bench's emulation of it"
         denominator_text = "that"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.attention import AttentionCore
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 LONGEST_SEQUENCE = 1 << 17
 _KERNEL_AXIS = Axis.choice(
@@ -169,7 +169,7 @@ class Attention(LayerWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return () if params["part"] == "core" else super().layers(params)
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn import attention
 
         params = setup.params
@@ -208,7 +208,7 @@ def _read_sizes(params: Scalars) -> tuple[int, int, int]:
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 
 
-def _build_exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: AttentionCore) -> Exercise:
+def _build_exercise(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype, core: AttentionCore) -> Exercise:
     """Builds the attention core with random heads as inputs, or the layer with random tokens as inputs."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
     from fp8bench.nn.exercise import make_exercise

@@ -18,7 +18,7 @@ from fp8bench.units import EXACT_DB
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8bench.numerics.collectives import InFP8, Plain
+    from fp8bench.numerics.collectives import FP8Collective, PlainCollective
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 SUMMING_COLLECTIVES = ("all_reduce", "reduce_scatter")
@@ -40,7 +40,7 @@ _SETTLING_STEPS = 8
 class CollectiveState:
     """The input values of this rank, and the result of its last step."""
 
-    kind: Plain | InFP8
+    kind: PlainCollective | FP8Collective
     input_values: Tensor
     rank: int
     size: int
@@ -117,7 +117,7 @@ class Collective(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import InFP8, Plain, check_mean_of_ones
+        from fp8bench.numerics.collectives import FP8Collective, PlainCollective, check_mean_of_ones
 
         params = setup.params
         rank = dist.get_rank()
@@ -125,19 +125,19 @@ class Collective(Workload):
         collective = str(params["collective"])
         values = _draw_values(setup, rank)
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-        kind: Plain | InFP8
+        kind: PlainCollective | FP8Collective
         if setup.case.precision in dtypes:
-            kind = Plain(collective, dtypes[setup.case.precision])
+            kind = PlainCollective(collective, dtypes[setup.case.precision])
             values = kind.make_payload(values, size)
         else:
-            kind = InFP8(collective, str(params.get("fp8", "")), str(params.get("scaling", "")))
+            kind = FP8Collective(collective, str(params.get("fp8", "")), str(params.get("scaling", "")))
         check_mean_of_ones(kind, _PART_MULTIPLE * size, rank, size, setup.facts.key)
         return CollectiveState(kind, values, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
-        from fp8bench.numerics.collectives import Plain
+        from fp8bench.numerics.collectives import PlainCollective
 
-        if isinstance(state.kind, Plain):
+        if isinstance(state.kind, PlainCollective):
             state.result = state.kind(state.input_values, state.size, phase.communication)
             return
         with phase.cast:
@@ -147,12 +147,12 @@ class Collective(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import InFP8, compute_expected, draw_rank_values
+        from fp8bench.numerics.collectives import FP8Collective, compute_exact_result, draw_rank_values
 
         # 1. Measure what a cast loses before anything is sent.
         state = self.prepare(setup)
         count = state.input_values.numel()
-        if isinstance(state.kind, InFP8):
+        if isinstance(state.kind, FP8Collective):
             saturated_share, lost_share = _measure_lost_shares(state.kind, state)
         else:
             saturated_share = 0.0
@@ -165,7 +165,7 @@ class Collective(Workload):
         assert state.result is not None
         elements = int(setup.params["elements"])
         rank_inputs = [draw_rank_values(setup.seed, rank, elements) for rank in range(state.size)]
-        exact = compute_expected(str(setup.params["collective"]), rank_inputs, state.rank)
+        exact = compute_exact_result(str(setup.params["collective"]), rank_inputs, state.rank)
         noise = (state.result.cpu().double() - exact).square().sum()
         # 3. Sum the figures of all ranks, because each rank has other values. Use a single collective, because every
         # rank must call the same number of collectives.
@@ -181,14 +181,14 @@ class Collective(Workload):
         }
 
     def transfer(self, setup: Setup) -> Transfer:
-        from fp8bench.numerics.collectives import InFP8, bus_factor
+        from fp8bench.numerics.collectives import FP8Collective, bus_factor
         from fp8bench.numerics.rank_programs import SentBytes
 
         state = self.prepare(setup)
         elements = int(setup.params["elements"])
         bus_ratio = bus_factor(str(setup.params["collective"]), state.size)
         logical_bytes = float(_ELEMENT_BYTES * elements)
-        if isinstance(state.kind, InFP8):
+        if isinstance(state.kind, FP8Collective):
             counter = SentBytes(state.size)
             state.kind(state.input_values, state.rank, state.size, SilentPhases().communication, counter)
             return Transfer(logical_bytes, float(elements), counter.bytes, bus_ratio, counted=True)
@@ -209,14 +209,14 @@ class Collective(Workload):
         """
         import torch
 
-        from fp8bench.numerics.collectives import Plain
+        from fp8bench.numerics.collectives import PlainCollective
 
         if setup.case.precision == "fp8" and setup.params.get("fp8") == "fp8_ring":
             return "a rank must receive one hop before it knows what to send at the next, so the exchange has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
-        ranks = (state.size,) if isinstance(kind, Plain) else (state.rank, state.size)
+        ranks = (state.size,) if isinstance(kind, PlainCollective) else (state.rank, state.size)
         return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.input_values, *ranks))
 
 
@@ -226,7 +226,7 @@ def _draw_values(setup: Setup, rank: int) -> Tensor:
     return draw_rank_values(setup.seed, rank, int(setup.params["elements"])).to(setup.facts.key)
 
 
-def _measure_lost_shares(kind: InFP8, state: CollectiveState) -> tuple[Any, Any]:
+def _measure_lost_shares(kind: FP8Collective, state: CollectiveState) -> tuple[Any, Any]:
     """Returns two shares: of codes that are the format's largest value, and of values that are sent as zero. With the
     scaling fp8lm_auto, they are measured after its factor mu has become stable.
     """
@@ -235,8 +235,10 @@ def _measure_lost_shares(kind: InFP8, state: CollectiveState) -> tuple[Any, Any]
 
     phase = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        saturated_share = collectives.saturated_share(kind(state.input_values, state.rank, state.size, phase).codes)
+        saturated_share = collectives.compute_saturated_share(
+            kind(state.input_values, state.rank, state.size, phase).codes
+        )
     if kind.collective not in SUMMING_COLLECTIVES:
         return saturated_share, 0.0
-    flushed_share = collectives.flushed_share(state.input_values, kind.scaling, state.size, kind.auto)
+    flushed_share = collectives.compute_flushed_share(state.input_values, kind.scaling, state.size, kind.auto_scale)
     return saturated_share, run_on_this_rank(flushed_share, None, phase)

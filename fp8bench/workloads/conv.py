@@ -15,7 +15,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import nn
 
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 WINDOW_WEIGHTS = 9  # the number of weights in a 3x3 window
 _NORM_AXIS = Axis.choice(
@@ -92,7 +92,7 @@ class Conv(ConvolvedWorkload):
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return Layer("first", "conv"), Layer("second", "conv")
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         """Returns a residual block. The errors of its gradients are far larger than those of its output, because a
         whole gradient appears or vanishes where rounding moves a value across ReLU's zero.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fp8bench.nn.batches import Bytes, DeviceBuffers, Indices, Records
+    from fp8bench.nn.batches import ByteArray, DeviceBuffers, IndexArray, StoredRecords
 
 # The default batch size in records, by kind.
 DEFAULT_BATCHES = {"reading": 16, "transfer": 128}
@@ -148,7 +148,7 @@ class Data(Workload):
             with phase.cast:
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
-            state.destination.take(batch)
+            state.destination.copy_from(batch)
             del values, batch  # free the memory here, so that this time counts for the phase
         if state.casts_on_device:
             with phase.cast:
@@ -158,7 +158,7 @@ class Data(Workload):
         """Compares a batch in the case's precision with the same records normalised in fp64."""
         import torch
 
-        from fp8bench.nn.batches import DOUBLE, normalise_bytes
+        from fp8bench.nn.batches import FLOAT64_DTYPE, normalise_bytes
         from fp8bench.numerics.norms import relative_frobenius
 
         text, random = _load_records(setup)
@@ -168,7 +168,7 @@ class Data(Workload):
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
         batch = setup.arithmetic.cast(values, Role.INPUT)
-        exact = torch.from_numpy(normalise_bytes(text[indices], DOUBLE))
+        exact = torch.from_numpy(normalise_bytes(text[indices], FLOAT64_DTYPE))
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
 
 
@@ -179,7 +179,7 @@ def _casts_on_device(setup: Setup) -> bool:
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
-def _load_records(setup: Setup) -> tuple[Bytes, np.random.Generator]:
+def _load_records(setup: Setup) -> tuple[ByteArray, np.random.Generator]:
     """Returns the bytes of all records, and the random generator that chooses batches. Both are derived from the
     seed.
     """
@@ -193,13 +193,13 @@ def _load_records(setup: Setup) -> tuple[Bytes, np.random.Generator]:
     return draw_text_records(setup.corpus, RECORD_COUNT, int(setup.params["record"]), random), random
 
 
-def _wrap_records(setup: Setup, text: Bytes) -> Records:
+def _wrap_records(setup: Setup, text: ByteArray) -> StoredRecords:
     from fp8bench.nn import batches
 
     return batches.CompressedRecords(text) if setup.params["kind"] == "reading" else batches.DecodedRecords(text)
 
 
-def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
+def _iterate_batches(setup: Setup, records: StoredRecords, random: np.random.Generator) -> Iterator[Tensor]:
     """Yields batches endlessly. Compressed records are read when a batch is needed. Decoded records are gathered
     before timing into a few batches, which are used in turn.
     """
@@ -218,5 +218,5 @@ def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator
     return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_count)])
 
 
-def _draw_indices(random: np.random.Generator, batch: int) -> Indices:
+def _draw_indices(random: np.random.Generator, batch: int) -> IndexArray:
     return random.integers(0, RECORD_COUNT, batch)

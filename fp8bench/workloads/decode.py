@@ -35,10 +35,10 @@ class Decode(ServedWorkload):
     name = "decode"
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
-    usual = (("nano", "512"), ("llama-1b", "8192"))
+    default_sizes = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions to which the new token attends, including its own"
-    new = 1
-    named = staticmethod(named)
+    new_token_count = 1
+    find_maker = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("512",)},
         gpu={"size": ("llama-1b",), "context": ("8192",)},
@@ -53,7 +53,9 @@ class Decode(ServedWorkload):
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
         is_built_in = (
-            str(params["size"]) in SERVED_SIZES and params["kv"] == served.OWN and precision.name != served.SERVED
+            str(params["size"]) in SERVED_SIZES
+            and params["kv"] == served.OWN
+            and precision.name != served.SERVED_PRECISION
         )
         if _STATIC_AXIS.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")

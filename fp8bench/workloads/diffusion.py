@@ -12,7 +12,14 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import is_training, require_fit
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, make_surrounding_layers
+from fp8bench.nn.sizes import (
+    FREQUENCIES,
+    LATENT_CHANNELS,
+    PATCH_SIDE,
+    DenoiserSizes,
+    SamplerPlan,
+    make_surrounding_layers,
+)
 from fp8bench.protocols import Grid, Layer, Precision, Setup
 from fp8bench.protocols.axes import VALUES, Axis, auto_or, read_integers, whole_number
 from fp8bench.registry import workloads
@@ -21,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 # Parameters of sampling that a training step does not have.
 _SAMPLING_PARAMETERS = ("steps", "guidance", "high_steps")
@@ -77,8 +84,8 @@ _Shape = tuple[str, str, int, int, int]
 
 def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     _, batch, image, width, layers = sizes
-    tokens = batch * (image // PATCH) ** 2
-    patch = PATCH * PATCH * CHANNELS
+    tokens = batch * (image // PATCH_SIDE) ** 2
+    patch = PATCH_SIDE * PATCH_SIDE * LATENT_CHANNELS
     yield "first", "ends", tokens, patch, width
     for block in (f"blocks.{number}" for number in range(layers)):
         yield f"{block}.modulation", "time", batch, width, 6 * width
@@ -106,7 +113,7 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
         if inputs != outputs:
             yield f"{name}.skip", "body", rows, inputs, outputs
 
-    yield "first", "ends", pixels, 9 * CHANNELS, width
+    yield "first", "ends", pixels, 9 * LATENT_CHANNELS, width
     for number in range(layers):
         yield from iterate_block_shapes(f"down.{number}", pixels, width, width)
         # The first block after the middle also reads the output of the middle, which has twice the width.
@@ -115,7 +122,7 @@ def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield from iterate_block_shapes("middle.1", middle_pixels, 2 * width, 2 * width)
     yield "attn.qkv", "attn", middle_pixels, 2 * width, 6 * width
     yield "attn.out", "attn", middle_pixels, 2 * width, 2 * width
-    yield "last", "ends", pixels, 9 * width, CHANNELS
+    yield "last", "ends", pixels, 9 * width, LATENT_CHANNELS
 
 
 @workloads.register("diffusion")
@@ -149,7 +156,7 @@ class Diffusion(ConvolvedWorkload):
                 "unet",
             ),
             Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
-            Axis.count("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
+            Axis.count("image", f"height and width of a latent of {LATENT_CHANNELS} channels", image, high=1 << 10),
             Axis("width", "features of the residual stream", (width,), auto_or(whole_number(high=1 << 14))),
             Axis.count(
                 "layers",
@@ -250,7 +257,7 @@ class Diffusion(ConvolvedWorkload):
         sizes = read_sizes(params)
         support = precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
-            channels = sizes.width if kind == "body" else CHANNELS
+            channels = sizes.width if kind == "body" else LATENT_CHANNELS
             conv_sizes = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
             conv_pass = "training" if is_training(params) else "forward"
             return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
@@ -264,7 +271,7 @@ class Diffusion(ConvolvedWorkload):
         size_text = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
         return require_fit(support, precision, rows, sorted(sides), is_training(params), size_text)
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         from fp8bench.nn.diffusion import make_denoiser_state
 
         params = setup.params
@@ -284,9 +291,9 @@ class Diffusion(ConvolvedWorkload):
         if setup.settles:
             state.outcome()
         high_exercises = (
-            self.make_in_arithmetic(setup, arithmetic)
+            self.make_exercise_in_arithmetic(setup, arithmetic)
             for arithmetic in (setup.high, diffusion.AlternativeKernels(setup.high.carrier))
         )
         samplings = [sampling for sampling in (exact, *high_exercises) if isinstance(sampling, diffusion.Sampling)]
-        evaluations = read_plan(setup.params).evaluations
+        evaluations = read_plan(setup.params).denoiser_calls
         return {**diffusion.measure_step_errors(state, *samplings), "evaluations": float(evaluations)}

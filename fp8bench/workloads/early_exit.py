@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 _HELD_EXITS = "held"
 _OWN_EXITS = "own"
@@ -109,7 +109,7 @@ class EarlyExits(LayerWorkload):
         width, hidden = read_integers(params, "width", "hidden")
         return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn.early_exit import EarlyExit
 
         width, hidden, depth, classes = read_integers(params, "width", "hidden", "depth", "classes")
@@ -118,7 +118,7 @@ class EarlyExits(LayerWorkload):
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         return [(int(params["tokens"]), int(params["width"]))]
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         import torch
 
         from fp8bench.nn import early_exit
@@ -131,7 +131,7 @@ class EarlyExits(LayerWorkload):
         assert isinstance(state.layer, early_exit.EarlyExit)
         # 2. With exits=held, rows leave by a schedule that ignores their values. So all precisions do the same work.
         if setup.params["exits"] == _HELD_EXITS:
-            state.layer.exits = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
+            state.layer.exit_rule = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
             return state
         # 3. With exits=own, the thresholds of confidence come from the exact pass. In low precision a row may cross
         # its threshold after another block.
@@ -141,7 +141,7 @@ class EarlyExits(LayerWorkload):
             else super().exercise(setup, lambda name: PlainArithmetic(exact_dtype), exact_dtype)
         )
         assert isinstance(exact.layer, early_exit.EarlyExit)
-        state.layer.exits = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
+        state.layer.exit_rule = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:

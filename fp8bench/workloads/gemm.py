@@ -13,7 +13,7 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import served
 from fp8bench.nn.shared_workloads import explain_missing_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, get_product_sides, parse_model_products
+from fp8bench.nn.sizes import MODELS, OPERAND_ROLES, TRANSPOSED_ROLES, get_product_sides, parse_model_products
 from fp8bench.protocols import (
     MEMORY_ROLES,
     Arithmetic,
@@ -110,7 +110,7 @@ class Gemm(Workload):
                 "product",
                 "auto (all three for a model or a sweep), forward, input-gradient, weight-gradient",
                 "auto",
-                *PRODUCTS,
+                *OPERAND_ROLES,
             ),
             Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST_SIDE),
             Axis.choice(
@@ -147,7 +147,7 @@ class Gemm(Workload):
         is_model = _is_model(shape)
         has_many_products = name == "sweep" or is_model
         # By default, a model or a sweep has all three products of training, and a single shape has the forward product.
-        products = _expand_auto(params["product"], tuple(PRODUCTS) if has_many_products else ("forward",))
+        products = _expand_auto(params["product"], tuple(OPERAND_ROLES) if has_many_products else ("forward",))
         operands = _expand_auto(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
         if is_model:
             cases = []
@@ -180,7 +180,7 @@ class Gemm(Workload):
         if precision.whole_layers and params["operands"] != "cast":
             return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
-        if precision.name == served.SERVED:
+        if precision.name == served.SERVED_PRECISION:
             if (params["product"], params["operands"]) != ("forward", "cast"):
                 return refused(
                     "stored weights have forward products only, with inputs cast in every step: choose "
@@ -357,7 +357,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     """Returns why a layout would change nothing in this case. Returns '' if it has an effect or is the default."""
     layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
     operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
-    if precision.name == served.SERVED and "b" in operands_with_layout:
+    if precision.name == served.SERVED_PRECISION and "b" in operands_with_layout:
         return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
     # The case would only repeat the figures of another case under a second name.
     if operands_with_layout and precision.carried_by and params["operands"] == "ready":
@@ -381,9 +381,9 @@ def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], 
     """
     product = str(setup.params["product"])
     arithmetic = setup.arithmetic.separate()
-    (role_a, role_b) = PRODUCTS[product]
+    (role_a, role_b) = OPERAND_ROLES[product]
     cast_a, cast_b = (
-        arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast for role in (role_a, role_b)
+        arithmetic.cast_transpose if role in TRANSPOSED_ROLES[product] else arithmetic.cast for role in (role_a, role_b)
     )
     return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
@@ -395,7 +395,7 @@ def _store_weight(setup: Setup, b: Tensor) -> StoredWeight | None:
     from fp8bench.nn.storage import store_weight
 
     precision = precisions.get(setup.case.precision)
-    if precision.name != served.SERVED:
+    if precision.name != served.SERVED_PRECISION:
         return None
     serving_arm = served.choose_arm({"kv": served.OWN, "weights": served.OWN}, precision)
     weight_format = serving_arm.weight_format
@@ -422,4 +422,4 @@ def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tens
         )
         for rows, layout in zip("mn", _read_operand_layouts(params), strict=True)
     )
-    return a, b, PRODUCTS[str(params["product"])]
+    return a, b, OPERAND_ROLES[str(params["product"])]

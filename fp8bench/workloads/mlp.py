@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 LARGEST_SIZE = 1 << 18
 _LINEAR = "linear"
@@ -95,7 +95,7 @@ class Mlp(LayerWorkload):
             scale_to_unit(state.layer)
         return state
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn import parts
 
         width, hidden = read_integers(params, "width", "hidden")

@@ -23,7 +23,7 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
-    from fp8bench.nn.own_model import Given, OwnModel
+    from fp8bench.nn.own_model import MakeResult, OwnModel
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
@@ -31,7 +31,7 @@ COMPILE_SECONDS = 600.0
 _REPRODUCIBLE_DIFFERENCE = 1e-4
 _REPRODUCIBLE_ERROR_SHARE = 0.1
 # The results of users' functions in this process, by the function's name and the seed. Every case gets a copy.
-LOADED_MODELS: dict[tuple[str, int], Given] = {}
+LOADED_MODELS: dict[tuple[str, int], MakeResult] = {}
 # For models that exist as objects in this process: the function that returns the model, by the name of the model's
 # class.
 LIVE_MODELS: dict[str, Callable[[], Any]] = {}
@@ -137,7 +137,7 @@ class Model(Workload):
         except Exception as error:
             if not is_exhausted(error):
                 raise UsageError(
-                    f"{_read_target_name(setup)}: its model fails in {state.doing}: {own_words(error)}."
+                    f"{_read_target_name(setup)}: its model fails in {state.running_part}: {own_words(error)}."
                 ) from error
             raise
         return ()
@@ -205,7 +205,7 @@ class Model(Workload):
             return None
         # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
-        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).held
+        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
         # Accelerate decides what it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
             converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)
@@ -255,24 +255,24 @@ def _read_target_name(setup: Setup) -> str:
     return str(setup.params["make"])
 
 
-def _copy_model(setup: Setup) -> Given:
+def _copy_model(setup: Setup) -> MakeResult:
     return copy_target_model(_read_target_name(setup), setup.seed, setup.facts)
 
 
-def load_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
+def load_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
     """Returns the model, batch and loss that a user's function returns. The function is called once in each process."""
-    from fp8bench.nn.own_model import parse_given, seed_generators
+    from fp8bench.nn.own_model import parse_make_result, seed_generators
 
     # Call the function once, because it may load files. So all cases start from the same numbers.
     if (name, seed) not in LOADED_MODELS:
         with seed_generators(seed, facts):
-            parts = parse_given(name, _call_target(name), seed)
+            parts = parse_make_result(name, _call_target(name), seed)
         _refuse_parameters(name, parts)
         LOADED_MODELS[name, seed] = parts
     return LOADED_MODELS[name, seed]
 
 
-def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
+def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> MakeResult:
     """Returns a copy of the model, batch and loss that a user's function returns."""
     parts = load_target_model(name, seed, facts)
     try:
@@ -287,7 +287,7 @@ def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
         ) from error
 
 
-def _refuse_parameters(name: str, parts: Given) -> None:
+def _refuse_parameters(name: str, parts: MakeResult) -> None:
     """Raises UsageError for parameters that cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.exercise import Exercise
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 _ROW_FORMATS = ("carrier", "bf16", "fp8")
 _ROUTER_PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "nvfp4")
@@ -157,7 +157,7 @@ class Moe(LayerWorkload):
                 return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
         return support
 
-    def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
+    def exercise(self, setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> Exercise:
         import torch
 
         from fp8bench.nn import experts
@@ -174,11 +174,11 @@ class Moe(LayerWorkload):
             experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
         ]
         if carrier is torch.float64:  # the exact pass neither rounds nor pads rows
-            row_formats = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+            row_formats = experts.RowTravel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
             row_multiple = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
-            row_formats = experts.Travel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
+            row_formats = experts.RowTravel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
         # 2. Make the layers. Each expert's rows are padded to the multiple of native products.
         state = make_exercise(
             setup,

@@ -17,7 +17,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import nn
 
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 # The number of input tensors of shape (tokens, width) of each operation.
 INPUT_COUNTS = {
@@ -87,7 +87,7 @@ class NormAct(LayerWorkload):
             )
         return precision.support(facts)
 
-    def layer(self, params: Scalars, choose: Choose) -> nn.Module:
+    def layer(self, params: Scalars, choose: ChooseArithmetic) -> nn.Module:
         from fp8bench.nn.parts import Operation
 
         return Operation(str(params["operation"]), int(params["tokens"]), int(params["width"]))

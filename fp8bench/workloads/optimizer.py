@@ -15,7 +15,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp8bench.nn.moments import Bucket, Storage
+    from fp8bench.nn.moments import Bucket, MomentStorage
     from fp8bench.numerics.distributions import GradientSource
 
 # A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast
@@ -105,9 +105,9 @@ class Optimizer(Workload):
 
     def step(self, state: OptimizerState, phase: Phases) -> None:
         for bucket in state.buckets:
-            if bucket.plain is not None:
+            if bucket.fp32_moments is not None:
                 with phase.optimizer_step:
-                    bucket.update(*bucket.plain)
+                    bucket.update(*bucket.fp32_moments)
                 continue
             with phase.cast:
                 first, second = bucket.restore()
@@ -166,23 +166,23 @@ class Optimizer(Workload):
         return compute_statistics(rows)
 
 
-def _choose_storages(setup: Setup) -> tuple[Storage, Storage]:
-    from fp8bench.nn.moments import storages
+def _choose_storages(setup: Setup) -> tuple[MomentStorage, MomentStorage]:
+    from fp8bench.nn.moments import choose_storages
 
-    return storages(setup.arithmetic, same=setup.params["second_moment"] == "same")
+    return choose_storages(setup.arithmetic, same_precision=setup.params["second_moment"] == "same")
 
 
-def _make_exact_storages() -> tuple[Storage, Storage]:
+def _make_exact_storages() -> tuple[MomentStorage, MomentStorage]:
     import torch
 
     from fp8bench.nn.arithmetics import PlainArithmetic
-    from fp8bench.nn.moments import storages
+    from fp8bench.nn.moments import choose_storages
 
-    return storages(PlainArithmetic(torch.float32), same=True)
+    return choose_storages(PlainArithmetic(torch.float32), same_precision=True)
 
 
 def _draw_initial_state(
-    setup: Setup, storages: tuple[Storage, Storage], fused: bool
+    setup: Setup, storages: tuple[MomentStorage, MomentStorage], fused: bool
 ) -> tuple[OptimizerState, GradientSource]:
     """Draws weights and moments from the seed. Also returns a source of gradients that would have led to such
     moments.
@@ -194,14 +194,14 @@ def _draw_initial_state(
 
     tensors, width = read_integers(setup.params, "tensors", "width")
     source = GradientSource([(width, width)] * tensors, seeded_generator(setup.facts.key, setup.seed))
-    weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled()]
+    weights = [tensor.mul_(width**-0.5) for tensor in source.draw_unscaled_gradients()]
     # A moving average of noise has (1 - beta) / (1 + beta) of the noise's variance. A moving average of squared noise
     # has twice as much.
     moment_deviations = [((1 - beta) / (1 + beta)) ** 0.5 for beta in moments.BETAS]
     first = [tensor.mul_(moment_deviations[0]) for tensor in source.draw()]
     second = [
         tensor.mul_(moment_deviations[1] * 2**0.5).add_(1).clamp_(min=0).mul_(scale**2)
-        for tensor, scale in zip(source.draw_unscaled(), source.scales, strict=True)
+        for tensor, scale in zip(source.draw_unscaled_gradients(), source.scales, strict=True)
     ]
     gradients = [torch.zeros_like(weight) for weight in weights]
     parts = moments.split_into_buckets([weight.numel() for weight in weights], BUCKET_ELEMENTS)

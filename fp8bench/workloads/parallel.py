@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Params, Scalar, Scalars, Support, Work
 from fp8bench.nn import sizes
-from fp8bench.nn.parallel.ways import OPTIONS, WAYS, Job, ParallelCase
+from fp8bench.nn.parallel.ways import DIVISION_OPTIONS, WAYS, Job, ParallelCase
 from fp8bench.nn.shared_workloads import make_gpt
 from fp8bench.protocols import Layer, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis, one_of, read_integers, whole_number
@@ -68,7 +68,7 @@ class Parallel(Workload):
                 _make_option_parser(name, facts.ranks),
                 quick=(_FIRST_VALUE,),
             )
-            for name, text in OPTIONS.items()
+            for name, text in DIVISION_OPTIONS.items()
         )
         return (
             Axis.each("way", f"how ranks train together: {ways_text}", *WAYS),
@@ -91,7 +91,7 @@ class Parallel(Workload):
         fixed_params = {
             name: value
             for name, value in sized_params.items()
-            if name not in OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES, _FIRST_VALUE)
+            if name not in DIVISION_OPTIONS or str(value).partition(" ")[0] not in (_ALL_VALUES, _FIRST_VALUE)
         }
         names = [name for name in division.options if name not in fixed_params]
         values = [
@@ -188,7 +188,7 @@ class Parallel(Workload):
             bind_step(self._make_state(setup, make_silent_group())),
             step_wire.repeat_exchanges,
             bind_step(state_with_communication),
-            step_wire.list_sent(dist.get_rank()),
+            step_wire.list_sent_bytes(dist.get_rank()),
             (full_batch_step, part_step),
         )
 
@@ -196,17 +196,17 @@ class Parallel(Workload):
         from fp8bench.nn.parallel.step import make_parallel_state
 
         assert group is not None
-        model = WAYS[str(setup.params["way"])].divide(self._make_job(setup, group))
+        model = WAYS[str(setup.params["way"])].make_division(self._make_job(setup, group))
         return make_parallel_state(model, _make_loader(setup), setup.facts, plain)
 
     def _make_single_rank_state(self, setup: Setup, plain: bool = False, parts: int = 1) -> ParallelState:
         """Returns the state of one rank that trains alone, on the whole batch or on one of `parts` equal parts of
         it.
         """
-        from fp8bench.nn.parallel.division import Undivided
+        from fp8bench.nn.parallel.division import UndividedModel
         from fp8bench.nn.parallel.step import make_parallel_state
 
-        model = Undivided(self._make_model(setup), setup.loss_scale)
+        model = UndividedModel(self._make_model(setup), setup.loss_scale)
         return make_parallel_state(model, _make_loader(setup, parts), setup.facts, plain)
 
     def _make_job(self, setup: Setup, group: ProcessGroup) -> Job:
@@ -234,7 +234,7 @@ class Parallel(Workload):
 
 
 def _read_options(params: Scalars) -> dict[str, str]:
-    return {name: str(params[name]) for name in OPTIONS if name in params}
+    return {name: str(params[name]) for name in DIVISION_OPTIONS if name in params}
 
 
 def _make_option_parser(option: str, ranks: int) -> Callable[[str], Scalar]:

@@ -21,9 +21,9 @@ class Prefill(ServedWorkload):
     name = "prefill"
     version = "2"  # version 2: the head shares the embedding's weights
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
-    usual = (("nano", "128"), ("llama-1b", "2048"))
+    default_sizes = (("nano", "128"), ("llama-1b", "2048"))
     context_words = "tokens of each prompt"
-    named = staticmethod(named)
+    find_maker = staticmethod(named)
     history = Grid(
         cpu={"size": ("nano",), "context": ("128",)},
         gpu={"size": ("llama-1b",), "context": ("2048",)},

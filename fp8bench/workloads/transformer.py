@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.attention import AttentionCore
     from fp8bench.nn.batches import TokenLoader
-    from fp8bench.nn.compiling import Forward
+    from fp8bench.nn.compiling import ForwardPass
     from fp8bench.nn.gpt import GPT
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.nn.rlhf import FourModels
-    from fp8bench.nn.training_step import CastOnce, Loader, TrainingState
+    from fp8bench.nn.training_step import HoldCastWeights, Loader, TrainingState
 
 # The defaults of parameters that change how a step is executed. The results change at most through delayed scales. A
 # case that was built by hand may leave these parameters out.
@@ -169,7 +169,7 @@ class Transformer(shared.TrainingWorkload):
         key_value_width = 2 * config.key_heads * config.head_width
         # The values that a block stores for each token: both norms, queries, the output of attention and the sum after
         # it, and the inputs and outputs of the activation.
-        block_activations = 7 * config.width + key_value_width + (3 if config.modern else 2) * config.hidden
+        block_activations = 7 * config.width + key_value_width + (3 if config.is_llama_like else 2) * config.hidden
         recomputes_blocks = _read_choice(params, "checkpointing") == "blocks"
         block_values = (
             config.layers * config.width + block_activations if recomputes_blocks else config.layers * block_activations
@@ -248,7 +248,7 @@ class Transformer(shared.TrainingWorkload):
         )
         if recasts_weights and support.level is not Level.REFUSED:
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        is_unlike_gpt2 = _read_config(params).modern or _read_choice(params, "attention") != "auto"
+        is_unlike_gpt2 = _read_config(params).is_llama_like or _read_choice(params, "attention") != "auto"
         if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
@@ -408,7 +408,11 @@ def _make_config(setup: Setup) -> GPTConfig:
 
 
 def _build_model(
-    setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: AttentionCore | None = None
+    setup: Setup,
+    choose: ChooseArithmetic,
+    carrier: torch.dtype,
+    checkpointing: bool = False,
+    core: AttentionCore | None = None,
 ) -> GPT:
     """Builds the model of a case from its seed. The initial weights are the same for every arithmetic."""
     from fp8bench.nn.gpt import GPT, fuse_blocks
@@ -418,13 +422,13 @@ def _build_model(
     config = _make_config(setup)
     with seed_weights(setup):
         model = GPT(config, choose, carrier, checkpointing, core)
-    if _read_choice(setup.params, "cut") == "block" and not config.modern:
+    if _read_choice(setup.params, "cut") == "block" and not config.is_llama_like:
         fuse_blocks(model, config.heads)
     wrap_model_forward(model)
     return model
 
 
-def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
+def _make_weight_cast(setup: Setup, model: GPT) -> HoldCastWeights:
     """Returns the function that casts weights before the micro-batches of a step. If each micro-batch casts the
     weights, this function does nothing.
     """
@@ -435,7 +439,7 @@ def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
     return CachedWeights(model).cast
 
 
-def _compile_forward(setup: Setup, model: GPT) -> Forward:
+def _compile_forward(setup: Setup, model: GPT) -> ForwardPass:
     """Returns the model, or a compiled function of it. It is compiled here, with a separate loader, so that no timed
     step compiles. While static scales are calibrated, nothing is compiled, because these scales change from cast to
     cast.
@@ -455,7 +459,7 @@ def _make_loader(setup: Setup) -> TokenLoader:
     return make_loader(setup, int(setup.params["batch"]), _make_config(setup))
 
 
-def _compute_gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
+def _compute_gradients(setup: Setup, model: GPT, forward: ForwardPass, loss_scale: float) -> tuple[float, list[Tensor]]:
     """Returns the mean loss and the summed gradients of the micro-batches of one step."""
     model.zero_grad()
     loader = _make_loader(setup)

@@ -16,7 +16,7 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     import torch
 
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
     from fp8bench.nn.training_step import TrainingState
     from fp8bench.nn.vision import InferenceState
 
@@ -188,7 +188,7 @@ class Vision(shared.TrainingWorkload):
         }
 
 
-def _make_state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState | InferenceState:
+def _make_state(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) -> TrainingState | InferenceState:
     """Builds the model and the batches of a case from its seed. Initial weights are the same for every arithmetic and
     layout.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import linear
-from fp8bench.nn.shared_precisions import recipe_of
+from fp8bench.nn.shared_precisions import get_recipe
 from fp8bench.protocols import Operand, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.backends.te_names import recorded
@@ -79,7 +79,7 @@ class Linear(nn.Module):
         recipe = Autocast.open[-1]
         name = type(recipe).__name__
         if self._arithmetic is None:
-            self._arithmetic = RecipeArithmetic(recipe_of(precisions.get(MODES[name])))
+            self._arithmetic = RecipeArithmetic(get_recipe(precisions.get(MODES[name])))
         if name == "DelayedScaling":
             for key, columns in (("scaling_fwd", 3), ("scaling_bwd", 2)):
                 history = torch.zeros(recipe.given["amax_history_len"], columns)
@@ -171,7 +171,7 @@ class Quantiser:
 
     def __init__(self, recipe: str, role: Role, device: torch.device) -> None:
         assert device.type == "cpu"
-        self._arithmetic, self._role = RecipeArithmetic(recipe_of(precisions.get(MODES[recipe]))), role
+        self._arithmetic, self._role = RecipeArithmetic(get_recipe(precisions.get(MODES[recipe]))), role
         self._usage: tuple[bool, bool] = True, True
 
     def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:

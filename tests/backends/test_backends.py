@@ -199,7 +199,7 @@ def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None
 def test_deepgemm_is_refused_where_it_has_no_kernel() -> None:
     for facts, mode, words in (
         (H200, "fp8-block", ""),
-        (B200, "fp8-block", "on capability 9.0 (H100, H200) alone"),
+        (B200, "fp8-block", "only on capability 9.0 (H100, H200)"),
         (H200, "fp8", "deepgemm has no recipe fp8, only fp8-block"),
     ):
         result = support(f"{mode}:backend=deepgemm", facts, deep_gemm="2.5.0")

@@ -263,7 +263,7 @@ def test_its_casts_and_products_are_those_of_single_products(te: None, mode: str
     [
         ("fp8", "cast", ""),
         ("fp8", "ready", "a library's operands are cast in every step"),
-        ("fp8-delayed", "cast", "Transformer Engine casts for fp8-delayed within its layers alone"),
+        ("fp8-delayed", "cast", "Transformer Engine casts for fp8-delayed only within its layers"),
         ("nvfp4", "cast", "choose suite transformer, or fp8, fp8-e4m3, fp8-block, mxfp8 here"),
     ],
 )

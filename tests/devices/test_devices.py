@@ -93,7 +93,7 @@ def test_a_queue_is_filled_with_products_and_not_with_idle_time(monkeypatch: pyt
     done: list[float | str] = []
     monkeypatch.setattr(torch.cuda, "_sleep", done.append)
     fillers = [QueueFiller(lambda: done.append("products"), 0.5e-3), "no graphs"]
-    monkeypatch.setattr(Cuda, "_fillers", {})
+    monkeypatch.setattr(Cuda, "_filler_by_index", {})
     monkeypatch.setattr(Cuda, "_make_filler", lambda self, index: fillers.pop(0))
     for index in (0, 1):
         for seconds in (1.2e-3, 0.1e-3):

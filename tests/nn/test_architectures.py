@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fp8bench.model.step import Coverage
 from fp8bench.nn.holders import find_product_weights
-from fp8bench.nn.model_calls import loss_of, make_call, tensors_in
+from fp8bench.nn.model_calls import find_loss, iterate_named_tensors, make_call
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.tape.coverage import measure_coverage
 from tests.counts import for_each, sampled
@@ -41,12 +41,12 @@ class Case:
     def __init__(self, name: str) -> None:
         self.model, self.batch = architectures().made(name)
         self.call = make_call(self.model, self.batch)
-        self.words = loss_of(self.model, self.batch, self.call())[1]
+        self.words = find_loss(self.model, self.batch, self.call())[1]
         held = find_product_weights(self.model)
         self.coverage: Coverage = measure_coverage(self.model, held, self.step, multiple=16)
 
     def step(self) -> None:
-        loss, _ = loss_of(self.model, self.batch, self.call())
+        loss, _ = find_loss(self.model, self.batch, self.call())
         loss.backward()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -114,7 +114,7 @@ def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str
     call = make_call(model, batch)
 
     def step() -> None:
-        loss_of(model, batch, call())[0].backward()
+        find_loss(model, batch, call())[0].backward()
 
     coverage = measure_coverage(model, find_product_weights(model), step)
     # Each token passes through two experts of four, each with three products, in forward and for both gradients.
@@ -144,4 +144,4 @@ def test_errors_are_in_the_order_of_formats(name: str) -> None:
 
 def output_of(own: Case) -> Tensor:
     with torch.no_grad():
-        return next(tensor for _, tensor in tensors_in(own.call()) if tensor.dim() > 1)
+        return next(tensor for _, tensor in iterate_named_tensors(own.call()) if tensor.dim() > 1)

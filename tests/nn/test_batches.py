@@ -14,11 +14,11 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import factor
 from fp8bench.nn.batches import (
-    Bytes,
+    ByteArray,
     CompressedRecords,
     DecodedRecords,
     DeviceBuffers,
-    Records,
+    StoredRecords,
     TokenLoader,
     draw_text_records,
     normalise_bytes,
@@ -91,7 +91,7 @@ def tokens(tmp_path: Path) -> str:
     return written(TEXT, tmp_path)
 
 
-def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:
+def records(tokens: str, seed: int = 0, size: int = 300) -> ByteArray:
     return draw_text_records(tokens, 20, size, np.random.default_rng(seed))
 
 
@@ -104,7 +104,7 @@ def test_records_are_windows_of_the_text(tokens: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [CompressedRecords, DecodedRecords])
-def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records]) -> None:
+def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[StoredRecords]) -> None:
     text = records(tokens)
     indices = np.array([7, 0, 19, 7])
     batch = kind(text).read_batch(indices)  # type: ignore[call-arg]
@@ -117,7 +117,7 @@ def test_codes_travel_with_their_scale() -> None:
     scale, inverse = factor(x, E4M3, TENSOR)
     operand = Operand(torch_codes(x, E4M3, scale), inverse)
     there = DeviceBuffers(operand, "cpu")
-    there.take(operand)
+    there.copy_from(operand)
     data, scale = there.buffers
     assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())
     assert operand.scale is not None and torch.equal(scale, operand.scale)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.holders import check_map, find_product_weights
+from fp8bench.nn.holders import check_precision_map, find_product_weights
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -112,7 +112,7 @@ def test_all_is_as_it_was_after_an_error(model: Model) -> None:
 
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
     (first,) = (holder for holder in find_product_weights(model) if holder.name == "first")
-    assert first.also == ("again",) and "again" not in [holder.name for holder in find_product_weights(model)]
+    assert first.further_names == ("again",) and "again" not in [holder.name for holder in find_product_weights(model)]
     for name in ("first", "again"):
         (skipped,) = (holder for holder in find_product_weights(model, [name]) if holder.rule == "skipped")
         assert skipped.name == "first" and skipped.reason == f"left out by '{name}'"
@@ -148,7 +148,7 @@ def test_what_fits_nothing_is_refused(model: Model) -> None:
     with pytest.raises(UnknownName, match=r"'rooter'.*Did you mean 'router'"):
         find_product_weights(model, ["rooter"])
     with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
-        check_map(["first", "head", "experts", "pictures"], find_product_weights(model))
+        check_precision_map(["first", "head", "experts", "pictures"], find_product_weights(model))
     with pytest.raises(UnknownName, match="Known: linear, norm; layers"):
         Conversion(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lambda layer: FP8, keys=["embed"])
     with pytest.raises(UsageError, match=r"no layer of ReLU .*no layer with a matrix product"):
@@ -172,7 +172,7 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
         Layer("router", "linear"),
         Layer("out", "head"),
     ]
-    assert [(holder.name, holder.rule) for holder in conversion.held if holder.reason] == [
+    assert [(holder.name, holder.rule) for holder in conversion.product_weights if holder.reason] == [
         ("picture", "skipped"),
         ("out", "kept"),
     ]
@@ -195,7 +195,7 @@ def test_a_forward_pass_that_was_replaced_is_kept() -> None:
     before = everything_in(model)
     with converted(model) as conversion:
         assert [holder.name for holder in conversion.converted_weights] == ["1"]
-    assert "replaced" in conversion.held[0].reason
+    assert "replaced" in conversion.product_weights[0].reason
     assert everything_in(model) == before
 
 
@@ -231,7 +231,7 @@ def test_what_cannot_be_converted_says_why() -> None:
 def test_rows_are_filled_up_for_native_products() -> None:
     """Zeros change neither the output nor any gradient. Sides are not padded."""
     odd = nn.Sequential(nn.Linear(16, 37), nn.Linear(37, 32), nn.Linear(32, 16))
-    reasons = [holder.reason.partition(" ")[0] for holder in converted(odd, multiples=(16, 16)).held]
+    reasons = [holder.reason.partition(" ")[0] for holder in converted(odd, multiples=(16, 16)).product_weights]
     assert reasons == ["N=37", "K=37", ""]
     model = nn.Sequential(nn.Linear(32, 16))
     x = torch.randn(2, 5, 32)

@@ -162,7 +162,7 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str, tied: bo
     """A step reads two rows of the embedding and the head; a tied one is stored once."""
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32, tied=tied)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
-    model.fill(32, torch.Generator().manual_seed(0))
+    model.fill_cache(32, torch.Generator().manual_seed(0))
     counted = step_bytes(make_served_shape(config), Arm("bf16", kv, weights), 2, 32)
     assert model.cache_bytes(32) == counted.kv
     unread = ((0 if tied else config.vocabulary) - 2) * config.width * 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.linear import Choose, Linear
+from fp8bench.nn.linear import ChooseArithmetic, Linear
 from fp8bench.nn.sizes import SIZES, GPTConfig, default_tokens, list_features, list_model_features
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.numerics.norms import relative_frobenius
@@ -22,7 +22,7 @@ from tests.counts import for_each
 from tests.facts import CPU
 
 PLAIN = GPTConfig(61, 32, 2, 4, 4, 80, batch=2, sequence=12)
-MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, modern=True)
+MODERN = GPTConfig(61, 32, 2, 4, 2, 48, batch=2, sequence=12, is_llama_like=True)
 
 
 def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
@@ -31,7 +31,7 @@ def model_of(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     return GPT(config, lambda name: arithmetic, dtype).to(dtype)
 
 
-def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> Choose:
+def by_kind(attn: Arithmetic, mlp: Arithmetic, head: Arithmetic) -> ChooseArithmetic:
     kinds = {"attn": attn, "mlp": mlp, "head": head}
     return lambda name: next(item for kind, item in kinds.items() if kind in name.split("."))
 
@@ -46,7 +46,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
     """A GPT in loops and explicit formulas: no module, no fused attention, no chunked rotation."""
     length, head_width = tokens.shape[1], config.width // config.heads
     x = weights["embedding"][tokens]
-    if not config.modern:
+    if not config.is_llama_like:
         x = x + weights["positions"][:length]
     for layer in range(config.layers):
         own = {name.removeprefix(f"blocks.{layer}."): tensor for name, tensor in weights.items()}
@@ -60,7 +60,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
             q = h @ q_weight[head * head_width : (head + 1) * head_width].T
             k = h @ k_weight[shared * head_width : (shared + 1) * head_width].T
             v = h @ v_weight[shared * head_width : (shared + 1) * head_width].T
-            if config.modern:
+            if config.is_llama_like:
                 q, k = turned(q), turned(k)
             scores = q @ k.mT / math.sqrt(head_width)
             scores = scores.masked_fill(torch.ones(length, length, dtype=torch.bool).triu(1), -math.inf)
@@ -68,7 +68,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
         x = x + torch.cat(heads, -1) @ own["attn.out.weight"].T
         h = norm(config, x, own["norm_mlp.weight"])
         up = h @ own["mlp.up.weight"].T
-        if config.modern:
+        if config.is_llama_like:
             gate, value = up[..., : config.hidden], up[..., config.hidden :]
             up = gate * torch.sigmoid(gate) * value
         else:
@@ -80,7 +80,7 @@ def independent_loss(config: GPTConfig, weights: dict[str, Tensor], tokens: Tens
 
 
 def norm(config: GPTConfig, x: Tensor, weight: Tensor) -> Tensor:
-    if not config.modern:
+    if not config.is_llama_like:
         x = x - x.mean(-1, keepdim=True)
     return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 

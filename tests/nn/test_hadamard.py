@@ -10,7 +10,7 @@ import torch
 from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compile_kernel
 from fp8bench.nn.rotations import (
-    SIZE,
+    RUN_LENGTH,
     RotationKernel,
     _make_matrix,
     _view_as_runs,
@@ -23,13 +23,13 @@ from tests.formats.test_operators import Operators
 
 
 def matrix(seed: int) -> torch.Tensor:
-    return rotate(torch.eye(SIZE), seed).double()
+    return rotate(torch.eye(RUN_LENGTH), seed).double()
 
 
 def test_the_matrix_is_hadamards_with_signs() -> None:
     for seed in range(20):
-        assert torch.equal(matrix(seed).abs(), torch.full((SIZE, SIZE), 0.25, dtype=torch.float64))
-        assert torch.equal(matrix(seed) @ matrix(seed).t(), torch.eye(SIZE, dtype=torch.float64))
+        assert torch.equal(matrix(seed).abs(), torch.full((RUN_LENGTH, RUN_LENGTH), 0.25, dtype=torch.float64))
+        assert torch.equal(matrix(seed) @ matrix(seed).t(), torch.eye(RUN_LENGTH, dtype=torch.float64))
     # The same seed gives the same signs, of which there are 2^16.
     assert torch.equal(matrix(3), matrix(3))
     assert len({tuple(matrix(seed)[:, 0].tolist()) for seed in range(200)}) > 195
@@ -88,10 +88,10 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
         for bad in (x[0, 0].item(), math.inf, math.nan):
             x[-1, -1] = bad
             expected, memory = rotate(x, 3), x.t().contiguous() if turned else x
-            parts = [item.t().reshape(-1, SIZE, rows) if turned else item for item in (expected, x)]
+            parts = [item.t().reshape(-1, RUN_LENGTH, rows) if turned else item for item in (expected, x)]
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
-                peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
+                peaks = [torch.zeros(columns // RUN_LENGTH if turned else rows) for _ in parts]
                 seen = [_view_as_runs(item, turned) for item in (memory, out)]
                 run(seen[0], _make_matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]

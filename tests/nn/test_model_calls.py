@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.model_calls import loss_of, make_call
+from fp8bench.nn.model_calls import find_loss, make_call
 from tests.counts import for_each
 
 X = torch.ones(2, 4)
@@ -71,13 +71,13 @@ def test_with_a_loss_forward_gets_the_part_of_a_batch_that_it_accepts(batch: Any
     model = nn.Linear(4, 4)
     model.forward = lambda x: x @ model.weight.t()  # type: ignore[method-assign]
     assert torch.equal(make_call(model, batch, has_loss=True)(), model(X))
-    with pytest.raises(UsageError, match="whose first or equally named parts forward accepts"):
+    with pytest.raises(UsageError, match="whose first items or keywords forward accepts"):
         make_call(model, batch)
 
 
 def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None) -> tuple[Tensor, str]:
     model = Two(result)
-    return loss_of(model, {"x": X}, make_call(model, X)(), own)
+    return find_loss(model, {"x": X}, make_call(model, X)(), own)
 
 
 @for_each(

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.nn.moments import Bucket, Storage, make_scaled_storage, split_into_buckets, storages
+from fp8bench.nn.moments import Bucket, MomentStorage, choose_storages, make_scaled_storage, split_into_buckets
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
 
@@ -22,8 +22,8 @@ def tensors(seed: int, size: float = 1.0) -> list[Tensor]:
     return [torch.randn(24, columns, generator=generator) * size for columns in (32, 48)]
 
 
-def storages_of(precision: str, same: bool = False) -> tuple[Storage, Storage]:
-    return storages(arithmetic_of(precision), same)
+def storages_of(precision: str, same: bool = False) -> tuple[MomentStorage, MomentStorage]:
+    return choose_storages(arithmetic_of(precision), same)
 
 
 def bucket(precision: str, fused: bool = False, same: bool = False, steps: int = 7) -> Bucket:
@@ -35,7 +35,7 @@ def bucket(precision: str, fused: bool = False, same: bool = False, steps: int =
 def step(made: Bucket) -> None:
     first, second = made.restore()
     made.update(first, second)
-    if made.plain is None:
+    if made.fp32_moments is None:
         made.store(first, second)
 
 

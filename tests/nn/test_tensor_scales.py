@@ -225,9 +225,9 @@ def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
     view = make_recipe_view(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
     assert view.factors is not None and view.course is not None
     amax = float(steps[-2].abs().max())
-    assert float(view.factors.steps) == pytest.approx(amax / 448, rel=1e-6)
+    assert float(view.factors.by_block) == pytest.approx(amax / 448, rel=1e-6)
     assert view.course.lag == pytest.approx([1.0, 1.0, 1.0], abs=1e-6)
     assert view.course.drift == pytest.approx([1.0, 1.0], abs=1e-6)
     result = tensor_error(steps[-1], cast("fp8-delayed", Role.INPUT, *steps), view.fmt, view.factors)
-    assert result.utilisation == pytest.approx(2, rel=1e-5) and result.saturated
+    assert result.utilisation == pytest.approx(2, rel=1e-5) and result.saturated_count
     assert result.max_ulp is not None and result.max_ulp < 0.5 + 2**-18

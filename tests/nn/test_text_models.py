@@ -11,13 +11,13 @@ from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import LanguageModel
-from fp8bench.nn.sizes import CONTEXT, LINE, GPTConfig
+from fp8bench.nn.sizes import CONTEXT_TOKENS, LINE_TOKENS, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
 from tests.nn.layers import as_torch
 
-CONFIG = GPTConfig(61, 16, 2, 4, 4, 24, batch=2, sequence=4 * LINE)
+CONFIG = GPTConfig(61, 16, 2, 4, 4, 24, batch=2, sequence=4 * LINE_TOKENS)
 EXACT = PlainArithmetic(torch.float64)
 
 
@@ -37,7 +37,7 @@ def plain_mlp(weights: dict[str, Tensor], tokens: Tensor, modern: bool) -> Tenso
         for place in range(len(row)):
             seen = [
                 weights["embedding"][row[at]] if at >= 0 else torch.zeros(16).double()
-                for at in range(place - CONTEXT + 1, place + 1)
+                for at in range(place - CONTEXT_TOKENS + 1, place + 1)
             ]
             x = torch.cat(seen) @ weights["window.weight"].T
             for block in range(CONFIG.layers):
@@ -55,7 +55,7 @@ def plain_norm(x: Tensor, weight: Tensor, modern: bool) -> Tensor:
 
 def plain_cnn(weights: dict[str, Tensor], tokens: Tensor, _: bool) -> Tensor:
     """torch's convolution of an image padded by two zero rows at the top and left; statistics by hand."""
-    x = weights["embedding"][tokens].view(2, -1, LINE, 16).permute(0, 3, 1, 2)
+    x = weights["embedding"][tokens].view(2, -1, LINE_TOKENS, 16).permute(0, 3, 1, 2)
 
     def normed(y: Tensor, name: str) -> Tensor:
         mean, variance = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), unbiased=False, keepdim=True)
@@ -82,7 +82,7 @@ def as_torch_differentiably(weight: Tensor) -> Tensor:
 
 @for_each(("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)])
 def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
-    model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
+    model, (tokens, targets) = model_of(kind, replace(CONFIG, is_llama_like=modern)), text()
     loss = model(tokens, targets, SilentPhases())
     gradients = torch.autograd.grad(loss, list(model.parameters()))
     weights = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}

@@ -33,7 +33,7 @@ CONFIGS = {
     "gpt2": NANO,
     "tied": replace(NANO, tied=True),
     "deep": replace(NANO, layers=5),
-    "llama": replace(NANO, modern=True, key_heads=2),
+    "llama": replace(NANO, is_llama_like=True, key_heads=2),
 }
 
 
@@ -144,7 +144,7 @@ def test_a_model_that_it_has_no_constants_for_is_refused() -> None:
         with pytest.raises(UsageError, match=f"none for {name}"):
             scale_to_unit(model, 48)
         assert not any(
-            module.unit is not None for module in model.modules() if isinstance(module, Linear | FeedForward)
+            module.unit_scaling is not None for module in model.modules() if isinstance(module, Linear | FeedForward)
         )
 
 

@@ -23,7 +23,7 @@ from tests.nn import served_models
 from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORDS
 from tests.workloads.steps import CPU
 
-CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, modern=True)
+CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, is_llama_like=True)
 each_model = for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
 
@@ -137,7 +137,7 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
     logits = []
     for seed in (0, 0, 1):
         model = UserDecoder("own", of_the_same_weights(), Arm("fp32", "fp8"), (2, 16), "cpu")
-        model.fill(15, torch.Generator().manual_seed(seed))
+        model.fill_cache(15, torch.Generator().manual_seed(seed))
         keys = model.cache.layers[0].keys
         assert torch.equal(keys[:, :, :15], keys[:, :, :15].to(torch.float8_e4m3fn).float())
         assert float(keys[:, :, :15, 0].std()) > 3 and not keys[:, :, 15:].any()

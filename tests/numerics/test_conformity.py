@@ -20,7 +20,7 @@ from fp8bench.numerics.conformity import (
     estimate_sum_bits,
     explain_cast,
     explain_product,
-    find_nearest_guess,
+    find_nearest_precision,
     matches_hopper_units,
 )
 from fp8bench.numerics.products import PROMOTION_LENGTH, short_product, sum_like_hopper_units
@@ -240,29 +240,29 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
 @for_each(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
     a, b = (tensor.float() for tensor in guesses()[operands])
-    assert find_nearest_guess((a @ b.t()).to(dtype), "fp8", guesses()) == like
+    assert find_nearest_precision((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
 
 def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
     a, b = fp8(*sources())
-    assert find_nearest_guess(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
-    assert find_nearest_guess(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
+    assert find_nearest_precision(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
+    assert find_nearest_precision(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
     """If bfloat16 represents the operands exactly, numbers cannot show that copies were used."""
     low = tuple(round_to(item.float(), E4M3) for item in sources())
     same = {"fp8": (low[0], low[1]), "copies": (low[0].bfloat16(), low[1].bfloat16())}
-    assert find_nearest_guess((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
+    assert find_nearest_precision((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
 
 
 def test_tf32_that_is_not_switched_on() -> None:
     a, b = sources(torch.float32)
     low = tuple(round_to(item, TF32, overflow=Overflow.INFINITY) for item in (a, b))
     known = {"tf32": (low[0], low[1]), "fp32": (a, b), "bf16": (a.bfloat16(), b.bfloat16())}
-    assert find_nearest_guess(a @ b.t(), "tf32", known) == "fp32"
-    assert find_nearest_guess(low[0] @ low[1].t(), "tf32", known) == ""
-    assert find_nearest_guess(a.bfloat16().float() @ b.bfloat16().float().t(), "fp32", known) == "bf16"
+    assert find_nearest_precision(a @ b.t(), "tf32", known) == "fp32"
+    assert find_nearest_precision(low[0] @ low[1].t(), "tf32", known) == ""
+    assert find_nearest_precision(a.bfloat16().float() @ b.bfloat16().float().t(), "fp32", known) == "bf16"
 
 
 @for_each("seed", range(2))
@@ -284,7 +284,7 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
             except (ValueError, RuntimeError, NotImplementedError, KeyError):  # torch has no such kernel here
                 assert maker is not makers[0]
                 continue
-            assert find_nearest_guess(product, name, known) == ""
+            assert find_nearest_precision(product, name, known) == ""
 
 
 def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
@@ -294,7 +294,7 @@ def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
     for bits, short in ((22, True), (14, True), (10, False)):
         assert are_short_sums(short_product(a.float(), b.float(), Accumulator.SHORT, bits), sums) is short
     lost = (a[:, 1:] @ b[:, 1:].t()).float()
-    for wrong in (lost, torch.zeros(M, N), 1.05 * sums.exact.float(), torch.full((M, N), torch.nan)):
+    for wrong in (lost, torch.zeros(M, N), 1.05 * sums.product.float(), torch.full((M, N), torch.nan)):
         assert not are_short_sums(wrong, sums)
 
 

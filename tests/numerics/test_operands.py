@@ -130,4 +130,4 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
         "_flash_attention_forward": "",
         "mm": "",
     }
-    assert {name: operands._attention_kernel_of(name) for name in kernels} == kernels
+    assert {name: operands._find_attention_kernel(name) for name in kernels} == kernels

@@ -24,7 +24,7 @@ from fp8bench.numerics.norms import compute_vanished_share, relative_error, rela
 from fp8bench.numerics.tensor_error import (
     SPREAD_BLOCK,
     Factors,
-    Spread,
+    SqnrSpread,
     TensorError,
     compute_factors,
     figures_by_name,
@@ -61,15 +61,15 @@ def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling |
     result = tensor_error(x, left, fmt, factors)
     assert result.max_ulp is not None and 0.3 < result.max_ulp < 0.5 + 2**-18
     saturates = scaling in (FLOOR, NVFP4, NVFP4_SQUARE) and shape != (1, 7)
-    assert bool(result.saturated) == saturates
+    assert bool(result.saturated_count) == saturates
 
 
 def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
     x = gaussian(8, 64, seed=3)
     scale = 2 * E4M3.largest / x.abs().max()
     result = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, compute_factors(x, E4M3, TENSOR, scale))
-    assert result.utilisation == pytest.approx(2) and result.saturated
-    assert result.saturated == int((x.abs() > x.abs().max() / 2).sum())
+    assert result.utilisation == pytest.approx(2) and result.saturated_count
+    assert result.saturated_count == int((x.abs() > x.abs().max() / 2).sum())
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
@@ -123,7 +123,7 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
 def check(found: TensorError, wanted: dict[str, Any]) -> None:
     for name, value in wanted.items():
         given = getattr(found, name)
-        given = (given.median_db, given.p1_db) if isinstance(given, Spread) else given
+        given = (given.median_db, given.p1_db) if isinstance(given, SqnrSpread) else given
         assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
@@ -138,9 +138,9 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
     y = scaled(x, fmt, steps)
     result = tensor_error(x, y, fmt, Factors(steps, rows=1))
     check(result, by_definition(x.double().numpy(), y.double().numpy(), fmt, steps.double().numpy()))
-    assert result.count == 900 and result.lost == 0
+    assert result.count == 900 and result.lost_count == 0
     if fmt not in (BF16, TF32):
-        assert result.saturated and result.saturated < 450
+        assert result.saturated_count and result.saturated_count < 450
 
 
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_zero_tensor_has_no_ratios() -> None:
 def test_what_is_exact_has_an_infinite_sqnr() -> None:
     x = gaussian(200, 64).to(torch.bfloat16)
     result = tensor_error(x, x.float(), BF16)
-    assert result.sqnr_db == math.inf and result.rows == result.blocks == Spread(math.inf, math.inf)
+    assert result.sqnr_db == math.inf and result.rows == result.blocks == SqnrSpread(math.inf, math.inf)
     assert result.relative == 0 and result.slope == 1 and result.max_ulp == 0
     y = x.float()
     y[7, 3] = 0
@@ -208,17 +208,17 @@ def test_what_saturates_is_counted_before_the_clamp_and_has_no_ulp() -> None:
     assert result.saturation_percent == 100 and result.max_ulp == 0
     assert result.utilisation == pytest.approx(1e4 / 448) and result.slope == pytest.approx(448 / 1e4)
     largest = torch.tensor([448.0, -448.0])
-    assert tensor_error(largest, largest, E4M3).saturated == 0
+    assert tensor_error(largest, largest, E4M3).saturated_count == 0
 
 
 def test_numbers_that_are_none_are_counted_apart() -> None:
     x = torch.tensor([1.0, math.nan, math.inf, -math.inf, 2.0, 1e6, -3.0])
     y = torch.tensor([1.0, math.nan, 448.0, -math.inf, 2.5, math.inf, math.nan])
     result = tensor_error(x, y, FP16)
-    assert (result.count, result.nonzero, result.lost) == (7, 4, 2)
+    assert (result.count, result.nonzero_count, result.lost_count) == (7, 4, 2)
     assert result.not_finite_percent == pytest.approx(200 / 7)
-    assert (result.signal, result.noise, result.cross, result.output) == (5.0, 0.25, 6.0, 7.25)
-    assert result.amax == 1e6 and result.saturated == 1 and result.vanished == 0
+    assert (result.signal, result.noise, result.cross_sum, result.output) == (5.0, 0.25, 6.0, 7.25)
+    assert result.amax == 1e6 and result.saturated_count == 1 and result.vanished_count == 0
 
 
 def test_a_factor_of_nothing_leaves_nothing() -> None:
@@ -226,7 +226,7 @@ def test_a_factor_of_nothing_leaves_nothing() -> None:
     x = torch.ones(1, 48)
     y = torch.cat([torch.zeros(16), torch.full((16,), math.nan), torch.ones(16)]).unsqueeze(0)
     result = tensor_error(x, y, E2M1, Factors(torch.tensor([[0.0, math.nan, 0.5]]), 1, 16))
-    assert (result.vanished, result.lost, result.saturated, result.subnormal) == (16, 16, 0, 0)
+    assert (result.vanished_count, result.lost_count, result.saturated_count, result.subnormal_count) == (16, 16, 0, 0)
     assert result.max_ulp == 0 and result.utilisation == pytest.approx(2 / 6)
 
 

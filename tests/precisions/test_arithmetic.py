@@ -108,7 +108,7 @@ def test_only_fp32_casts_nothing() -> None:
 
 # Formats and scalings of inputs, weights and gradients; a single one applies to all three.
 Treated = tuple[Format, Scaling | None]
-CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
+CASTS_OPTION: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
     "tf32": (TF32, None),
     "fp8": ((E4M3, TENSOR), (E4M3, TENSOR), (E5M2, TENSOR)),
     "fp8-unit": ((E4M3, None), (E4M3, None), (E5M2, None)),
@@ -131,10 +131,10 @@ CASTS: dict[str, Treated | tuple[Treated, Treated, Treated]] = {
 }
 
 
-@for_each("mode", CASTS)
+@for_each("mode", CASTS_OPTION)
 def test_each_role_is_rounded_with_its_own_format_and_scaling(mode: str) -> None:
     source, arithmetic = gaussian(130, 200) * torch.logspace(-3, 3, 130)[:, None], on_cpu(mode)
-    given = CASTS[mode]
+    given = CASTS_OPTION[mode]
     by_role = (given, given, given) if len(given) == 2 else given
     for role, (fmt, scaling) in zip(Role, by_role, strict=True):
         assert torch.equal(arithmetic.cast(source, role).data, values(source, fmt, scaling))

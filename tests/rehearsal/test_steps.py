@@ -41,7 +41,7 @@ AXES: dict[str, dict[str, tuple[str, ...]]] = {
     "early_exit": {"tokens": ("256",), "width": ("256",), "hidden": ("512",), "exits": ("held",)},
     "gemm": {
         "shape": ("1x8192x8192", "16384x2048x4096", "1000"),
-        "product": tuple(sizes.PRODUCTS),
+        "product": tuple(sizes.OPERAND_ROLES),
         "layout": ("contiguous", "strided/transposed"),
     },
     "learning": {},
@@ -133,7 +133,7 @@ def expected(case: Case, gpu: str) -> Counter[tuple[str, str, str]]:
     # Convolutions as matrices with rotated operands; blocks of both, and the layers between.
     layers["vision"] = {"resnet": 4, "vit": 4, "two-input": 9}.get(str(params.get("model")), 0)
     layers["diffusion"] = 4 * int(params.get("steps", 0))
-    for product, roles in sizes.PRODUCTS.items():
+    for product, roles in sizes.OPERAND_ROLES.items():
         forward = case.workload in (*SERVED, "diffusion", "early_exit") or params.get("pass") == "decode"
         if forward and product != "forward":
             continue

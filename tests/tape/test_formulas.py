@@ -72,9 +72,12 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     ),
     "fp8bench::rotated_and_looked_at": (
         lambda: torch.ops.fp8bench.rotated_and_looked_at(
-            drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(shape) for shape in ((M, 32), M, M)), False
+            drawn(M, 32),
+            torch.eye(rotations.RUN_LENGTH).double(),
+            *(torch.empty(shape) for shape in ((M, 32), M, M)),
+            False,
         ),
-        loops(M, 32, rotations.SIZE), "fp64",
+        loops(M, 32, rotations.RUN_LENGTH), "fp64",
     ),
 }  # fmt: skip
 
@@ -196,7 +199,7 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
         (aten.native_layer_norm.default, {}, ShareKind.ELEMENTWISE),
         (aten.bernoulli_.float, {}, ShareKind.ELEMENTWISE),
         (aten._foreach_addcdiv_.ScalarList, {}, ShareKind.ELEMENTWISE),
-        (aten._foreach_addcdiv_.ScalarList, {"optimizing": True}, ShareKind.OPTIMIZER),
+        (aten._foreach_addcdiv_.ScalarList, {"is_optimizing": True}, ShareKind.OPTIMIZER),
         (aten._fused_adamw_.default, {}, ShareKind.OPTIMIZER),
         (aten.add_.Tensor, {"node": "torch::autograd::AccumulateGrad"}, ShareKind.ACCUMULATE),
         (aten.amax.default, {"phase": Phase.CAST}, ShareKind.CAST),

@@ -183,8 +183,8 @@ def test_kinds_of_a_whole_step() -> None:
         one = torch.optim.SGD([parameter], 0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())  # type: ignore[misc]
     calls = watched(lambda: model(x).sum().backward(), model)
-    assert sum(call.location.optimizing for call in calls) >= 6 and all(
-        call.backward for call in calls if call.location.optimizing
+    assert sum(call.location.is_optimizing for call in calls) >= 6 and all(
+        call.backward for call in calls if call.location.is_optimizing
     )
 
 

@@ -149,7 +149,7 @@ def test_it_keeps_what_the_step_was_given_and_gives_memory_back() -> None:
     replay.restore()
     assert replay.calls[0].args[0].tolist() == [0.0] * 3
     replay = recorded(chained)  # as in the step, memory is freed after its last use
-    assert [len(call.frees) for call in replay.calls] == [0, 1, 2] and replay.registers == 3
+    assert [len(call.freed_registers) for call in replay.calls] == [0, 1, 2] and replay.register_count == 3
 
 
 def test_it_has_the_operators_of_its_phase_alone() -> None:
@@ -262,7 +262,7 @@ phases = Markers(lambda name: ReportingMarker(name, stack, lambda told: None))
 with (mode := recording.Recording("gemm", stack, 1 << 30, check=False)):
     grads = torch.autograd.grad(Product.apply(x), x, ones)
 replay = mode.replay()
-registers = [None] * replay.registers
+registers = [None] * replay.register_count
 print(elsewhere, [call.execute(registers).wrapped.tolist()[0] for call in replay.calls])
 phases = (tape := OperatorTape()).phases
 with tape:

@@ -82,7 +82,7 @@ def test_tf32_is_nothing_to_keep(name: str, why: str) -> None:
 def test_two_states_of_one_seed_are_alike(name: str, changes: dict[str, Scalar]) -> None:
     one, other, different = (workloads.get(name).prepare(small(name, "bf16", seed, **changes)) for seed in (3, 3, 4))
     assert one.inputs[0].dtype == torch.bfloat16
-    for mine, others in zip(one.leaves(), other.leaves(), strict=True):
+    for mine, others in zip(one.list_leaf_tensors(), other.list_leaf_tensors(), strict=True):
         assert torch.equal(mine, others) and mine.data_ptr() != others.data_ptr()
     (output, gradients) = one.outcome()
     (others_output, others_gradients) = other.outcome()

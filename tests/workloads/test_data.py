@@ -13,7 +13,7 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
 from fp8bench.model import Level, Scalar
-from fp8bench.nn.batches import DecodedRecords, Indices, draw_text_records
+from fp8bench.nn.batches import DecodedRecords, IndexArray, draw_text_records
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -58,7 +58,7 @@ def test_a_transfer_gathers_nothing_in_its_steps(
     gathered = []
     gather = DecodedRecords.read_batch
 
-    def watched(self: DecodedRecords, indices: Indices) -> torch.Tensor:
+    def watched(self: DecodedRecords, indices: IndexArray) -> torch.Tensor:
         gathered.append(len(indices))
         return gather(self, indices)
 

@@ -179,7 +179,7 @@ def test_training_goes_down_the_loss_of_plain_functions(denoiser: str) -> None:
     velocity = denoise(angles.cos() * image + angles.sin() * noise, times, conditions)
     loss = (velocity - (angles.cos() * noise - angles.sin() * image)).square().sum() / 2
     _, gradients = state.outcome()
-    assert joint_relative_frobenius(gradients, torch.autograd.grad(loss, state.leaves())) < 1e-9
+    assert joint_relative_frobenius(gradients, torch.autograd.grad(loss, state.list_leaf_tensors())) < 1e-9
 
 
 @pytest.mark.slow
@@ -256,7 +256,13 @@ def test_times_and_angles_go_from_noise_to_image() -> None:
     assert [SamplerPlan(4, "none", 0, 0).time(step) for step in range(5)] == [999, 749, 499, 249, -1]
     assert len({SamplerPlan(250, "none", 0, 0).time(step) for step in range(251)}) == 251
     assert compute_noise_angle(-1) == 0 and 0 < compute_noise_angle(0) < compute_noise_angle(999) < math.pi / 2
-    assert [SamplerPlan(5, "none", 1, 2).is_high(step) for step in range(5)] == [True, False, False, True, True]
+    assert [SamplerPlan(5, "none", 1, 2).runs_in_high_precision(step) for step in range(5)] == [
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
             row = row + functional.gelu(inside @ up.double().t(), approximate="tanh") @ down.double().t()
             found = functional.rms_norm(row, row.shape) @ state.layer.head.double().t()
             last = number == len(weights) - 1
-            if last or found.softmax(-1).max() >= state.layer.exits.thresholds[number]:
+            if last or found.softmax(-1).max() >= state.layer.exit_rule.confidence_thresholds[number]:
                 break
         logits.append(found)
         taken.append(number + 1)
@@ -145,8 +145,8 @@ def test_rows_that_are_equally_sure_are_a_sentence() -> None:
 
 def test_all_rows_may_be_gone_ahead_of_the_last_block() -> None:
     state = EarlyExits().prepare(setup_for(exits="own"))
-    state.layer.exits = state.layer.exits._replace(thresholds=(0.0,) * 3)
+    state.layer.exit_rule = state.layer.exit_rule._replace(confidence_thresholds=(0.0,) * 3)
     assert set(state.layer.count_blocks(*state.inputs).tolist()) == {1}
-    state.layer.exits = state.layer.exits._replace(thresholds=(math.inf,) * 3)
+    state.layer.exit_rule = state.layer.exit_rule._replace(confidence_thresholds=(math.inf,) * 3)
     assert set(state.layer.count_blocks(*state.inputs).tolist()) == {4}
     state.step(SilentPhases())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import Level, Request, Scalar
-from fp8bench.nn.sizes import MODELS, PRODUCTS, parse_model_products
+from fp8bench.nn.sizes import MODELS, OPERAND_ROLES, parse_model_products
 from fp8bench.numerics import products
 from fp8bench.numerics.distributions import apply_layout
 from fp8bench.plan.make import make_plan
@@ -93,9 +93,9 @@ def test_a_sweep_varies_one_side_at_a_time() -> None:
     cases = swept("sweep:k", "32x64x16", 4, product="forward", operands="ready")
     assert [(one["m"], one["n"], one["k"]) for one in cases] == [(32, 64, 16), (32, 64, 64)]
     every = swept("sweep")
-    assert len(every) == 3 * 6 * len(PRODUCTS) * 2
+    assert len(every) == 3 * 6 * len(OPERAND_ROLES) * 2
     assert {(one["product"], one["operands"]) for one in every} == {
-        (product, operands) for product in PRODUCTS for operands in ("cast", "ready")
+        (product, operands) for product in OPERAND_ROLES for operands in ("cast", "ready")
     }
 
 
@@ -113,7 +113,7 @@ def test_a_model_is_three_products_a_layer(model: str) -> None:
     assert len(cases) == 3 * len(MODELS[model])
     for layer, (outputs, inputs) in MODELS[model].items():
         own = [case for case in cases if case["layer"] == f"{model}/{layer}"]
-        assert [case["product"] for case in own] == list(PRODUCTS)
+        assert [case["product"] for case in own] == list(OPERAND_ROLES)
         assert {(case["m"], case["n"], case["k"]) for case in own} == {
             (100, outputs, inputs),
             (100, inputs, outputs),
@@ -172,7 +172,7 @@ def test_operands_are_cast_in_every_step_or_once_before_it() -> None:
     assert phases(Gemm(), setup_for("fp32")) == ["gemm"]
 
 
-@for_each("product", PRODUCTS)
+@for_each("product", OPERAND_ROLES)
 def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
     """Operands that a layer transposes are transposed here too, because recipes treat them differently."""
     setup = setup_for("fp8", product=product)
@@ -187,7 +187,7 @@ def test_each_product_casts_its_operands_by_their_roles(product: str) -> None:
         setattr(setup.arithmetic, how, watch)
     Gemm().step(Gemm().prepare(setup), SilentPhases())
     turned = {"input-gradient": (Role.WEIGHT,), "weight-gradient": (Role.GRADIENT, Role.INPUT)}.get(product, ())
-    assert seen == [("cast_transpose" if role in turned else "cast", role) for role in PRODUCTS[product]]
+    assert seen == [("cast_transpose" if role in turned else "cast", role) for role in OPERAND_ROLES[product]]
 
 
 @for_each(("precision", "low", "high"), [("fp32", 0, 1e-6), ("bf16", 1e-3, 1e-2), ("fp8", 1e-2, 0.1)])

@@ -44,7 +44,11 @@ def test_a_unit_scaled_block_is_the_plain_one(gated: str) -> None:
     setups = (replace(setup_for(mode, gated=gated), arithmetic=exact, high=exact) for mode in ("fp8", "fp8-unit"))
     plain, unit = map(Mlp().prepare, setups)
     assert isinstance(plain.layer, FeedForward) and isinstance(unit.layer, FeedForward)
-    assert plain.layer.unit is None and unit.layer.unit is not None and unit.layer.up.factor == pytest.approx(4)
+    assert (
+        plain.layer.unit_scaling is None
+        and unit.layer.unit_scaling is not None
+        and unit.layer.up.weight_factor == pytest.approx(4)
+    )
     (wanted, gradients) = plain.outcome()
     (found, others) = unit.outcome()
     assert len(gradients) == 3 and found.dtype == torch.float64

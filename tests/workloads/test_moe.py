@@ -59,7 +59,7 @@ def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
 def agree(state: Exercise, load: str) -> bool:
     output, gradients = state.outcome()
     wanted = by_loops(state, load)
-    others = torch.autograd.grad(wanted, state.leaves(), state.output_gradient, allow_unused=True)
+    others = torch.autograd.grad(wanted, state.list_leaf_tensors(), state.output_gradient, allow_unused=True)
     pairs = [
         (output, wanted),
         *((a, torch.zeros_like(a) if b is None else b) for a, b in zip(gradients, others, strict=True)),

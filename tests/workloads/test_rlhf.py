@@ -26,7 +26,7 @@ TINY = GPTConfig(256, 64, 2, 4, 4, 128, batch=2, sequence=16)
 @pytest.fixture(autouse=True)
 def _sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", TINY)
-    monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=2))
+    monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, is_llama_like=True, key_heads=2))
     monkeypatch.setitem(SIZES, "tiny-tied", replace(TINY, tied=True))
 
 
@@ -53,7 +53,7 @@ def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
     alone = Transformer().prepare(setup_for(corpus))
     four = four_of(setup_for(corpus, models="rlhf", frozen="fp32"))
     begun = [one.detach().clone() for one in four.critic.parameters]
-    kept = four.frozen["reference"].embedding.clone()
+    kept = four.frozen_models["reference"].embedding.clone()
     assert torch.equal(kept, four.actor.parameters[0])
     for _ in range(2):
         alone.step(SilentPhases())
@@ -61,7 +61,9 @@ def test_the_actor_trains_as_it_does_alone(corpus: Corpus) -> None:
     pairs = zip(alone.parameters, four.actor.parameters, strict=True)  # type: ignore[union-attr]
     assert all(torch.equal(one, other) for one, other in pairs)
     assert not any(torch.equal(one, other) for one, other in zip(begun, four.critic.parameters, strict=True))
-    assert torch.equal(four.frozen["reference"].embedding, kept) and not torch.equal(four.actor.parameters[0], kept)
+    assert torch.equal(four.frozen_models["reference"].embedding, kept) and not torch.equal(
+        four.actor.parameters[0], kept
+    )
 
 
 def test_the_reference_scores_tokens_as_the_actor_began(corpus: Corpus) -> None:
@@ -90,7 +92,7 @@ def test_all_four_lie_in_measured_memory(corpus: Corpus) -> None:
     state = four_of(four)
     state.step(SilentPhases())
     beside = sum(size for name, size in state.figures().items() if name != "actor_bytes")
-    beside += sum(model.cache_bytes(TINY.sequence) for model in state.frozen.values())
+    beside += sum(model.cache_bytes(TINY.sequence) for model in state.frozen_models.values())
     assert beside <= peaks[1] - peaks[0] < beside + 0.25 * peaks[0]
 
 

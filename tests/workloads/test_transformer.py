@@ -39,7 +39,7 @@ TINY = GPTConfig(256, 32, 2, 2, 2, 64, batch=2, sequence=16)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(SIZES, "tiny", TINY)
     monkeypatch.setitem(SIZES, "tiny-flat", replace(TINY, layers=1))
-    monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, modern=True, key_heads=1))
+    monkeypatch.setitem(SIZES, "tiny-modern", replace(TINY, is_llama_like=True, key_heads=1))
     before = torch.get_rng_state()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a worker; with tensors this small more threads only wait
@@ -82,7 +82,7 @@ def test_the_buffers_hold_the_mean_gradient(corpus: Corpus, precision: str) -> N
         losses = [model(*loader.next(), SilentPhases()) for _ in range(2)]
         gradients = torch.autograd.grad(torch.stack(losses).mean() * setup.loss_scale, list(model.parameters()))
         workload.step(state, SilentPhases())
-        for buffer, gradient in zip(state.buffers, gradients, strict=True):
+        for buffer, gradient in zip(state.gradient_buffers, gradients, strict=True):
             assert buffer.dtype == torch.float32
             torch.testing.assert_close(buffer, gradient / setup.loss_scale, rtol=2e-2, atol=1e-6)
 
@@ -191,7 +191,9 @@ def test_cached_weights_train_as_those_that_are_cast_again(
 ) -> None:
     setups = both_ways(corpus, mode, facts, checkpointing=checkpointing)
     cached, recast = (stepped(one, 3) for one in setups)
-    for one, other in zip([*cached.buffers, *cached.parameters], [*recast.buffers, *recast.parameters], strict=True):
+    for one, other in zip(
+        [*cached.gradient_buffers, *cached.parameters], [*recast.gradient_buffers, *recast.parameters], strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -205,10 +207,10 @@ def test_a_unit_scaled_step_is_the_plain_one(corpus: Corpus, size: str, weights:
         setup = replace(setup_for(corpus, mode, size=size, weights=weights), arithmetic=exact, high=exact)
         state = Transformer().prepare(setup)
         assert isinstance(state, TrainingState) and isinstance(state.model, GPT)
-        assert (state.model.unit is not None) == (mode == "fp8-unit")
+        assert (state.model.unit_scaling is not None) == (mode == "fp8-unit")
         state.model.double()
-        state.buffers = [one.double() for one in state.buffers]
-        found.append((torch.tensor(state.losses(3), dtype=torch.float64), *state.buffers, *state.parameters))
+        state.gradient_buffers = [one.double() for one in state.gradient_buffers]
+        found.append((torch.tensor(state.losses(3), dtype=torch.float64), *state.gradient_buffers, *state.parameters))
     for one, other in zip(*found, strict=True):
         assert one.dtype == torch.float64 and one.norm() > 0
         assert (other - one).norm() < 1e-10 * one.norm()
@@ -278,7 +280,7 @@ def test_what_compiled_blocks_of_128_do_not_fit_is_refused(mode: str, more: dict
 def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
     setup = replace(setup_for(corpus, "fp8"), layers={"mlp": precisions.get("fp32").arithmetic(CPU)})
     state = Transformer().prepare(setup)
-    with state.weights(SilentPhases()):
+    with state.hold_cast_weights(SilentPhases()):
         kept = {name: one.operands for name, one in state.model.named_modules() if isinstance(one, Linear)}
     assert {name.split(".")[-2] for name, operands in kept.items() if operands is None} == {"mlp"}
     head = kept["head"]
@@ -288,17 +290,17 @@ def test_a_mapped_layer_is_cached_in_its_own_precision(corpus: Corpus) -> None:
 
 @for_each("checkpointing", ["no", "blocks"])
 def test_attention_takes_the_kernel_that_was_asked_for(corpus: Corpus, checkpointing: str) -> None:
-    buffers = {}
+    gradient_buffers = {}
     kernels = {}
     for attention in ("auto", "flash", "math"):
         setup = setup_for(corpus, attention=attention, checkpointing=checkpointing)
         state = Transformer().prepare(setup)
         with Operations() as ran:
             Transformer().step(state, SilentPhases())
-        buffers[attention] = state.buffers
+        gradient_buffers[attention] = state.gradient_buffers
         kernels[attention] = {name for name in ran.names if "flash_attention" in name}
     assert kernels["auto"] == kernels["flash"] != set() and not kernels["math"]
-    for one, other in zip(buffers["flash"], buffers["math"], strict=True):
+    for one, other in zip(gradient_buffers["flash"], gradient_buffers["math"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
 
 
@@ -362,7 +364,7 @@ def test_compiled_steps_train_as_eager_ones(corpus: Corpus, compiled: str) -> No
     for number in range(2):
         Transformer().step(state, SilentPhases())
         assert graphs() == before > 0, f"step {number} compiled something"
-    for one, other in zip(stepped(eager, 2).buffers, state.buffers, strict=True):
+    for one, other in zip(stepped(eager, 2).gradient_buffers, state.gradient_buffers, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
     assert set(marks(Transformer(), state)) == {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
 
@@ -404,7 +406,7 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
     assert set(marks(Transformer(), state)) == cast | {"data_load", "accumulate", "optimizer_step", UNATTRIBUTED}
     assert graphs() == before
     if weights == "cached":
-        with state.weights(SilentPhases()), torch.no_grad():
+        with state.hold_cast_weights(SilentPhases()), torch.no_grad():
             for layer in (one for one in state.model.modules() if isinstance(one, Linear)):
                 assert layer.operands is not None
                 layer.operands[0].data.zero_()

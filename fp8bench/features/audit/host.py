@@ -22,7 +22,7 @@ from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, ma
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
 from fp8bench.tape.formulas import PRODUCT_SHAPES
-from fp8bench.tape.recorder import OperatorTape, called_operator, tensors_in
+from fp8bench.tape.recorder import OperatorTape, called_operator, iterate_tensors
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import find_declared_signature, named
 from fp8bench.worker.bench import Bench
@@ -161,8 +161,8 @@ def count_operators(call: Callable[[], object]) -> dict[str, int]:
         call()
     counts = dict.fromkeys(_COUNTED_WORK, 0)
     for recorded_call in tape.calls:
-        inputs = list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values()))))
-        outputs = list(tensors_in(recorded_call.result))
+        inputs = list(iterate_tensors((recorded_call.positional, tuple(recorded_call.named.values()))))
+        outputs = list(iterate_tensors(recorded_call.result))
         storages = {operand.storage for operand in inputs}
         for tensor in outputs:
             if math.prod(tensor.shape) and tensor.storage not in storages:

@@ -28,7 +28,7 @@ from fp8bench.features.audit.layer_products import (
     measure_differences,
 )
 from fp8bench.features.audit.operands import PromisedCasts, expand_scales
-from fp8bench.nn.holders import CONV1D, CONV2D, classify_module
+from fp8bench.nn.holders import CONV1D_KIND, CONV2D_KIND, classify_module
 from fp8bench.user_code import own_words
 
 UNCAST, UNKNOWN_PRECISION, WEIGHTS_ONLY = "not cast", "not known", "weights alone"
@@ -116,7 +116,9 @@ class LayerNumbers:
     def _make_product(self, x: Tensor) -> LayerProduct:
         float_input = x.detach().cpu().float()
         images = float_input.reshape(-1, *float_input.shape[-3:]) if float_input.dim() > 2 else float_input
-        matrix = images if classify_module(self.module)[0] == CONV2D else float_input.reshape(-1, float_input.shape[-1])
+        matrix = (
+            images if classify_module(self.module)[0] == CONV2D_KIND else float_input.reshape(-1, float_input.shape[-1])
+        )
         return LayerProduct(self.module, matrix, self._decode_weight(), not self._has_coded_weight)
 
     def _decode_weight(self) -> Tensor:
@@ -133,7 +135,7 @@ class LayerNumbers:
         """Returns the precision in which the layer computed an output, or what is wrong with that output."""
         # 1. Reject outputs with a wrong shape or with NaN or infinity.
         output_columns = product.exact_result.shape[-1]
-        if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != output_columns):
+        if not isinstance(output, Tensor) or (product.kind != CONV2D_KIND and output.shape[-1] != output_columns):
             return LayerVerdict(
                 "", "unchecked", "its output does not have the shape of a product of its input and weight"
             )
@@ -197,12 +199,12 @@ class LayerNumbers:
         sides = self.weight.shape
         if x is None:
             dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
-            shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D else 1])
-            if kind == CONV2D:
+            shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D_KIND else 1])
+            if kind == CONV2D_KIND:
                 channel_count = sides[1] * int(getattr(self.module, "groups", 1))
                 shape = (2, channel_count, *(4 * side + 8 for side in sides[2:]))
             return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
-        if kind == CONV2D:
+        if kind == CONV2D_KIND:
             return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
         *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
         batch_sides = [max(1, min(side, ROWS // rows)) for side in outer]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.audit.operands import PromisedCasts, round_operand
 from fp8bench.formats.recipes import Treatment
-from fp8bench.nn.holders import CONV1D, CONV2D, classify_module
+from fp8bench.nn.holders import CONV1D_KIND, CONV2D_KIND, classify_module
 
 # The relative difference that counts as equal to an emulated cast: overall, and in one row or column.
 _NEGLIGIBLE, _NEGLIGIBLE_IN_LINE = 2.0**-7, 0.2
@@ -72,25 +72,25 @@ class LayerProduct:
         return classify_module(self.module)[0]
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.kind == CONV2D:
+        if self.kind == CONV2D_KIND:
             result: Tensor = nn.Conv2d._conv_forward(self.module, x, weight, None)  # type: ignore[arg-type]
             return result
-        return x @ weight if self.kind == CONV1D else F.linear(x, weight)
+        return x @ weight if self.kind == CONV1D_KIND else F.linear(x, weight)
 
     def flatten_rows(self, output: Tensor) -> Tensor:
-        channel_dimension = 1 if self.kind == CONV2D else -1
+        channel_dimension = 1 if self.kind == CONV2D_KIND else -1
         return output.movedim(channel_dimension, -1).reshape(-1, output.shape[channel_dimension])
 
     @cached_property
     def sampled_rows(self) -> Tensor:
         count = len(self.x)
-        most = IMAGES if self.kind == CONV2D else ROWS
+        most = IMAGES if self.kind == CONV2D_KIND else ROWS
         return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
 
     def sample_output(self, output: Tensor) -> Tensor:
         float_output = output.detach().cpu().float()
         return self.flatten_rows(
-            float_output.reshape(len(self.x), *float_output.shape[-3 if self.kind == CONV2D else -1 :])[
+            float_output.reshape(len(self.x), *float_output.shape[-3 if self.kind == CONV2D_KIND else -1 :])[
                 self.sampled_rows
             ]
         )
@@ -117,7 +117,7 @@ class LayerProduct:
         first, second, _ = promised_casts.treatments
         for carriers in self._carrier_pairs:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
-            if self.casts_weight and self.kind == CONV1D:
+            if self.casts_weight and self.kind == CONV1D_KIND:
                 weight = round_operand(weight.t().contiguous(), second).values.t()
             elif self.casts_weight:
                 weight = round_operand(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
@@ -131,7 +131,7 @@ class LayerProduct:
         return ((fp32, fp32),) if is_exact_in_bf16 else ((fp32, fp32), (bf16, bf16), (bf16, fp32), (fp32, bf16))
 
     def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
-        if self.kind != CONV2D:
+        if self.kind != CONV2D_KIND:
             return round_operand(x, treatment).values
         pixels = x.movedim(1, -1)
         return (
@@ -153,7 +153,7 @@ class LayerProduct:
         """Returns the gradients of the input and weight of a linear layer, computed with all operands cast. Returns
         {} for convolutions and for transformers' Conv1D, which is a linear layer too.
         """
-        if self.kind in (CONV1D, CONV2D):
+        if self.kind in (CONV1D_KIND, CONV2D_KIND):
             return {}
         first, second, third = promised_casts.treatments
         rows = gradient.reshape(-1, len(self.weight))

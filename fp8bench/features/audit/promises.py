@@ -119,7 +119,7 @@ class ExpectedProduct:
             result = result[sample.rows][:, sample.columns]
         result = result.float() if result.dtype is torch.float64 else result
         sums = self._make_sums(result.dtype)
-        likely_result = sums.exact.to(result.dtype) if self.emulated_result is None else self.emulated_result
+        likely_result = sums.product.to(result.dtype) if self.emulated_result is None else self.emulated_result
         if not (likely_result.double().abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all():
             return self._judge_overflow(result, sums, likely_result)
         if failure := _find_nonfinite_result(result):
@@ -147,7 +147,7 @@ class ExpectedProduct:
 
         def has_unreachable(mark_unreachable: Callable[[Tensor, ConformitySums], Tensor]) -> bool:
             is_unreachable = mark_unreachable(float64_result, sums) & mark_unreachable(result_with_infinities, sums)
-            return bool((is_unreachable & ~sums.exact.isnan()).any())
+            return bool((is_unreachable & ~sums.product.isnan()).any())
 
         if not has_unreachable(self._mark_wrong_beyond_ties):
             return AuditFinding()
@@ -188,7 +188,7 @@ class ExpectedProduct:
         if not self._is_lossless:
             if not is_near:
                 places = [self.sample.rows, self.sample.columns] if self.sample else map(torch.arange, result.shape)
-                return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.exact, *places))
+                return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.product, *places))
             if gain:
                 return make_failure("gain", gain)
         # 6. Otherwise judge the error, and report in how many bits sums seem to be kept.
@@ -208,7 +208,7 @@ class ExpectedProduct:
         operands = (self.a, self.b)
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in operands):
             return False
-        if not sums.is_near(result.double(), sums.exact, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude):
+        if not sums.is_near(result.double(), sums.product, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude):
             return False
         codes, codes_of_b = (side.elements for side in operands)
         scales, scales_of_b = (side.element_scales.expand_as(side.elements) for side in operands)
@@ -244,19 +244,19 @@ class ExpectedProduct:
         if at_random:
             random_slack = _STANDARD_ERRORS * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt()
             operand_slack = torch.minimum(operand_slack, random_slack)
-        low, high = ((sums.exact + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
+        low, high = ((sums.product + side * (sums.bound + operand_slack)).to(sums.dtype).double() for side in (-1, 1))
         return ~((float64_result >= low) & (float64_result <= high))
 
     def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
         """Estimates the bits of the kernel's accumulator; 0 if a short accumulator does not explain the result."""
-        if (float64_result[sums.exact == 0] != 0).any():
+        if (float64_result[sums.product == 0] != 0).any():
             return 0
         bits = estimate_sum_bits(float64_result, sums)
-        differences = float64_result - sums.exact
+        differences = float64_result - sums.product
         if bits >= FLOAT32_BITS and self._is_lossless:
-            relative_square = float(differences.square().mean() / sums.exact.square().mean().clamp(min=1e-300))
+            relative_square = float(differences.square().mean() / sums.product.square().mean().clamp(min=1e-300))
             bits = round(-math.log2(12 * relative_square) / 2) if relative_square else FLOAT32_BITS
-        limit = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.exact)
+        limit = 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.product)
         explains_all = (differences.abs() <= limit).all()
         return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
@@ -268,7 +268,7 @@ class ExpectedProduct:
         effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
         if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
-        explanations = [sums.exact]
+        explanations = [sums.product]
         operand_values = (self.a.values, self.b.values)
         for place, ((low, high), values) in enumerate(zip(self._value_ranges, operand_values, strict=True)):
             is_ambiguous = (high - low) > _LAST_BITS * values.abs()
@@ -279,7 +279,7 @@ class ExpectedProduct:
                 value_changes = (torch.where(is_ambiguous, end - values, 0.0).double() for end in range_ends)
                 explanations += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
         regressors = torch.stack([(column / sums.magnitude).flatten() for column in explanations], 1)
-        differences = ((float64_result - sums.exact.to(sums.dtype).double()) / sums.magnitude).flatten()
+        differences = ((float64_result - sums.product.to(sums.dtype).double()) / sums.magnitude).flatten()
         gram_matrix = regressors.t() @ regressors
         inverse = torch.linalg.pinv(gram_matrix, hermitian=True, rtol=1e-10)
         coefficients = inverse @ (regressors.t() @ differences)
@@ -314,7 +314,7 @@ class ExpectedProduct:
             guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
             if guessed_sums.is_within_bound(float64_result):
                 return mistake_code, description
-            square_distance = _mean_square_distance(float64_result, guessed_sums.exact)
+            square_distance = _mean_square_distance(float64_result, guessed_sums.product)
             if square_distance < nearest[0]:
                 nearest = (square_distance, mistake_code, description)
         difference, reason = explain_product(result, sums)
@@ -322,7 +322,7 @@ class ExpectedProduct:
             return _CODE_BY_DIFFERENCE[difference], reason
         # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
         square_distance, mistake_code, description = nearest
-        is_nearer = square_distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.exact)
+        is_nearer = square_distance * _NEARER_FACTOR < _mean_square_distance(float64_result, sums.product)
         if is_nearer and float64_result.any():
             return mistake_code, f"the nearest mistake is: {description}"
         return "", reason

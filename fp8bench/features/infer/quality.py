@@ -180,7 +180,9 @@ def _serve_configured_model(task: QualityTask) -> tuple[MakeArmModel, Tensor, st
     model, device = task.model, task.facts.key
     assert model.config is not None
     text = torch.tensor(model.text, device=device)
-    config = replace(model.config, sequence=max(text.shape[1] - 1, 1 if model.config.modern else model.config.sequence))
+    config = replace(
+        model.config, sequence=max(text.shape[1] - 1, 1 if model.config.is_llama_like else model.config.sequence)
+    )
     if model.arm:
         weight = _checkpoint_weights(model, config, device)
     elif model.weights:

@@ -12,7 +12,7 @@ from fp8bench.model import DeviceFacts, Interval, Record
 from fp8bench.nn.served import (
     CARRIERS,
     OWN,
-    SERVED,
+    SERVED_PRECISION,
     ServedArm,
     StepBytes,
     choose_arm,
@@ -37,7 +37,7 @@ def parse_arm(text: str) -> ServedArm:
     try:
         if any(not part.partition("=")[2] for part in text.split("+")):
             raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
-        return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{text.replace('+', ':')}"))
+        return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED_PRECISION}:{text.replace('+', ':')}"))
     except UsageError as error:
         raise UsageError(f"--arms {text!r} is not an arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
@@ -53,7 +53,7 @@ def format_arm(arm: ServedArm) -> str:
 
 
 def arm_precision(arm: ServedArm) -> str:
-    return f"{SERVED}:{format_arm(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
+    return f"{SERVED_PRECISION}:{format_arm(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
 
 
 def is_of_arm(record: Record, arm: ServedArm) -> bool:

@@ -22,7 +22,7 @@ from fp8bench.formats.recipe_support import use_device_formats
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import PRODUCTS, default_tokens, get_product_sides, list_model_features, models
+from fp8bench.nn.sizes import OPERAND_ROLES, default_tokens, get_product_sides, list_model_features, models
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
@@ -139,7 +139,7 @@ def judge_all(
 ) -> list[ShapeFinding]:
     """Judges every product of every layer. Leaves out weight gradients that a recipe computes in bf16."""
     findings: list[ShapeFinding] = []
-    for shape, kind, mode in itertools.product(shapes, PRODUCTS, modes):
+    for shape, kind, mode in itertools.product(shapes, OPERAND_ROLES, modes):
         if kind != "weight-gradient" or not mode.recipe.high_weight_gradient:
             findings += [judge_product(shape, kind, mode, device) for device in devices]
     return findings
@@ -148,7 +148,7 @@ def judge_all(
 def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: DeviceClass) -> ShapeFinding:
     recipe = use_device_formats(device, mode.recipe)
     treatments = {Role.INPUT: recipe.input, Role.WEIGHT: recipe.weight, Role.GRADIENT: recipe.gradient}
-    first, second = PRODUCTS[kind]
+    first, second = OPERAND_ROLES[kind]
     sides = get_product_sides(kind, shape.tokens, shape.outputs, shape.inputs)
     product = Product(*sides, treatments[first], treatments[second])
     make_finding = partial(ShapeFinding, shape.name, kind, sides, mode.mode, device.name)

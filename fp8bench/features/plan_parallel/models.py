@@ -25,7 +25,9 @@ FP8_LM_MODELS = {
 
 def _make_decoder_model(name: str, size: GPTConfig) -> DecoderModel:
     heads = size.heads, size.key_heads
-    return DecoderModel(name, size.vocabulary, size.width, size.layers, *heads, size.hidden, size.modern, size.tied)
+    return DecoderModel(
+        name, size.vocabulary, size.width, size.layers, *heads, size.hidden, size.is_llama_like, size.tied
+    )
 
 
 _DEFAULT_SEQUENCES = {**dict.fromkeys(FP8_LM_MODELS, 2048), **{name: size.sequence for name, size in SIZES.items()}}

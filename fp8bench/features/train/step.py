@@ -91,7 +91,7 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
         weight_norms = norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
         # List what the step sent before the readings are made, because these also send values between ranks.
-        messages = () if wire is None else wire.list_sent(parallelism.rank)
+        messages = () if wire is None else wire.list_sent_bytes(parallelism.rank)
         if readings is not None:
             parallelism.load_weights(phase)
             names = trainer.parameters

@@ -60,7 +60,7 @@ class DDPModel(Division):
             return hook(bucket)
         gradients = bucket.buffer().clone()
         future = hook(bucket)
-        self._witness.compare_exchange(gradients, future.wait(), self._fp8.mean_of)
+        self._witness.compare_exchange(gradients, future.wait(), self._fp8.average_over_ranks)
         return future
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
@@ -88,7 +88,7 @@ class DDPModel(Division):
         codes.
         """
         gradients = bucket.buffer()
-        return _make_done_future(gradients.copy_(self._fp8.send(self._fp8.mean_of, gradients, self._phase)))
+        return _make_done_future(gradients.copy_(self._fp8.send(self._fp8.average_over_ranks, gradients, self._phase)))
 
 
 def _make_done_future(values: Tensor) -> Future[Tensor]:
@@ -125,16 +125,16 @@ class ZeroModel(Division):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         loss = super().loss(tokens, targets, phase)
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
-        mean_gradients = iter(self._owned.average(gradients, phase))
+        mean_gradients = iter(self._owned.average_gradients(gradients, phase))
         for parameter, owner in zip(self.parameters, self._owned.owners, strict=True):
             parameter.grad = next(mean_gradients) if owner == self.group.rank() else None
         return loss
 
     def send_updates(self, phase: Phases) -> None:
-        self._owned.distribute(self.weights, self._all_weights, phase)
+        self._owned.send_updated_tensors(self.weights, self._all_weights, phase)
 
     def gather_weights(self) -> dict[str, Tensor]:
-        newest_weights = [weight.clone() for weight in self._owned.list_newest(self.weights, self._all_weights)]
+        newest_weights = [weight.clone() for weight in self._owned.list_newest_tensors(self.weights, self._all_weights)]
         self._exchanges.broadcast_from_owners(newest_weights, self._owned.owners)
         return dict(zip(self._all_names, newest_weights, strict=True))
 
@@ -171,7 +171,7 @@ class FSDPModel(Division):
     def gather_weights(self) -> dict[str, Tensor]:
         group = RankGroup(self.group)
         named_shards = zip(self.names, self.weights, strict=True)
-        return {name: torch.cat(group.all_of(part.contiguous())) for name, part in named_shards}
+        return {name: torch.cat(group.gather_from_ranks(part.contiguous())) for name, part in named_shards}
 
     def _compute_scales(self) -> None:
         """Finds the largest magnitudes of all weights that are sent as codes, after an update. One exchange does it
@@ -200,9 +200,11 @@ def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
             float8_layer = Float8Linear.from_float(plain_layer, config)
             multiply = float8_layer.forward
             carrier = layer.arithmetic.carrier
-            float8_layer.forward = lambda x, phase, by=multiply, to=carrier: region(phase.gemm, by, x.to(to))
-            owner, _, name = path.rpartition(".")
-            setattr(model.blocks.get_submodule(owner), name, float8_layer)
+            float8_layer.forward = lambda x, phase, multiply=multiply, carrier=carrier: region(
+                phase.gemm, multiply, x.to(carrier)
+            )
+            parent_path, _, name = path.rpartition(".")
+            setattr(model.blocks.get_submodule(parent_path), name, float8_layer)
 
 
 def shard_model(model: GPT, mesh: DeviceMesh, wire: str) -> None:

@@ -23,20 +23,20 @@ Witness = ScaleWitness | WireWitness
 class Division:
     """One rank's part of a model, and how the rank trains it.
 
-    A step calls `loss` and `gradients`, updates `weights` in place, and then calls `send_updates` and
-    `drop_gradients`. `module` has the parameters, `weights` are their plain tensors, and `names` are their paths in
-    the whole model. The ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole
-    batch. `fp8_wire` is set if tensors are sent in FP8.
+    A step calls `loss` and `gradients`, updates `weights` in place, and then calls `send_updates` and `drop_gradients`.
+    `module` has the parameters, `weights` are their plain tensors, and `names` are their paths in the whole model. The
+    ranks of `batch_group` divide a batch among them. It is None if each rank reads the whole batch. `fp8_wire` is set
+    if tensors are sent in FP8.
 
-    The ranks of a `_shared` group exchange tensors inside the model. Each of them holds `common_parameters`, whose
-    gradients they sum.
+    The ranks of `_shared_group` exchange tensors inside the model. Each of them holds `common_parameters`,
+    whose gradients they sum.
     """
 
     group: ProcessGroup
     module: nn.Module
     batch_group: ProcessGroup | None = None
     fp8_wire: FP8Wire | None = None
-    _shared: RankGroup | None = None
+    _shared_group: RankGroup | None = None
     common_parameters: Sequence[nn.Parameter] = ()
 
     def __init__(self, named: Mapping[str, nn.Parameter], loss_scale: float) -> None:
@@ -47,18 +47,18 @@ class Division:
 
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         """Runs forward and backward for a batch. Returns the mean loss over this rank's share of the batch."""
-        shared = self._shared
-        if shared is not None:
-            shared.phase = phase
+        shared_group = self._shared_group
+        if shared_group is not None:
+            shared_group.phase = phase
         with phase.elementwise:
-            loss = self.forward(self.take_share(tokens), self.take_share(targets), phase)
-            ranks = shared.size if shared is not None and self.common_parameters else 1
+            loss = self.forward(self.take_batch_share(tokens), self.take_batch_share(targets), phase)
+            ranks = shared_group.size if shared_group is not None and self.common_parameters else 1
             (loss * (self.loss_scale / ranks)).backward()  # type: ignore[no-untyped-call]
-            if shared is not None and self.common_parameters:
-                shared.sum_gradients([part.grad for part in self.common_parameters if part.grad is not None])
+            if shared_group is not None and self.common_parameters:
+                shared_group.sum_gradients([part.grad for part in self.common_parameters if part.grad is not None])
         return loss.detach()
 
-    def take_share(self, batch: Tensor) -> Tensor:
+    def take_batch_share(self, batch: Tensor) -> Tensor:
         return batch if self.batch_group is None else batch.chunk(self.batch_group.size())[self.batch_group.rank()]
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
@@ -121,7 +121,7 @@ def make_silent_group() -> ProcessGroup:
     return dist.new_group(list(range(dist.get_world_size())), backend="fake")
 
 
-class Undivided(Division):
+class UndividedModel(Division):
     """One rank that trains the whole model alone. All parallel methods are compared with it."""
 
     def __init__(self, model: GPT, loss_scale: float) -> None:

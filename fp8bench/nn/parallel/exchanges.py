@@ -1,9 +1,9 @@
 """Exchanges between the ranks of a group inside a model, in forward and backward, in the phase communication. FP8
 exchanges send codes and sum them in float32.
 
-Each exchange has its reverse in backward. If forward copies a tensor to all ranks, backward sums their gradients. If
-forward sums tensors, each rank gets the whole gradient. To gather tokens and to scatter them are the reverse of each
-other.
+Backward runs the reverse of each exchange. If forward copies a tensor to all ranks, backward sums their gradients. If
+forward sums tensors, each rank gets the whole gradient in backward. If forward gathers tokens, backward scatters their
+gradients, and the other way round.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8bench.numerics.collectives import (
-    POST,
+    POST_SCALING,
     TWOSHOT,
     AutoScale,
-    Pieces,
+    RankTensors,
     average_tensors,
     compute_fp8_mean,
+    find_newest_function,
     gather_parts,
     gather_tensors,
-    newest_function,
 )
 from fp8bench.numerics.rank_programs import Program, run_on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
 
 _TOKEN_DIMENSION = 1
-Exchange = Callable[[Tensor], Tensor]
+ExchangeTensor = Callable[[Tensor], Tensor]
 
 
 def is_silent(group: dist.ProcessGroup) -> bool:
@@ -52,14 +52,14 @@ class RankGroup:
         self.rank, self.size = self.handle.rank(), self.handle.size()
 
     @property
-    def silent(self) -> bool:
+    def is_silent(self) -> bool:
         return is_silent(self.handle)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
-            total = x.clone(memory_format=torch.contiguous_format)
-            dist.all_reduce(total, group=self.handle)
-            return total
+            sum_over_ranks = x.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(sum_over_ranks, group=self.handle)
+            return sum_over_ranks
 
     def max_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
@@ -67,77 +67,83 @@ class RankGroup:
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.handle)
             return maximum
 
-    def all_of(self, x: Tensor) -> list[Tensor]:
-        if self.silent:
+    def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
+        if self.is_silent:
             return [x] * self.size
         with self.phase.communication:
             parts = [torch.empty_like(x) for _ in range(self.size)]
             dist.all_gather(parts, x, group=self.handle)
             return parts
 
-    def gather(self, x: Tensor) -> Tensor:
-        return self.all_parts(x).movedim(0, _TOKEN_DIMENSION).flatten(_TOKEN_DIMENSION, _TOKEN_DIMENSION + 1)
+    def gather_tokens(self, x: Tensor) -> Tensor:
+        return self.gather_stacked(x).movedim(0, _TOKEN_DIMENSION).flatten(_TOKEN_DIMENSION, _TOKEN_DIMENSION + 1)
 
-    def scatter(self, x: Tensor) -> Tensor:
-        return self.own_part(torch.stack(x.chunk(self.size, _TOKEN_DIMENSION)))
+    def scatter_tokens(self, x: Tensor) -> Tensor:
+        return self.reduce_own_part(torch.stack(x.chunk(self.size, _TOKEN_DIMENSION)))
 
-    def all_parts(self, x: Tensor) -> Tensor:
+    def gather_stacked(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
-            gather = newest_function("all_gather_single", "all_gather_into_tensor")
-            gather(parts, x.contiguous()[None], group=self.handle)
+            gather_function = find_newest_function("all_gather_single", "all_gather_into_tensor")
+            gather_function(parts, x.contiguous()[None], group=self.handle)
             return parts
 
-    def own_part(self, parts: Tensor) -> Tensor:
+    def reduce_own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
             part = parts.new_empty(1, *parts.shape[1:])
-            newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
+            find_newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
             return part[0]
 
-    def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends `sent[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
-        `received[r]` of them from rank r.
+    def exchange_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int]) -> Tensor:
+        """Sends `sent_counts[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
+        `received_counts[r]` of them from rank r.
         """
         with self.phase.communication:
-            rows = x.new_zeros(sum(received), *x.shape[1:])
-            if not self.silent:
-                dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self.handle)
+            rows = x.new_zeros(sum(received_counts), *x.shape[1:])
+            if not self.is_silent:
+                dist.all_to_all_single(
+                    rows, x.contiguous(), list(received_counts), list(sent_counts), group=self.handle
+                )
             return rows
 
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Sums each tensor in place on the rank that owns it. On other ranks its numbers are undefined afterwards."""
         with self.phase.communication:
-            pairs = zip(tensors, owners, strict=True)
+            tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs
+                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True)
+                for tensor, owner in tensors_and_owners
             )
 
     def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         with self.phase.communication:
-            pairs = zip(tensors, owners, strict=True)
+            tensors_and_owners = zip(tensors, owners, strict=True)
             _wait_for_all(
-                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs
+                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True)
+                for tensor, owner in tensors_and_owners
             )
 
     def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
-        flat = [gradient.view(-1) for gradient in gradients]
-        total = self.add_over_ranks(torch.cat(flat))
-        torch._foreach_copy_(flat, list(torch.split(total, [tensor.numel() for tensor in flat])))
+        flat_gradients = [gradient.view(-1) for gradient in gradients]
+        gradient_sums = self.add_over_ranks(torch.cat(flat_gradients))
+        torch._foreach_copy_(
+            flat_gradients, list(torch.split(gradient_sums, [tensor.numel() for tensor in flat_gradients]))
+        )
 
-    def take_share(self, x: Tensor) -> Tensor:
+    def take_token_share(self, x: Tensor) -> Tensor:
         return x.chunk(self.size, _TOKEN_DIMENSION)[self.rank]
 
 
-def _wait_for_all(works: Iterable[dist.Work | None]) -> None:
-    """Waits for all operations between ranks. It starts all of them before it waits for the first."""
-    for work in list(works):
-        if work is not None:
-            work.wait()
+def _wait_for_all(operations: Iterable[dist.Work | None]) -> None:
+    """Starts all operations between ranks before it waits for the first one."""
+    for operation in list(operations):
+        if operation is not None:
+            operation.wait()
 
 
-class _Exchanged(torch.autograd.Function):
+class _ExchangeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, backward_exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward_exchange: ExchangeTensor, backward_exchange: ExchangeTensor) -> Tensor:
         ctx.backward_exchange = backward_exchange
         return forward_exchange(x)
 
@@ -146,24 +152,24 @@ class _Exchanged(torch.autograd.Function):
         return ctx.backward_exchange(gradients[0]), None, None
 
 
-def exchange(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
-    return _Exchanged.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+def exchange_tensors(x: Tensor, forward: ExchangeTensor, backward: ExchangeTensor) -> Tensor:
+    return _ExchangeFunction.apply(x, forward, backward)  # type: ignore[no-untyped-call]
 
 
 def copy_to_ranks(x: Tensor, group: RankGroup) -> Tensor:
-    return exchange(x, lambda y: y.view_as(y), group.add_over_ranks)
+    return exchange_tensors(x, lambda y: y.view_as(y), group.add_over_ranks)
 
 
 def add_over_ranks(x: Tensor, group: RankGroup) -> Tensor:
-    return exchange(x, group.add_over_ranks, lambda gradient: gradient)
+    return exchange_tensors(x, group.add_over_ranks, lambda gradient: gradient)
 
 
-def gather(x: Tensor, group: RankGroup) -> Tensor:
-    return exchange(x, group.gather, group.scatter)
+def gather_tokens(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange_tensors(x, group.gather_tokens, group.scatter_tokens)
 
 
-def scatter(x: Tensor, group: RankGroup) -> Tensor:
-    return exchange(x, group.scatter, group.gather)
+def scatter_tokens(x: Tensor, group: RankGroup) -> Tensor:
+    return exchange_tensors(x, group.scatter_tokens, group.gather_tokens)
 
 
 def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -183,9 +189,9 @@ def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[
 
 
 def find_first_fault(fault: str, group: dist.ProcessGroup) -> str:
-    for rank, answer in enumerate(gather_answers(fault, group)):
-        if answer:
-            return f"rank {rank} {answer}"
+    for rank, rank_fault in enumerate(gather_answers(fault, group)):
+        if rank_fault:
+            return f"rank {rank} {rank_fault}"
     return ""
 
 
@@ -207,26 +213,28 @@ class FP8Wire:
         self._witness = WireWitness(self.group)
         return self._witness
 
-    def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
-        mean = yield from compute_fp8_mean(self.algorithm, padded, POST, rank, self._size, AutoScale())
+    def average_over_ranks(self, values: Tensor, rank: int) -> Program[Tensor]:
+        padded_values = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
+        mean = yield from compute_fp8_mean(self.algorithm, padded_values, POST_SCALING, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
 
-    def part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        mean = yield from compute_fp8_mean(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole_vector=False)
+    def average_own_part(self, values: Tensor, rank: int) -> Program[Tensor]:
+        mean = yield from compute_fp8_mean(
+            TWOSHOT, values, POST_SCALING, rank, self._size, AutoScale(), whole_vector=False
+        )
         return mean.values
 
-    def join(self, part: Tensor, rank: int) -> Program[Tensor]:
-        joined = yield from gather_parts(part)
-        return joined.values
+    def join_parts(self, part: Tensor, rank: int) -> Program[Tensor]:
+        joined_vector = yield from gather_parts(part)
+        return joined_vector.values
 
     def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
-        """Runs an exchange in which all ranks take part. Returns this rank's result."""
+        """Sends `values` to all ranks by the exchange `program`. Returns what this rank receives."""
         with phase.cast:
-            received = self._run_program(program(values, self._rank), phase)
+            received_values = self._run_program(program(values, self._rank), phase)
         if self._witness is not None:
-            self._witness.compare_exchange(values, received, program)
-        return received
+            self._witness.compare_exchange(values, received_values, program)
+        return received_values
 
     def _run_program(self, program: Program[Tensor], phase: Phases) -> Tensor:
         return run_on_this_rank(program, None, phase.communication, self.group)
@@ -240,15 +248,15 @@ class FP8Group(RankGroup):
         self.wire = FP8Wire(self.handle)
 
     def add_over_ranks(self, x: Tensor) -> Tensor:
-        return (self._send(self.wire.mean_of, x) * self.size).view(x.shape).to(x.dtype)
+        return (self._send_in_fp8(self.wire.average_over_ranks, x) * self.size).view(x.shape).to(x.dtype)
 
-    def all_parts(self, x: Tensor) -> Tensor:
-        return self._send(self.wire.join, x).view(self.size, *x.shape).to(x.dtype)
+    def gather_stacked(self, x: Tensor) -> Tensor:
+        return self._send_in_fp8(self.wire.join_parts, x).view(self.size, *x.shape).to(x.dtype)
 
-    def own_part(self, parts: Tensor) -> Tensor:
-        return (self._send(self.wire.part_of, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
+    def reduce_own_part(self, parts: Tensor) -> Tensor:
+        return (self._send_in_fp8(self.wire.average_own_part, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
 
-    def _send(self, program: RankProgram, x: Tensor) -> Tensor:
+    def _send_in_fp8(self, program: RankProgram, x: Tensor) -> Tensor:
         return self.wire.send(program, x.to(torch.float32).flatten(), self.phase)
 
 
@@ -261,20 +269,20 @@ class WireWitness:
         self._group = group
         self._fault = ""
 
-    def compare_exchange(self, values: Tensor, received: Tensor, program: RankProgram) -> None:
-        """Checks one exchange against what every rank has sent. All ranks must call it for every exchange, because
-        the check needs the values of all ranks.
+    def compare_exchange(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
+        """Checks that `received_values` follow from the `values` that every rank has sent in an exchange. All
+        ranks must call it for every exchange, because the check needs the values of all ranks.
         """
         lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
-        padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
-        all_padded = RankGroup(self._group).all_of(padded)
-        values_of_ranks = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
+        padded_values = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
+        padded_values_of_ranks = RankGroup(self._group).gather_from_ranks(padded_values)
+        values_of_ranks = [tensor[:length] for tensor, length in zip(padded_values_of_ranks, lengths, strict=True)]
         expected_result = simulate([program(tensor, rank) for rank, tensor in enumerate(values_of_ranks)])[
             self._group.rank()
         ]
-        wrong_count = int((received != expected_result).sum())
+        wrong_count = int((received_values != expected_result).sum())
         if wrong_count and not self._fault:
-            numbers = f"{wrong_count:,} of {received.numel():,} FP8 numbers"
+            numbers = f"{wrong_count:,} of {received_values.numel():,} FP8 numbers"
             self._fault = f"has received {numbers} that do not follow from all ranks' values"
 
     def find_fault(self) -> str:
@@ -285,7 +293,7 @@ T = TypeVar("T")
 
 
 class OwnedTensors:
-    """Tensors that each have one rank as owner. `sizes` are their numbers of elements, and `wire` is the format in
+    """Tensors of which each is owned by one rank. `sizes` are their numbers of elements, and `wire` is the format in
     which they are sent.
     """
 
@@ -293,54 +301,60 @@ class OwnedTensors:
         self._group = group
         self.owners = assign_owners(sizes, group.size)
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
-        self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
-        owned = [self.select(owner, sizes) for owner in range(group.size)]
-        self._pieces = [Pieces(items, max(map(len, owned))) for items in owned]
+        self.sent_dtype = torch.bfloat16 if wire == "bf16" else torch.float32
+        items_by_owner = [self.select_items_of(owner, sizes) for owner in range(group.size)]
+        self._tensors_by_rank = [RankTensors(items, max(map(len, items_by_owner))) for items in items_by_owner]
 
-    def select(self, owner: int, items: Sequence[T]) -> list[T]:
-        return [value for value, place in zip(items, self.owners, strict=True) if place == owner]
+    def select_items_of(self, owner: int, items: Sequence[T]) -> list[T]:
+        return [item for item, item_owner in zip(items, self.owners, strict=True) if item_owner == owner]
 
     def select_own_items(self, items: Sequence[T]) -> list[T]:
-        return self.select(self._group.rank, items)
+        return self.select_items_of(self._group.rank, items)
 
-    def average(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+    def average_gradients(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
         """Returns the mean over all ranks of each tensor that this rank owns. `gradients` may be overwritten."""
         if self.fp8 is not None:
-            gradients_by_owner = [_flatten_tensors(self.select(owner, gradients)) for owner in range(self._group.size)]
-            mean = partial(average_tensors, pieces=self._pieces)
+            gradients_by_owner = [
+                _flatten_tensors(self.select_items_of(owner, gradients)) for owner in range(self._group.size)
+            ]
+            mean = partial(average_tensors, tensors_by_rank=self._tensors_by_rank)
             return _split_like(
                 self.fp8.send(mean, torch.cat(gradients_by_owner), phase), self.select_own_items(gradients)
             )
         self._group.phase = phase
         with phase.cast:
-            sent_gradients = [gradient.to(self.sent_as) for gradient in gradients]  # no copy if they are float32
+            sent_gradients = [gradient.to(self.sent_dtype) for gradient in gradients]  # no copy if they are float32
         self._group.reduce_to_owners(sent_gradients, self.owners)
         means = [tensor.to(torch.float32) for tensor in self.select_own_items(sent_gradients)]
         torch._foreach_div_(means, self._group.size)
         return means
 
-    def distribute(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor], phase: Phases) -> None:
-        """Copies each owner's tensors into `all_tensors` on every rank. They are rounded to the format of the wire,
-        on the owner too.
+    def send_updated_tensors(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor], phase: Phases) -> None:
+        """Sends this rank's tensors `owned` to all ranks, and copies the tensors of all owners into `all_tensors`.
+        The copies are rounded to the format of the wire, on the owner too.
         """
         if self.fp8 is not None:
-            all_values = self.fp8.send(partial(gather_tensors, pieces=self._pieces), _flatten_tensors(owned), phase)
-            for owner, row in enumerate(torch.split(all_values, [items.size for items in self._pieces])):
-                owner_tensors = self.select(owner, all_tensors)
+            values_of_all_owners = self.fp8.send(
+                partial(gather_tensors, tensors_by_rank=self._tensors_by_rank), _flatten_tensors(owned), phase
+            )
+            for owner, row in enumerate(
+                torch.split(values_of_all_owners, [rank_tensors.size for rank_tensors in self._tensors_by_rank])
+            ):
+                owner_tensors = self.select_items_of(owner, all_tensors)
                 torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))
             return
         self._group.phase = phase
         with phase.cast:
-            sent_tensors = [tensor.to(self.sent_as) for tensor in self.list_newest(owned, all_tensors)]
+            sent_tensors = [tensor.to(self.sent_dtype) for tensor in self.list_newest_tensors(owned, all_tensors)]
         self._group.broadcast_from_owners(sent_tensors, self.owners)
         # A tensor that was sent without conversion is already in place.
-        pairs = [
+        changed_tensors = [
             (weight, tensor) for weight, tensor in zip(all_tensors, sent_tensors, strict=True) if weight is not tensor
         ]
-        if pairs:
-            torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])
+        if changed_tensors:
+            torch._foreach_copy_([weight for weight, _ in changed_tensors], [tensor for _, tensor in changed_tensors])
 
-    def list_newest(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor]) -> list[Tensor]:
+    def list_newest_tensors(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor]) -> list[Tensor]:
         own_tensors = iter(owned)
         return [
             next(own_tensors) if owner == self._group.rank else weight
@@ -349,15 +363,15 @@ class OwnedTensors:
 
 
 def assign_owners(elements: Sequence[int], ranks: int) -> list[int]:
-    """Chooses a rank to own each tensor. The largest tensor is assigned first, and each goes to the rank that has the
-    fewest elements by then.
+    """Returns the rank that owns each tensor. Tensors are assigned from the largest to the smallest, each to the rank
+    that has the fewest elements so far.
     """
-    owned = [0] * ranks
-    owner = [0] * len(elements)
+    elements_by_owner = [0] * ranks
+    owner_by_tensor = [0] * len(elements)
     for index in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
-        owner[index] = owned.index(min(owned))
-        owned[owner[index]] += elements[index]
-    return owner
+        owner_by_tensor[index] = elements_by_owner.index(min(elements_by_owner))
+        elements_by_owner[owner_by_tensor[index]] += elements[index]
+    return owner_by_tensor
 
 
 def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:

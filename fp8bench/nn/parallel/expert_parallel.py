@@ -18,7 +18,7 @@ from fp8bench.nn.block import Block
 from fp8bench.nn.experts import Experts, decode_rows, encode_rows
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.parallel.exchanges import RankGroup, exchange
+from fp8bench.nn.parallel.exchanges import RankGroup, exchange_tensors
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases
 
@@ -26,21 +26,21 @@ _EXPERTS_PATH = ".experts."
 
 
 class RankedExperts(Experts):
-    """The experts of a block that this rank has. `rows` are the numbers of rows that each rank multiplied in the last
+    """The experts of a block that this rank has. `rows` has the number of rows that each rank multiplied in the last
     step.
     """
 
     def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
         self.router = experts.router
-        self.count = experts.count
+        self.expert_count = experts.expert_count
         self.balance = None
         self.group = group
         self.wire = wire
         self.ranks = group.size
-        expert_count = experts.count // group.size
-        self.own = range(expert_count * group.rank, expert_count * (group.rank + 1))
-        self.experts = nn.ModuleList(experts.experts[number] for number in self.own)  # type: ignore[assignment]
+        expert_count = experts.expert_count // group.size
+        self.own_experts = range(expert_count * group.rank, expert_count * (group.rank + 1))
+        self.experts = nn.ModuleList(experts.experts[number] for number in self.own_experts)  # type: ignore[assignment]
         self.planned_experts = (
             None if experts.planned_experts is None else experts.planned_experts.chunk(group.size)[group.rank]
         )
@@ -49,7 +49,7 @@ class RankedExperts(Experts):
         self.rows: list[int] = []
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        counts_by_rank = torch.stack(self.group.all_of(counts))
+        counts_by_rank = torch.stack(self.group.gather_from_ranks(counts))
         # Here the host waits, because it must know how many rows to send.
         self._tokens_by_rank = counts_by_rank.tolist()
         rows_by_rank = counts_by_rank.view(self.ranks, self.ranks, -1).sum((0, 2))
@@ -63,33 +63,35 @@ class RankedExperts(Experts):
         sent_rows = [
             sum(sent_tokens[first : first + experts_per_rank]) for first in range(0, len(sent_tokens), experts_per_rank)
         ]
-        received_tokens = [tokens[self.own.start : self.own.stop] for tokens in self._tokens_by_rank]
+        received_tokens = [tokens[self.own_experts.start : self.own_experts.stop] for tokens in self._tokens_by_rank]
         received_counts = [sum(tokens) for tokens in received_tokens]
         received_rows = self._exchange(rows, sent_rows, received_counts, self.wire)
 
         # 2. Sort the received rows as they would be on one rank, and run the experts.
-        order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
+        row_order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
         sizes = [sum(expert) for expert in zip(*received_tokens, strict=True)]
-        rows_by_expert = torch.split_with_sizes(received_rows[order], sizes)
-        outputs = torch.cat(self._run_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
+        rows_by_expert = torch.split_with_sizes(received_rows[row_order], sizes)
+        outputs = torch.cat(self._run_experts_on_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
 
         # 3. Send the results back.
-        return self._exchange(outputs[order.argsort()], received_counts, sent_rows, _choose_return_wire(self.wire))
-
-    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
-        return_wire = _choose_return_wire(wire)
-        return exchange(
-            x,
-            lambda y: self._send_rows(y, sent, received, wire),
-            lambda y: self._send_rows(y, received, sent, return_wire),
+        return self._exchange(
+            outputs[row_order.argsort()], received_counts, sent_rows, _choose_return_format(self.wire)
         )
 
-    def _send_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _exchange(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], wire: str) -> Tensor:
+        return_format = _choose_return_format(wire)
+        return exchange_tensors(
+            x,
+            lambda y: self._send_rows(y, sent_counts, received_counts, wire),
+            lambda y: self._send_rows(y, received_counts, sent_counts, return_format),
+        )
+
+    def _send_rows(self, x: Tensor, sent_counts: Sequence[int], received_counts: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
-            return self.group.exchange_rows(x, sent, received)
+            return self.group.exchange_rows(x, sent_counts, received_counts)
         with self.group.phase.cast:
             encoded = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        received_rows = [self.group.exchange_rows(part, sent, received) for part in encoded]
+        received_rows = [self.group.exchange_rows(part, sent_counts, received_counts) for part in encoded]
         with self.group.phase.cast:
             return (
                 decode_rows(received_rows[0], received_rows[1], x.dtype)
@@ -98,7 +100,7 @@ class RankedExperts(Experts):
             )
 
 
-def _choose_return_wire(wire: str) -> str:
+def _choose_return_format(wire: str) -> str:
     return "bf16" if wire == "fp8" else wire
 
 
@@ -109,29 +111,29 @@ def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
     experts = len(tokens[0])
     counts = list(chain.from_iterable(tokens))
     ends = list(accumulate(counts))
-    order: list[int] = []
+    row_order: list[int] = []
     for expert in range(experts):
         for part in range(expert, len(counts), experts):
-            order += range(ends[part] - counts[part], ends[part])
-    return order
+            row_order += range(ends[part] - counts[part], ends[part])
+    return row_order
 
 
 class ExpertsByRanks(Division):
     """This rank's experts, and a copy of all other parts of the model. They run on the rank's share of a batch."""
 
     module: GPT
-    _shared: RankGroup
+    _shared_group: RankGroup
 
     def __init__(self, job: Job) -> None:
         self.group = self.batch_group = job.group
-        self._shared = RankGroup(job.group)
+        self._shared_group = RankGroup(job.group)
         self.module = job.make()
         for block in self.module.blocks:
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
-            block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
-        self._experts_per_rank = job.config.experts // self._shared.size
+            block.mlp = RankedExperts(block.mlp, self._shared_group, job.options["wire"])
+        self._experts_per_rank = job.config.experts // self._shared_group.size
         named_parameters = {
-            self._name_in_model(name, self._shared.rank): part for name, part in self.module.named_parameters()
+            self._name_in_model(name, self._shared_group.rank): part for name, part in self.module.named_parameters()
         }
         super().__init__(named_parameters, job.loss_scale)
         self.common_parameters = [part for name, part in named_parameters.items() if _EXPERTS_PATH not in name]
@@ -147,7 +149,7 @@ class ExpertsByRanks(Division):
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
-            shares = self._shared.all_of(weight) if _EXPERTS_PATH in name else [weight]
+            shares = self._shared_group.gather_from_ranks(weight) if _EXPERTS_PATH in name else [weight]
             for rank, share in enumerate(shares):
                 weights[self._name_in_model(name, rank)] = share
         return weights

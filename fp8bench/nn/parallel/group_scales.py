@@ -16,7 +16,7 @@ from fp8bench.formats.native_codes import current_scale
 from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.nn.parallel.ways import OUTPUTS, Cut
+from fp8bench.nn.parallel.ways import OUTPUT_DIMENSION, WeightCut
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Role
 
@@ -31,16 +31,16 @@ class GroupCurrentScale:
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
-    last: ScalePair | None = None
+    last_pair: ScalePair | None = None
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if repeat and self.last is not None:
-            return self.last
+        if repeat and self.last_pair is not None:
+            return self.last_pair
         scaling = self.treatment.scaling
         assert scaling is not None
         amax = self._max_over_ranks(largest_magnitude(x) if amax is None else amax)
-        self.last = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
-        return self.last
+        self.last_pair = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
+        return self.last_pair
 
 
 class GroupDelayedScale(DelayedScale):
@@ -53,16 +53,16 @@ class GroupDelayedScale(DelayedScale):
         self._max_over_ranks = max_over_ranks
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
-        if repeat and self.last is not None:
-            return self.last
+        if repeat and self.last_pair is not None:
+            return self.last_pair
         return super().next(x, repeat, self._max_over_ranks(largest_magnitude(x) if amax is None else amax))
 
 
-def cut_roles(cut: Cut) -> tuple[Role, ...]:
-    """Returns the roles of the operands that are divided among the ranks. All other operands of a product are the
-    same on all ranks.
+def cut_roles(cut: WeightCut) -> tuple[Role, ...]:
+    """Returns the roles of a layer's operands that the cut divides among the ranks. The operand of the third role is
+    the same on all ranks.
     """
-    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
+    return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUT_DIMENSION else Role.INPUT)
 
 
 def use_group_scales(arithmetic: Arithmetic, roles: Iterable[Role], max_over_ranks: MaxOverRanks) -> Arithmetic:

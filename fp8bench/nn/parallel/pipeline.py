@@ -19,7 +19,7 @@ from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases, SilentPhases
 
 
-class Stage(nn.Module):
+class StageModel(nn.Module):
     """One rank's blocks of the model. The first rank also has the embeddings, and the last rank the norm and the
     head.
     """
@@ -27,25 +27,25 @@ class Stage(nn.Module):
     def __init__(self, model: GPT, rank: int, ranks: int) -> None:
         super().__init__()
         blocks_per_rank = len(model.blocks) // ranks
-        self.first = rank == 0
-        self.last = rank == ranks - 1
+        self.is_first = rank == 0
+        self.is_last = rank == ranks - 1
         self.first_block = rank * blocks_per_rank
         # If the head is tied, the first and the last rank each have a copy of its weight.
-        self.tied = ranks > 1 and (self.first or self.last) and model.head.weight is model.embedding
+        self.has_tied_weight = ranks > 1 and (self.is_first or self.is_last) and model.head.weight is model.embedding
         model.blocks = model.blocks[self.first_block : self.first_block + blocks_per_rank]
-        if not self.first:
+        if not self.is_first:
             del model.embedding, model.positions
-        if not self.last:
+        if not self.is_last:
             del model.norm, model.head
         self.model = model
         self.phase: Phases = SilentPhases()
 
     def forward(self, x: Tensor) -> Tensor:
         length = x.shape[1]
-        if self.first:
-            x = self.model.embed(x)
+        if self.is_first:
+            x = self.model.embed_tokens(x)
         x = self.model.run_blocks(x, self.phase, length)
-        return self.model.read_logits(x, self.phase) if self.last else x
+        return self.model.read_logits(x, self.phase) if self.is_last else x
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         parameters = {}
@@ -53,8 +53,8 @@ class Stage(nn.Module):
             path_parts = name.split(".")
             if path_parts[0] == "blocks":
                 path_parts[1] = str(int(path_parts[1]) + self.first_block)
-            tied = self.tied and name == "head.weight"
-            parameters["embedding" if tied else ".".join(path_parts)] = parameter
+            is_tied_weight = self.has_tied_weight and name == "head.weight"
+            parameters["embedding" if is_tied_weight else ".".join(path_parts)] = parameter
         return parameters
 
 
@@ -67,16 +67,16 @@ class MarkedStage(PipelineStage):
     """
 
     def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:
-        with self._phase.elementwise:
+        with self._stage_phase.elementwise:
             return super().forward_one_chunk(*inputs, **named)
 
     def backward_one_chunk(self, *inputs: Any, **named: Any) -> None:
-        with self._phase.elementwise:
+        with self._stage_phase.elementwise:
             super().backward_one_chunk(*inputs, **named)
 
     @property
-    def _phase(self) -> Phases:
-        assert isinstance(self.submod, Stage)
+    def _stage_phase(self) -> Phases:
+        assert isinstance(self.submod, StageModel)
         return self.submod.phase
 
     def _is_silent(self) -> bool:
@@ -96,7 +96,7 @@ class MarkedStage(PipelineStage):
 class GPipe(Division):
     """One stage of a pipeline with the schedule GPipe. Only the last rank knows the loss."""
 
-    module: Stage
+    module: StageModel
     schedule: ClassVar[type[PipelineScheduleSingle]] = ScheduleGPipe
 
     def __init__(self, job: Job) -> None:
@@ -104,7 +104,7 @@ class GPipe(Division):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         rank = job.group.rank()
         ranks = job.group.size()
-        self.module = Stage(model, rank, ranks)
+        self.module = StageModel(model, rank, ranks)
         super().__init__(self.module.named_weights(), job.loss_scale)
         self.group = job.group
         self._microbatches = int(job.options["microbatches"])
@@ -116,30 +116,29 @@ class GPipe(Division):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self.module.phase = phase
         losses: list[Tensor] = []
-        inputs = (tokens,) if self.module.first else ()
+        inputs = (tokens,) if self.module.is_first else ()
         with phase.communication:
             self._schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-            # The first and the last stage each have a copy of the tied weight, and each has only its own part of the
-            # gradient.
-            if self.module.tied:
+            # The first and the last stage each have a copy of the tied weight, but only a part of its gradient.
+            if self.module.has_tied_weight:
                 self._sum_head_and_embedding(self.parameters[self.names.index("embedding")])
         # Only the last stage has losses.
-        if not self.module.last:
+        if not self.module.is_last:
             return torch.zeros((), device=tokens.device)
         return torch.stack(losses).mean().detach() / self.loss_scale
 
     def _sum_head_and_embedding(self, weight: nn.Parameter) -> None:
-        """Adds up the two gradients of the tied weight, which two ranks have. The last rank has that of the head, and
-        the first rank that of the embedding.
+        """Adds up the two parts of the tied weight's gradient. The last rank has the part of the head, and the first
+        rank the part of the embedding.
         """
         assert weight.grad is not None
-        peer_gradient = torch.zeros_like(weight.grad)
-        peer_rank = dist.get_global_rank(self.group, 0 if self.module.last else self.group.size() - 1)
-        send_gradient = dist.P2POp(dist.isend, weight.grad, peer_rank, self.group)
-        receive_gradient = dist.P2POp(dist.irecv, peer_gradient, peer_rank, self.group)
+        partner_gradient = torch.zeros_like(weight.grad)
+        partner_rank = dist.get_global_rank(self.group, 0 if self.module.is_last else self.group.size() - 1)
+        send_gradient = dist.P2POp(dist.isend, weight.grad, partner_rank, self.group)
+        receive_gradient = dist.P2POp(dist.irecv, partner_gradient, partner_rank, self.group)
         for work in dist.batch_isend_irecv([send_gradient, receive_gradient]):
             work.wait()
-        weight.grad += peer_gradient
+        weight.grad += partner_gradient
 
     def average_loss(self, loss: Tensor) -> Tensor:
         mean = loss.clone()
@@ -172,10 +171,10 @@ class GPipe(Division):
         dtype = model.carrier if residual is None else residual.carrier
         stream_example = torch.empty(*sides, job.config.width, dtype=dtype, device="meta", requires_grad=True)
         tokens = torch.empty(sides, dtype=torch.int64, device="meta")
-        if not self.module.last:
-            return (tokens if self.module.first else stream_example), stream_example
+        if not self.module.is_last:
+            return (tokens if self.module.is_first else stream_example), stream_example
         logits = torch.empty(*sides, job.config.vocabulary, dtype=model.head.arithmetic.carrier, device="meta")
-        return (tokens if self.module.first else stream_example), logits.requires_grad_()
+        return (tokens if self.module.is_first else stream_example), logits.requires_grad_()
 
 
 class OneForwardOneBackward(GPipe):

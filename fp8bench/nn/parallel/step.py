@@ -20,8 +20,8 @@ Weights and tokens that are sent in FP8 are cast again for products, so both rou
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
 expert that gets the token. An expert with few tokens is then far off.
 
-A fault in scales, or in a mean that is sent in FP8, may be far below rounding. witnesses.py and exchanges.py find
-such faults.
+A fault in scales, or in a mean that is sent in FP8, may change results far less than rounding does. witnesses.py and
+exchanges.py find such faults.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ _SGD_LEARNING_RATE = 0.05
 
 
 class WeightUpdate(NamedTuple):
-    """Compares how several ranks and how one rank changed a weight. `distance` is the squared distance between the
-    two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two changes.
+    """Compares the change of a weight by several ranks with its change by one rank. `distance` is the squared distance
+    between the two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two
+    changes.
     """
 
     distance: float
@@ -61,8 +62,8 @@ class WeightUpdate(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Returns the factor between the change by several ranks and the change by one rank. It is about 1 if the
-        changes differ only by noise. It is 2 if gradients are added twice.
+        """Returns by what factor the change by several ranks is larger than the change by one rank. The factor is
+        about 1 if the changes differ only by noise, and 2 if gradients are added twice.
         """
         return self.product / self.reference if self.reference else 1.0
 
@@ -75,22 +76,22 @@ class RankDifference:
 
     loss: float
     weight: float
-    updates: Mapping[str, WeightUpdate]
+    update_by_weight: Mapping[str, WeightUpdate]
 
     @property
     def update(self) -> WeightUpdate:
-        return WeightUpdate(*map(sum, zip(*self.updates.values(), strict=True)))
+        return WeightUpdate(*map(sum, zip(*self.update_by_weight.values(), strict=True)))
 
     @property
-    def furthest(self) -> tuple[str, WeightUpdate]:
-        return max(self.updates.items(), key=lambda named: named[1].error)
+    def furthest_update(self) -> tuple[str, WeightUpdate]:
+        return max(self.update_by_weight.items(), key=lambda named: named[1].error)
 
     def figures(self) -> dict[str, float]:
         return {
             "loss_gap": self.loss,
             "weight_gap": self.weight,
             "update_error": self.update.error,
-            "furthest_error": self.furthest[1].error,
+            "furthest_error": self.furthest_update[1].error,
             "gain_error": abs(self.update.gain - 1),
         }
 
@@ -105,25 +106,25 @@ class Limits(NamedTuple):
     furthest: float
     gain: float
 
-    def combine_with(self, second: Limits) -> Limits:
-        """Returns the limits for two independent roundings. Limits of distances are added as squares, limits of gains
-        linearly.
+    def combine_with(self, further_limits: Limits) -> Limits:
+        """Returns the limits if two independent roundings add up. The squares of the distances' limits are added, and
+        the gains' limits themselves.
         """
-        distances = math.hypot(self.update, second.update), math.hypot(self.furthest, second.furthest)
-        return Limits(*distances, self.gain + second.gain)
+        distances = math.hypot(self.update, further_limits.update), math.hypot(self.furthest, further_limits.furthest)
+        return Limits(*distances, self.gain + further_limits.gain)
 
     def describe_excess(self, difference: RankDifference) -> str:
-        name, furthest = difference.furthest
+        name, furthest_update_of_weight = difference.furthest_update
         update = difference.update
         figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
-            (f"the relative distance of the change of {name}", furthest.error, self.furthest),
+            (f"the relative distance of the change of {name}", furthest_update_of_weight.error, self.furthest),
             (f"the distance from 1 of their gain {update.gain:.3g}", abs(update.gain - 1), self.gain),
         )
         sentences = []
-        for figure, value, limit in figures:
-            if not value <= limit:  # NaN counts as an excess
-                sentences.append(f"{figure} is {value:.3g}, but rounding explains at most {limit:g}")
+        for description, value, limit in figures:
+            if not value <= limit:  # a NaN exceeds the limit too
+                sentences.append(f"{description} is {value:.3g}, but rounding explains at most {limit:g}")
         return "; ".join(sentences)
 
 
@@ -139,8 +140,8 @@ _FP8_BITS = 8
 
 
 def find_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
-    """Returns the limits of a case, from the precisions of its products, the format `wire` of its exchanges, and the
-    load of its experts. `wire` is '' without a choice.
+    """Returns the differences from one rank that rounding can explain in a case. They depend on the precisions of its
+    products, the format `wire` of its exchanges ('' without that option), and the load of its experts.
     """
     products = max(map(_find_product_limits, precisions))
     if wire == "fp8":
@@ -162,7 +163,7 @@ def _find_product_limits(precision: Precision) -> Limits:
 
 
 class RanksDisagree(RuntimeError):
-    """Raised if several ranks train something else than one rank alone."""
+    """Raised if training on several ranks gives another result than training on one rank."""
 
 
 @dataclass
@@ -206,7 +207,8 @@ def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts
 
 def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps: int) -> RankDifference:
     """Runs this number of steps on several ranks and on one rank, and returns the differences. Also checks scales and
-    exchanges, because a mistake in these may be smaller than rounding. Raises RanksDisagree if one is wrong.
+    exchanges, because a mistake in these may change results less than rounding does. Raises RanksDisagree if a scale
+    or an exchange is wrong.
     """
     # 1. Train with several ranks and with one, and watch exchanges and scales.
     witnesses = parallel.model.witnesses()
@@ -226,17 +228,17 @@ def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps:
     weights = parallel.model.gather_weights()
     reference_weights = single.model.gather_weights()
     distances = []
-    updates = {}
+    update_by_weight = {}
     for name, tensor in initial_weights.items():
         weight = weights[name].double()
         reference_weight = reference_weights[name].double()
         distances.append((weight - reference_weight).abs().max())
-        change = weight - tensor
+        weight_change = weight - tensor
         reference_change = reference_weight - tensor
         squared_sums = (
-            (change - reference_change).square().sum(),
+            (weight_change - reference_change).square().sum(),
             reference_change.square().sum(),
-            (change * reference_change).sum(),
+            (weight_change * reference_change).sum(),
         )
-        updates[name] = WeightUpdate(*map(float, squared_sums))
-    return RankDifference(float(max(loss_differences)), float(max(distances)), updates)
+        update_by_weight[name] = WeightUpdate(*map(float, squared_sums))
+    return RankDifference(float(max(loss_differences)), float(max(distances)), update_by_weight)

@@ -1,9 +1,9 @@
-"""Tensor parallelism: ranks divide attention by heads, and feed-forward parts by hidden features. They exchange
-tensors explicitly.
+"""Tensor parallelism: ranks divide attention by heads, and feed-forward parts by hidden features. They exchange tensors
+explicitly.
 
-With sequence parallelism a rank holds only its own tokens of the residual stream. For these it computes norms,
-residuals, head and loss. Before attention and feed-forward parts, each rank gathers all tokens. Afterwards the ranks'
-outputs are summed, and each rank gets the sums for its tokens.
+With sequence parallelism a rank holds only its own tokens of the residual stream. It computes norms, residuals, head
+and loss for its own tokens only. Before attention and feed-forward parts, each rank gathers all tokens. Afterwards the
+ranks' outputs are summed, and each rank gets the sums for its tokens.
 """
 
 from __future__ import annotations
@@ -24,27 +24,34 @@ from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parallel.data_parallel import shard_model
 from fp8bench.nn.parallel.division import Division, Witness
-from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, add_over_ranks, copy_to_ranks, gather, scatter
+from fp8bench.nn.parallel.exchanges import (
+    FP8Group,
+    RankGroup,
+    add_over_ranks,
+    copy_to_ranks,
+    gather_tokens,
+    scatter_tokens,
+)
 from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
 from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, find_cut, list_cuts
 from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Phases, Role
 
-Exchange = Callable[[Tensor, RankGroup], Tensor]
+ExchangeTensor = Callable[[Tensor, RankGroup], Tensor]
 
 
 def share_blocks(
     model: GPT,
     config: GPTConfig,
     group: RankGroup,
-    enter: Exchange = copy_to_ranks,
-    leave: Exchange = add_over_ranks,
+    exchange_before: ExchangeTensor = copy_to_ranks,
+    exchange_after: ExchangeTensor = add_over_ranks,
     amax: str = OWN,
 ) -> None:
-    """Reduces every block to this rank's share, and adds exchanges before and after its parts. `amax` chooses whether
-    a share is scaled by its own largest magnitude or by that of the whole tensor. Layers keep their paths in the
-    model.
+    """Reduces every block to this rank's share, and adds exchanges before and after attention and the feed-forward
+    part. `amax` chooses whether a share is scaled by its own largest magnitude or by that of the whole tensor. Layers
+    keep their paths in the model.
     """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
@@ -57,30 +64,30 @@ def share_blocks(
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
         for part in (block.attn, block.mlp):
-            part.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0], group), *inputs[1:]))
-            part.register_forward_hook(lambda _, inputs, y: leave(y, group))
+            part.register_forward_pre_hook(lambda _, inputs: (exchange_before(inputs[0], group), *inputs[1:]))
+            part.register_forward_hook(lambda _, inputs, y: exchange_after(y, group))
 
 
 class TensorCut(Division):
     """A rank's share of a model with tensor parallelism. All ranks read the whole batch."""
 
-    enter: Exchange = staticmethod(copy_to_ranks)
-    leave: Exchange = staticmethod(add_over_ranks)
+    exchange_before: ExchangeTensor = staticmethod(copy_to_ranks)
+    exchange_after: ExchangeTensor = staticmethod(add_over_ranks)
     module: GPT
-    _shared: RankGroup
+    _shared_group: RankGroup
 
     def __init__(self, job: Job) -> None:
-        self._shared = self._group(job)
+        self._shared_group = self._make_group(job)
         self._config = job.config
         self._amax = job.options["amax"]
         self.module = job.make()
-        share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
+        share_blocks(self.module, job.config, self._shared_group, self.exchange_before, self.exchange_after, self._amax)
         named_parameters = dict(self.module.named_parameters())
         self._cuts = [find_cut(name, job.config) for name in named_parameters]
         super().__init__(named_parameters, job.loss_scale)
         self.group = job.group
 
-    def _group(self, job: Job) -> RankGroup:
+    def _make_group(self, job: Job) -> RankGroup:
         return RankGroup(job.group)
 
     def list_shared_roles(self, layer: str) -> Collection[Role]:
@@ -90,7 +97,7 @@ class TensorCut(Division):
     def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, share, cut in zip(self.names, self._list_shares(), self._cuts, strict=True):
-            weights[name] = share if cut is None else cut.join(self._shared.all_of(share))
+            weights[name] = share if cut is None else cut.join(self._shared_group.gather_from_ranks(share))
         return weights
 
     def _list_shares(self) -> list[Tensor]:
@@ -98,18 +105,18 @@ class TensorCut(Division):
 
 
 class SequenceCut(TensorCut):
-    """Tensor parallelism in which a rank holds only its own tokens of the residual stream. All ranks hold some
-    weights, whose gradients they sum.
+    """Tensor parallelism in which a rank holds only its own tokens of the residual stream. Weights that are not cut are
+    on all ranks, which sum their gradients.
     """
 
-    enter = staticmethod(gather)
-    leave = staticmethod(scatter)
+    exchange_before = staticmethod(gather_tokens)
+    exchange_after = staticmethod(scatter_tokens)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self.common_parameters = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
 
-    def _group(self, job: Job) -> RankGroup:
+    def _make_group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
             return RankGroup(job.group)
         group = FP8Group(job.group)
@@ -117,9 +124,11 @@ class SequenceCut(TensorCut):
         return group
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        group = self._shared
-        stream = self.module.run_blocks(group.take_share(self.module.embed(tokens)), phase, tokens.shape[1])
-        return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_share(targets))
+        group = self._shared_group
+        stream = self.module.run_blocks(
+            group.take_token_share(self.module.embed_tokens(tokens)), phase, tokens.shape[1]
+        )
+        return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_token_share(targets))
 
 
 class TensorFSDP(TensorCut):
@@ -151,9 +160,9 @@ def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
     """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks share tensors. The mesh's
     groups have the backend of the given group, which may send nothing.
     """
-    all_ranks = dist.get_process_group_ranks(group)
-    mesh = torch.tensor(all_ranks).view(-1, 2)
-    this_rank = all_ranks[group.rank()]
+    ranks = dist.get_process_group_ranks(group)
+    mesh = torch.tensor(ranks).view(-1, 2)
+    this_rank = ranks[group.rank()]
     backend = dist.get_backend(group)
     groups = {}
     for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):

@@ -1,5 +1,5 @@
-"""The methods of training one model on several ranks. For each method: which cases it supports, and which class
-divides the model. Also: how blocks are cut.
+"""The methods of training one model on several ranks: which cases each method supports, and which class divides the
+model. Also defines how tensor parallelism cuts the weights of a block.
 
 A layer that computes features is cut along its outputs. If it joins several parts (queries, keys and values, or gate
 and value), each part is cut separately, so that a rank has whole heads. The layer that reads those features is cut
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from fp8bench.nn.parallel.division import Division
 
 
-OUTPUTS = 0
-INPUTS = 1
-# The values of option `amax`: a rank's part of a tensor is scaled by the part's own largest magnitude, or by that of
-# the whole tensor on all ranks.
+OUTPUT_DIMENSION = 0
+INPUT_DIMENSION = 1
+# The values of option `amax`. A rank scales its part of a tensor by the largest magnitude of this part (own), or by
+# that of the whole tensor on all ranks (group).
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
 # Options that only some methods of division have, with their help texts.
-OPTIONS = {
+DIVISION_OPTIONS = {
     "wire": "the format in which gradients, weights or tokens are sent; stream: the format of the model's stream",
     "microbatches": "the number of parts of a batch that follow each other through a pipeline",
     "load": "how tokens get experts: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
@@ -47,7 +47,9 @@ _TORCHAO_WIRES = ("torchao_fp32", "torchao_fp8")
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """The properties of a case that the rules below use. `batch` is the number of sequences on all ranks together."""
+    """The properties of a case that decide whether a method can divide its model. `batch` is the number of sequences
+    on all ranks together.
+    """
 
     config: GPTConfig
     batch: int
@@ -79,22 +81,22 @@ class Job:
 class Way:
     """A method of dividing one model among several ranks.
 
-    `refuse` returns why a case is impossible, or ''. `divide` makes this rank's part of the model, and all ranks call
-    it together. `options` are those of OPTIONS that the method has, with all their values. `experts` is the number of
-    experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
+    `refuse` returns why a case is impossible, or ''. `make_division` makes this rank's part of the model, and all ranks
+    call it together. `options` are those of DIVISION_OPTIONS that the method has, with all their values. `experts` is
+    the number of experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
     """
 
     name: str
     summary: str
     refuse: Callable[[ParallelCase], str]
-    divide: Callable[[Job], Division]
+    make_division: Callable[[Job], Division]
     options: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     least_ranks: int = 2
     experts: int = 0
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightCut:
     """How a weight is cut along dimension `dim`. The weight consists of parts with the sizes `parts`. Each rank gets
     its share of every part.
     """
@@ -117,29 +119,31 @@ class Cut:
         return torch.cat(joined_parts, self.dim)
 
 
-def list_cuts(config: GPTConfig) -> dict[str, Cut]:
+def list_cuts(config: GPTConfig) -> dict[str, WeightCut]:
     keys = config.key_heads * config.head_width
-    up_parts = (config.hidden,) * (2 if config.modern else 1)
+    up_parts = (config.hidden,) * (2 if config.is_llama_like else 1)
     return {
-        "attn.qkv": Cut(OUTPUTS, (config.width, keys, keys)),
-        "attn.out": Cut(INPUTS, (config.width,)),
-        "mlp.up": Cut(OUTPUTS, up_parts),
-        "mlp.down": Cut(INPUTS, (config.hidden,)),
+        "attn.qkv": WeightCut(OUTPUT_DIMENSION, (config.width, keys, keys)),
+        "attn.out": WeightCut(INPUT_DIMENSION, (config.width,)),
+        "mlp.up": WeightCut(OUTPUT_DIMENSION, up_parts),
+        "mlp.down": WeightCut(INPUT_DIMENSION, (config.hidden,)),
     }
 
 
-def find_cut(parameter: str, config: GPTConfig) -> Cut | None:
+def find_cut(parameter: str, config: GPTConfig) -> WeightCut | None:
     path_parts = parameter.split(".")
     return list_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
 
 
 def explain_unequal(count: int, things: str, ranks: int, advice: str = "") -> str:
-    """Returns why things cannot be divided equally among the ranks, or '' if they can. `advice` ends the sentence."""
+    """Returns why `count` things cannot be divided equally among the ranks, or '' if they can. The sentence ends with
+    `advice`.
+    """
     return f"{count} {things} have no equal share for each of {ranks} ranks{advice}" if count % ranks else ""
 
 
 def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
-    """Returns why blocks cannot be cut into equal shares, or ''."""
+    """Returns why tensor parallelism cannot cut blocks into equal shares, or ''."""
     sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for name, size in sizes.items():
         if reason := explain_unequal(size, name, ranks, ": choose another size"):
@@ -152,13 +156,13 @@ def _divide_by(path: str) -> Callable[[Job], Division]:
     class needs torch, so it is imported when the function is called.
     """
 
-    def divide(job: Job) -> Division:
+    def make_division(job: Job) -> Division:
         return resolve_name(f"{__package__}.{path}")(job)
 
-    return divide
+    return make_division
 
 
-def refuse_batch(case: ParallelCase) -> str:
+def refuse_uneven_batch(case: ParallelCase) -> str:
     return explain_unequal(case.batch, "sequences", case.ranks, f": choose a multiple of {case.ranks}")
 
 
@@ -167,7 +171,7 @@ def refuse_rows(case: ParallelCase) -> str:
     ranks = case.ranks
     wire = case.options["wire"]
     rows = {"the vocabulary": config.vocabulary, "the width": config.width, "the hidden width": config.hidden}
-    if not config.modern:
+    if not config.is_llama_like:
         rows["the sequence"] = config.sequence
     # fully_shard cuts every weight along its rows.
     for name, count in rows.items():
@@ -181,14 +185,14 @@ def refuse_rows(case: ParallelCase) -> str:
         return f"wire={wire} uses torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
     if wire in _TORCHAO_WIRES and case.facts.version_of("torchao") is None:
         return f"wire={wire} needs the package torchao: pip install torchao"
-    return refuse_batch(case)
+    return refuse_uneven_batch(case)
 
 
 def refuse_owners(case: ParallelCase) -> str:
     weights = 6 * case.config.layers
     if case.ranks > weights:
         return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weights}"
-    return refuse_batch(case)
+    return refuse_uneven_batch(case)
 
 
 def refuse_stages(case: ParallelCase, min_microbatches: int = 1) -> str:
@@ -208,7 +212,7 @@ def refuse_unfilled_stages(case: ParallelCase) -> str:
 
 
 def refuse_experts(case: ParallelCase) -> str:
-    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_batch(case)
+    return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_uneven_batch(case)
 
 
 def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
@@ -255,7 +259,7 @@ WAYS = {
         Way(
             "ddp",
             "torch's DistributedDataParallel: every rank has the whole model, and ranks average their gradients",
-            refuse_batch,
+            refuse_uneven_batch,
             _divide_by("data_parallel:DDPModel"),
             {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
         ),
@@ -274,8 +278,8 @@ WAYS = {
             _divide_by("data_parallel:FSDPModel"),
             {"wire": ("fp32", "bf16", *_TORCHAO_WIRES)},
         ),
-        # It has the same losses and waits as pp_gpipe, but keeps the activations of at most as many microbatches as
-        # stages.
+        # pp_1f1b has the same losses and waiting times as pp_gpipe, but keeps the activations of at most as many
+        # microbatches as there are stages.
         Way(
             "pp_1f1b",
             "a pipeline of blocks, schedule 1F1B: each microbatch runs backward as soon as it can",
@@ -283,7 +287,7 @@ WAYS = {
             _divide_by("pipeline:OneForwardOneBackward"),
             _MICROBATCHES_OPTION,
         ),
-        # It keeps the activations of all microbatches.
+        # pp_gpipe keeps the activations of all microbatches.
         Way(
             "pp_gpipe",
             "a pipeline of blocks, schedule GPipe: all microbatches run forward, then all run backward",
@@ -291,8 +295,8 @@ WAYS = {
             _divide_by("pipeline:GPipe"),
             _MICROBATCHES_OPTION,
         ),
-        # It sends as many bytes as tp, but needs less memory, because tensors between the parts of a block are
-        # divided too.
+        # sp sends as many bytes as tp, but needs less memory, because it also divides the tensors between the parts of
+        # a block.
         Way(
             "sp",
             "tp with sequence parallelism: between a block's parts each rank has only its own tokens",
@@ -300,8 +304,8 @@ WAYS = {
             _divide_by("tensor_parallel:SequenceCut"),
             {"wire": ("stream", "fp8"), **_AMAX_OPTION},
         ),
-        # The exchanges are Megatron-LM's: a sum after attention and after feed-forward, and in backward a sum before
-        # each.
+        # tp has the exchanges of Megatron-LM. In forward, ranks sum the outputs of attention and of feed-forward. In
+        # backward they sum the gradients of the inputs of both.
         Way(
             "tp",
             "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
@@ -309,7 +313,7 @@ WAYS = {
             _divide_by("tensor_parallel:TensorCut"),
             _AMAX_OPTION,
         ),
-        # It is for large trainings: tensor parallelism within a machine, FSDP between machines.
+        # tp_fsdp resembles large trainings, with tensor parallelism within a machine and FSDP between machines.
         Way(
             "tp_fsdp",
             "tp in pairs of ranks, and FSDP2 shards the weights of a pair over all pairs",

@@ -1,5 +1,5 @@
-"""Counts the bytes that a step sends between ranks, by operation and dtype. An operation is one of torch's operators.
-The operations can also be repeated alone.
+"""Counts the bytes that a step sends between ranks, by operation (such as all_reduce) and dtype. The operations of a
+step can also be repeated alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8bench.model.ranks import Sent
 from fp8bench.numerics.operands import OperatorWatch
 
-# How many times its input bytes a rank sends, if n ranks form a ring.
+# Maps an operation to a function of the number n of ranks. It returns the bytes that a rank sends if the ranks form a
+# ring, divided by the bytes of the rank's input.
 _RING_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
@@ -63,7 +64,7 @@ class NotCounted(RuntimeError):
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Watches every operation between ranks in its body, those of torch's c10d and those of DTensor.
+    """Watches every operation between ranks in a `with` block, those of torch's c10d and those of DTensor.
 
     It counts the bytes that ranks in a ring would send. A backend may use another algorithm.
     """
@@ -79,8 +80,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
         self._recorded_calls: list[tuple[Any, Any]] = []
 
-    def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        # Operations of DTensor call these operators.
+    def watch_operator(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        # The operations of DTensor call operators of these namespaces too.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
@@ -88,24 +89,24 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
                 self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
-    def list_sent(self, rank: int) -> tuple[Sent, ...]:
+    def list_sent_bytes(self, rank: int) -> tuple[Sent, ...]:
         keys_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
         return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_by_bytes)
 
     def repeat_exchanges(self) -> None:
-        """Repeats the recorded operations on zeros and waits for each. Sends and receives are an exception: they are
-        waited for together, at the end.
+        """Repeats the recorded operations on zeros. It waits for each operation before the next one, but for all sends
+        and receives together at the end.
         """
-        open_works = []
+        open_operations = []
         for func, args in self._recorded_calls:
             result_leaves = tree_leaves(func(*args))
-            works: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
-            works = works or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
+            operations: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
+            operations = operations or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
             if func.name().partition(".")[0] in _POINT_TO_POINT:
-                open_works += works
+                open_operations += operations
             else:
-                _wait(works)
-        _wait(open_works)
+                _wait_for_operations(operations)
+        _wait_for_operations(open_operations)
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
         if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
@@ -123,14 +124,14 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 def _count_ranks(args: Sequence[Any]) -> int:
-    boxed_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-    if boxed_groups:
-        return int(dist.ProcessGroup.unbox(boxed_groups[0]).size())
+    process_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if process_groups:
+        return int(dist.ProcessGroup.unbox(process_groups[0]).size())
     return int(_resolve_process_group(args[-1]).size())
 
 
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
+def _wait_for_operations(operations: Sequence[Any]) -> None:
+    for work in operations:
         if isinstance(work, Tensor):
             torch.ops._c10d_functional.wait_tensor(work)
         else:

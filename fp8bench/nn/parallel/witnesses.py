@@ -1,8 +1,8 @@
 """Checks the scales with which ranks cast. nn/parallel/exchanges.py checks FP8 exchanges.
 
 A scale that is twice too large changes results less than correct rounding does. A scale of half the right size
-changes almost nothing. So results cannot show a wrong scale. Each scale is computed again from the recorded
-magnitudes and compared bit for bit.
+changes almost nothing. So results cannot show a wrong scale. Instead, the largest magnitudes of all cast tensors are
+recorded, each scale is computed again from them, and both scales are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SharedRoles = Callable[[str], Collection[Role]]
 
 @dataclass(eq=False)
 class _WatchedScale:
-    """Wraps a source of scales. It records each scale and the magnitude of its tensor, and computes from these the
-    scales that it expects.
+    """Wraps a source of scales. It records each scale and the largest magnitude of the scaled tensor, and computes
+    the expected scales from these magnitudes.
 
-    If it is `shared`, all ranks must have the same scale. Repeated casts are not recorded.
+    If the scale is `is_shared`, all ranks must have the same one. Repeated casts are not recorded.
     """
 
     source: NextScale
     treatment: Treatment
     delayed: Delayed | None
-    shared: bool
+    is_shared: bool
     magnitudes: list[Tensor] = field(default_factory=list)
     scales: list[Tensor] = field(default_factory=list)
 
@@ -50,8 +50,8 @@ class _WatchedScale:
         return pair
 
     @property
-    def last(self) -> ScalePair | None:
-        return self.source.last
+    def last_pair(self) -> ScalePair | None:
+        return self.source.last_pair
 
     def expected_scales(self, magnitudes: list[Tensor]) -> Iterator[Tensor]:
         assert self.treatment.scaling is not None
@@ -64,15 +64,19 @@ class _WatchedScale:
 
 
 class ScaleWitness:
-    """Checks the scales of a rank's layers. Scales that depend on the current tensor alone need no check. `sharing`
-    are the ranks that share scales with this rank. By default that is every rank.
+    """Checks the scales of a rank's layers, except those that depend on the current tensor alone. `sharing_ranks` are
+    the ranks that share scales with this rank, by default all ranks.
     """
 
     def __init__(
-        self, layers: Mapping[str, Linear], shared: SharedRoles, group: dist.ProcessGroup, sharing: Sequence[int] = ()
+        self,
+        layers: Mapping[str, Linear],
+        shared: SharedRoles,
+        group: dist.ProcessGroup,
+        sharing_ranks: Sequence[int] = (),
     ) -> None:
         self._group = group
-        self._sharing_ranks = sharing or range(group.size())
+        self._sharing_ranks = sharing_ranks or range(group.size())
         self._sources: dict[tuple[str, Role], _WatchedScale] = {}
         for path, layer in layers.items():
             arithmetic = layer.arithmetic
@@ -95,18 +99,20 @@ class ScaleWitness:
         for (path, role), source in self._sources.items():
             # 1. For a shared scale, take the largest magnitude on any rank, cast by cast.
             magnitudes = source.magnitudes
-            if source.shared:
-                by_rank = [magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks]
-                if len(set(map(len, by_rank))) > 1:
+            if source.is_shared:
+                magnitudes_of_ranks = [
+                    magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks
+                ]
+                if len(set(map(len, magnitudes_of_ranks))) > 1:
                     return f"does not cast the {role} of {path} as often as the other ranks do"
-                rank_maxima = map(max, zip(*by_rank, strict=True))
+                rank_maxima = map(max, zip(*magnitudes_of_ranks, strict=True))
                 magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, rank_maxima, strict=True)]
 
             # 2. Compare every scale bit for bit with the scale that follows from the magnitudes.
-            pairs = zip(source.scales, source.expected_scales(magnitudes), strict=True)
-            for number, (scale, expected) in enumerate(pairs, 1):
+            measured_and_expected_scales = zip(source.scales, source.expected_scales(magnitudes), strict=True)
+            for number, (scale, expected) in enumerate(measured_and_expected_scales, 1):
                 if not torch.equal(scale, expected):
-                    tensors = "all ranks' shares" if source.shared else "its own tensors"
+                    tensors = "all ranks' shares" if source.is_shared else "its own tensors"
                     return (
                         f"multiplies the {role} of {path} by {float(scale):g} in cast {number}, where the "
                         f"largest magnitudes of {tensors} require {float(expected):g}"

@@ -289,7 +289,7 @@ def accused(convert: Callable[[nn.Module], Any], precision: str, seeds: range) -
 def own(precision: str) -> Callable[[nn.Module], Callable[[], None]]:
     def convert(model: nn.Module) -> Callable[[], None]:
         arithmetic = precisions.get(precision).arithmetic(CPU)
-        return Conversion(model, lambda layer: arithmetic.layer(layer.name)).__enter__().undo
+        return Conversion(model, lambda layer: arithmetic.layer(layer.name)).__enter__().restore_forward_passes
 
     return convert
 

@@ -16,7 +16,7 @@ from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI30
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import PRODUCTS
+from fp8bench.nn.sizes import OPERAND_ROLES
 from fp8bench.registry import precisions, workloads
 from tests import facts
 from tests.commands import Say, only_sentence, unfolding
@@ -149,7 +149,7 @@ def test_what_fp8bench_has_natively_has_all_three_products() -> None:
         support = precisions.get(mode).support
         pairs += [(mode, device) for device in CLASSES if support(FACTS[device]).level is Level.NATIVE]
     assert ("fp8", H100) in pairs
-    for (mode, device), kind in itertools.product(pairs, PRODUCTS):
+    for (mode, device), kind in itertools.product(pairs, OPERAND_ROLES):
         assert lint(LinearShape("", 64, 64, 64), mode, device, kind).fits, (mode, device, kind)
 
 
@@ -159,7 +159,7 @@ def test_each_product_contracts_over_another_side() -> None:
     Odd tokens break the weight gradient.
     """
     head = LinearShape("head", 8192, 50257, 768)
-    by_kind = {kind: lint(head, "fp8", H100, kind) for kind in PRODUCTS}
+    by_kind = {kind: lint(head, "fp8", H100, kind) for kind in OPERAND_ROLES}
     assert by_kind["forward"].padded == (8192, 50272, 768)
     assert by_kind["input-gradient"].padded == (8192, 768, 50272)
     assert by_kind["weight-gradient"].fits

@@ -37,7 +37,7 @@ class BitwiseRanks(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import InFP8, draw_rank_values
+        from fp8bench.numerics.collectives import FP8Collective, draw_rank_values
         from fp8bench.workloads.collective import COLLECTIVES, FP8_METHODS, SCALINGS, SUMMING_COLLECTIVES
 
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -46,7 +46,7 @@ class BitwiseRanks(Workload):
         for collective in COLLECTIVES:
             kinds = [*itertools.product(FP8_METHODS, SCALINGS)] if collective in SUMMING_COLLECTIVES else [("", "")]
             for way, scaling in kinds:
-                real = InFP8(collective, way, scaling)
+                real = FP8Collective(collective, way, scaling)
                 for _ in range(3):
                     wanted = real.simulate_ranks(sources)[rank].values
                     found = real(sources[rank], rank, size, nullcontext()).values

@@ -107,7 +107,7 @@ def one_sum_forgotten(job: Job) -> Division:
 def other_wire_scale(way: Way) -> Callable[[Job], Division]:
 
     def model(job: Job) -> Division:
-        made: Any = way.divide(job)
+        made: Any = way.make_division(job)
         wire = made.fp8_wire
         own, result = collectives.compute_largest_scale, wire._run_program
 
@@ -138,7 +138,7 @@ def expert_mistake(kind: str) -> Callable[[Job], Division]:
 
         made = ExpertsByRanks(job)
         if kind == "alone":
-            made._shared.sum_gradients = lambda gradients: None  # type: ignore[method-assign]
+            made._shared_group.sum_gradients = lambda gradients: None  # type: ignore[method-assign]
             return made
 
         class Turned(RankGroup):
@@ -158,7 +158,7 @@ def expert_mistake(kind: str) -> Callable[[Job], Division]:
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def take_share(self, batch: Tensor) -> Tensor:
+        def take_batch_share(self, batch: Tensor) -> Tensor:
             return batch.chunk(2)[0]
 
     return Model
@@ -236,6 +236,6 @@ for word, made in {
 }.items():
     plant(word, made, AMAX)
 for word in ("turned", "alone"):
-    WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", divide=expert_mistake(word))
+    WAYS[f"ep_{word}"] = replace(WAYS["ep"], name=f"ep_{word}", make_division=expert_mistake(word))
 for word in ("sp", "zero"):
     plant(f"{word}_wire", other_wire_scale(WAYS[word]), WAYS[word].options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import RankGroup
-from fp8bench.numerics.rank_programs import AllGather, AllToAll, Largest, Program, RowsToRanks
+from fp8bench.numerics.rank_programs import AllGather, AllToAll, MaximumOverRanks, Program, RowsToRanks
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class ThreadedGroup(RankGroup):
     """RankGroup over a board; counts the bytes of rows."""
 
     handle: Any
-    silent = False
+    is_silent = False
 
     def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
@@ -74,13 +74,13 @@ class ThreadedGroup(RankGroup):
     def max_over_ranks(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought(x)).amax(0)
 
-    def all_of(self, x: Tensor) -> list[Tensor]:
+    def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
         return self._brought(x)
 
-    def all_parts(self, x: Tensor) -> Tensor:
+    def gather_stacked(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought(x))
 
-    def own_part(self, parts: Tensor) -> Tensor:
+    def reduce_own_part(self, parts: Tensor) -> Tensor:
         return torch.stack(self._brought(parts)).sum(0)[self.rank]
 
     def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
@@ -108,12 +108,12 @@ def on_board(place: Place, program: Program[T]) -> T:
             return result
         payloads = place.board.all_of(place.number, exchange.payload)
         if isinstance(exchange, RowsToRanks):
-            to = place.board.all_of(place.number, torch.tensor(exchange.to))
+            to = place.board.all_of(place.number, torch.tensor(exchange.sent_lengths))
             answer = [own.split(some.tolist())[place.number] for own, some in zip(payloads, to, strict=True)]
         elif isinstance(exchange, AllToAll):
             answer = torch.stack([rows[place.number] for rows in payloads])
         else:
-            assert isinstance(exchange, AllGather | Largest)
+            assert isinstance(exchange, AllGather | MaximumOverRanks)
             answer = payloads if isinstance(exchange, AllGather) else torch.stack(payloads).amax(0)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.nn.parallel.exchanges import FP8Wire, RankProgram
-from fp8bench.numerics.collectives import Pieces, average_tensors, gather_tensors
+from fp8bench.numerics.collectives import RankTensors, average_tensors, gather_tensors
 from fp8bench.numerics.rank_programs import simulate
 from tests.nn.parallel.ranks import Board, Place
 
@@ -30,7 +30,7 @@ def of_all(program: str, values: list[Tensor]) -> list[Tensor]:
 
 def test_a_mean_is_everybodys_whatever_its_length() -> None:
     values = [torch.randn(100, generator=torch.Generator().manual_seed(rank)) for rank in range(RANKS)]
-    result, expected = of_all("mean_of", values), torch.stack(values).mean(0)
+    result, expected = of_all("average_over_ranks", values), torch.stack(values).mean(0)
     for tensor in result:
         assert torch.equal(tensor, result[0]) and len(tensor) == 100
         assert (tensor - expected).norm() < ROUNDING * expected.norm()
@@ -38,14 +38,14 @@ def test_a_mean_is_everybodys_whatever_its_length() -> None:
 
 def test_what_is_joined_has_a_scale_for_each_part() -> None:
     values = [torch.randn(33, generator=torch.Generator().manual_seed(rank)) * 1e4**rank for rank in range(RANKS)]
-    for result in of_all("join", values):
+    for result in of_all("join_parts", values):
         for tensor, part in zip(result.chunk(RANKS), values, strict=True):
             assert (tensor - part).norm() < ROUNDING * part.norm()
 
 
 # Tensors of three owners, with very different sizes.
 LENGTHS = ((5, 7, 21), (30, 3), (1, 1, 1, 2))
-PIECES = [Pieces(some, 4) for some in LENGTHS]
+PIECES = [RankTensors(some, 4) for some in LENGTHS]
 WIDE = [10.0**number for number in (-6, 4, 0, 2, -3, 5, -5, 1, 3)]
 
 

@@ -72,7 +72,7 @@ def by_ranks(ranks: int, precision: str, load: str, wire: str = "stream") -> lis
     def one(place: Place) -> Passed:
         group = ThreadedGroup(place)  # type: ignore[arg-type]
         made = RankedExperts(blocks[place.number], group, wire)
-        result = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own.start)
+        result = passed(made, x.chunk(ranks)[place.number], pull.chunk(ranks)[place.number], made.own_experts.start)
         result.sent, result.rows = place.sent, tuple(made.rows)
         return result
 

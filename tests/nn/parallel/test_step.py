@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.division import Undivided
+from fp8bench.nn.parallel.division import UndividedModel
 from fp8bench.nn.parallel.step import (
     ParallelState,
     RankDifference,
@@ -28,14 +28,14 @@ from tests.facts import CPU
 CONFIG = GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=8)
 
 
-class Twice(Undivided):
+class Twice(UndividedModel):
     """Sums gradients where it should take their mean, which AdamW would hide."""
 
     def gradients(self) -> list[Tensor]:
         return [gradient * 2 for gradient in super().gradients()]
 
 
-def state(folder: Path, kind: type[Undivided]) -> ParallelState:
+def state(folder: Path, kind: type[UndividedModel]) -> ParallelState:
     tokens = folder / "tokens"
     np.random.default_rng(0).integers(0, 256, 500).astype(np.uint16).tofile(tokens)
     with torch.random.fork_rng():
@@ -46,12 +46,12 @@ def state(folder: Path, kind: type[Undivided]) -> ParallelState:
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
-    result = compare_with_one_rank(state(tmp_path, Undivided), state(tmp_path, Undivided), 2)
+    result = compare_with_one_rank(state(tmp_path, UndividedModel), state(tmp_path, UndividedModel), 2)
     assert set(result.figures().values()) == {0.0} and result.update.gain == 1.0
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    result = compare_with_one_rank(state(tmp_path, Twice), state(tmp_path, Undivided), 2)
+    result = compare_with_one_rank(state(tmp_path, Twice), state(tmp_path, UndividedModel), 2)
     assert 0.9 < result.update.error < 1.1 and 1.9 < result.update.gain < 2.1 and result.weight > 0
 
 

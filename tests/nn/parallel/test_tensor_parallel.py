@@ -14,7 +14,7 @@ from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledAri
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
 from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, list_cuts
-from fp8bench.nn.shared_precisions import recipe_of
+from fp8bench.nn.shared_precisions import get_recipe
 from fp8bench.nn.sizes import SIZES, GPTConfig, list_features
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
@@ -24,7 +24,7 @@ from tests.nn.parallel.ranks import Place, ThreadedGroup, on_ranks
 
 BATCH, TOKENS, STEPS, RATE = 2, 8, 2, 0.05
 GPT2 = GPTConfig(64, 32, 1, 4, 4, 64, BATCH, TOKENS)
-LLAMA = replace(GPT2, key_heads=2, modern=True)
+LLAMA = replace(GPT2, key_heads=2, is_llama_like=True)
 Updates = dict[str, Tensor]
 
 
@@ -83,7 +83,7 @@ def trained_by(
         losses = []
         for tokens, targets in batches(config):
             loss = model.loss(tokens, targets, SilentPhases())
-            losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
+            losses.append(float(torch.stack(model._shared_group.gather_from_ranks(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.drop_gradients()
         return losses, {name: tensor - before[name] for name, tensor in model.gather_weights().items()}
@@ -123,7 +123,7 @@ def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytes
 @pytest.mark.parametrize("kind", [RecipeArithmetic, ScaledArithmetic])
 @pytest.mark.parametrize("mode", ["fp8", "fp8:scale=pow2", "fp8-delayed:history=2"])
 def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mode: str) -> None:
-    recipe = recipe_of(precisions.get(mode))
+    recipe = get_recipe(precisions.get(mode))
     torch.manual_seed(0)
     steps = [torch.cat([torch.randn(8, 32), 7 * torch.randn(8, 32)]) for _ in range(3)]
     amax = iter(())
@@ -151,7 +151,7 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
 
 def test_a_cast_that_is_done_again_asks_nobody() -> None:
     asked = []
-    plain = RecipeArithmetic(recipe_of(precisions.get("fp8")))
+    plain = RecipeArithmetic(get_recipe(precisions.get("fp8")))
     arithmetic = tensor_parallel.use_group_scales(plain, Role, lambda amax: asked.append(amax) or amax * 2)
     assert isinstance(arithmetic, RecipeArithmetic)
     x = torch.randn(4, 16)
@@ -163,12 +163,12 @@ def test_a_cast_that_is_done_again_asks_nobody() -> None:
 
 def test_scales_of_rows_and_blocks_are_of_one_ranks_values() -> None:
     for mode in ("fp8-rowwise", "mxfp8", "nvfp4"):
-        arithmetic = RecipeArithmetic(recipe_of(precisions.get(mode)))
+        arithmetic = RecipeArithmetic(get_recipe(precisions.get(mode)))
         assert tensor_parallel.use_group_scales(arithmetic, Role, lambda amax: amax) is arithmetic
 
 
 NANO = SIZES["nano"]
-GROUPED = replace(NANO, modern=True, key_heads=2)
+GROUPED = replace(NANO, is_llama_like=True, key_heads=2)
 
 
 @for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (GROUPED, 2)])

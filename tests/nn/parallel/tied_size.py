@@ -18,8 +18,8 @@ def _forgetting(job: Job) -> Division:
     from fp8bench.nn.parallel.pipeline import OneForwardOneBackward
 
     model = OneForwardOneBackward(job)
-    model.module.tied = False
+    model.module.has_tied_weight = False
     return model
 
 
-WAYS["pp_forgets_tie"] = replace(WAYS["pp_1f1b"], name="pp_forgets_tie", divide=_forgetting)
+WAYS["pp_forgets_tie"] = replace(WAYS["pp_1f1b"], name="pp_forgets_tie", make_division=_forgetting)

@@ -19,7 +19,7 @@ from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_see
 from fp8bench.features.train.values import Arm, SeedTask, Validation
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
-from fp8bench.nn.compiling import Forward, compile_model
+from fp8bench.nn.compiling import ForwardPass, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
@@ -176,7 +176,7 @@ class BuiltInModel(ArmModel):
         self.scores = Scores(task, self.settings, self._evaluation.held_out, config)
         self.tokens = config.batch * config.sequence * self.settings.micro_batches
         self.collect_parameters()
-        self._forward: Forward = self.model
+        self._forward: ForwardPass = self.model
         if self.settings.compile == "yes":
             # Compile the model now, so that no timed step includes compilation.
             with self.cached_weights.cast(SILENT):
@@ -188,7 +188,7 @@ class BuiltInModel(ArmModel):
             if isinstance(module, SelfAttention):
                 scales_queries_first = self.settings.attention == "prescaled"
                 module.core = core = EmulatedCore(
-                    self.precision.arithmetic(self.task.facts), prescaled=scales_queries_first
+                    self.precision.arithmetic(self.task.facts), scales_queries=scales_queries_first
                 )
                 for product_name, arithmetic in core.parts.items():
                     core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
@@ -199,7 +199,7 @@ class BuiltInModel(ArmModel):
         return self.windows.draw(self.task.seed, step, part_number, sequences)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
-        forward: Forward = self.model if watched else self._forward
+        forward: ForwardPass = self.model if watched else self._forward
         tokens, targets = batch
         return forward(tokens, targets, phase)
 

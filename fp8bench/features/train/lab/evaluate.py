@@ -25,7 +25,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.linear import use_arithmetics
-from fp8bench.nn.sizes import LINE, GPTConfig
+from fp8bench.nn.sizes import LINE_TOKENS, GPTConfig
 from fp8bench.protocols import Arithmetic, Layer, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.user_code import own_words
@@ -220,7 +220,7 @@ class Scores:
         """
         assert self.config is not None
         device = self.task.facts.key
-        row_length = min(-(-max(map(len, texts)) // LINE) * LINE, self.config.sequence)
+        row_length = min(-(-max(map(len, texts)) // LINE_TOKENS) * LINE_TOKENS, self.config.sequence)
         rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=device)
         return rows, torch.tensor([len(text) for text in texts], device=device)
 

@@ -17,7 +17,7 @@ from fp8bench.formats.native_codes import codes, current_scale
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.moments import Storage, make_arithmetic_storage, make_scaled_storage
+from fp8bench.nn.moments import MomentStorage, make_arithmetic_storage, make_scaled_storage
 from fp8bench.protocols import Operand
 
 # A gradient's scale is halved if more than this share of its values saturates, as in FP8-LM. Otherwise it grows by a
@@ -229,7 +229,7 @@ class HalfWeights(Weights):
         self.round_weights(parameters)
         self._free_parameters()
 
-    def _make_storage(self) -> Storage:
+    def _make_storage(self) -> MomentStorage:
         """Returns storage with power-of-two scales. With such scales, rounding a rounded weight again, for example in
         a skipped step, changes nothing.
         """
@@ -297,10 +297,10 @@ class StochasticWeights(HalfWeights):
     is set in each step.
     """
 
-    def _make_storage(self) -> Storage:
+    def _make_storage(self) -> MomentStorage:
         self._generator = torch.Generator(self._parameters[0].device)
         self._generator.manual_seed(0)
-        return Storage(
+        return MomentStorage(
             lambda x: Operand(round_to_bf16_randomly(x, self._generator)),
             lambda operand: operand.data.to(torch.float32),
         )
@@ -343,7 +343,7 @@ def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     return round_updates
 
 
-def make_state_storages(fmt: str) -> tuple[Storage, Storage] | None:
+def make_state_storages(fmt: str) -> tuple[MomentStorage, MomentStorage] | None:
     """Returns the storages of an optimizer's first and second moments between steps; None for fp32. In FP8-LM, first
     moments are stored in E4M3, and second moments in fp16 with a scale.
     """

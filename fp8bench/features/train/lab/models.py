@@ -24,7 +24,7 @@ from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import explain_uncuttable
 from fp8bench.nn.shared_workloads import explain_uncompilable
-from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
+from fp8bench.nn.sizes import LINE_TOKENS, SIZES, GPTConfig, around, gpt_around
 from fp8bench.protocols import Layer, Precision, key_of, list_map_keys
 from fp8bench.registry import precisions
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from fp8bench.nn.gpt import LanguageModel
-    from fp8bench.nn.linear import Choose
+    from fp8bench.nn.linear import ChooseArithmetic
 
 # The layers of a block with their kinds, by architecture, in the order in which they are built.
 _BLOCK_LAYERS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -104,10 +104,10 @@ def check_settings(settings: TrainerSettings) -> None:
     )
     refusals = (
         (
-            settings.arch == "cnn" and config.sequence % LINE > 0,
+            settings.arch == "cnn" and config.sequence % LINE_TOKENS > 0,
             (
-                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is not a multiple "
-                f"of {LINE}."
+                f"--arch cnn reads a text in lines of {LINE_TOKENS} tokens: --sequence {config.sequence} is not a "
+                f"multiple of {LINE_TOKENS}."
             ),
         ),
         (
@@ -278,7 +278,7 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
     size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_shares > 1)
     if settings.arch == "cnn":  # each image is padded by one line and one column of zeros
-        rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
+        rows = config.batch * (config.sequence // LINE_TOKENS + 1) * (LINE_TOKENS + 1)
         size_words = f"with the line and the column of zeros that pad each image, the batch has {rows} positions"
     if rows % multiple:
         return refused(
@@ -326,7 +326,9 @@ def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
     return f"native {precision.name} needs sides in multiples of {multiple}, but a rank has {sizes} features of a block"
 
 
-def build_model(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
+def build_model(
+    settings: TrainerSettings, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype
+) -> LanguageModel:
     """Returns the model, with float32 weights drawn by torch's default generator on its default device. `choose`
     returns the arithmetic of a layer by its name.
     """

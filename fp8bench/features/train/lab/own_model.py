@@ -24,8 +24,8 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.model_calls import loss_of, make_arguments, on_device, tensors_in
-from fp8bench.nn.own_model import Given, call_model, seed_generators
+from fp8bench.nn.model_calls import find_loss, iterate_named_tensors, make_arguments, move_to_device
+from fp8bench.nn.own_model import MakeResult, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import measure_coverage
@@ -56,7 +56,9 @@ class OwnModel(ArmModel):
         facts = task.facts
         self.batches = OwnBatches(self._name, self.user_parts, task.seed, facts)
         self._held_out = read_held_out(self._name, self.user_parts, facts)
-        self.scores = Scores(task, self.settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
+        self.scores = Scores(
+            task, self.settings, [move_to_device(batch, facts.key, copy=True) for batch in self._held_out]
+        )
         self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
         self._steps_ahead = 0  # repeated steps read batches that are this many steps further on
         self.loss_words = ""
@@ -126,7 +128,7 @@ class OwnModel(ArmModel):
         micro_batches = self.settings.micro_batches
         batch = self.batches.read((step + self._steps_ahead) * micro_batches + number)
         self.tokens = count_tokens(batch) * micro_batches
-        return on_device(batch, self.task.facts.key, copy=True)
+        return move_to_device(batch, self.task.facts.key, copy=True)
 
     def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
         return seed_generators(derive_seed("step", self.task.seed, step, number), self.task.facts)
@@ -136,7 +138,7 @@ class OwnModel(ArmModel):
             self.conversion.phase = phase
         positional, named = make_arguments(self.model, batch, self.user_parts.loss is not None)
         output = call_model(self.model, positional, named)
-        loss, self.loss_words = loss_of(self.model, batch, output, self.user_parts.loss)
+        loss, self.loss_words = find_loss(self.model, batch, output, self.user_parts.loss)
         return loss
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
@@ -145,7 +147,7 @@ class OwnModel(ArmModel):
         facts = self.task.facts
         # Dropout and samplers of a user's model draw the same numbers at every validation.
         with seed_generators(derive_seed("held-out", self.task.seed), facts):
-            copies = (on_device(batch, facts.key, copy=True) for batch in self._held_out)
+            copies = (move_to_device(batch, facts.key, copy=True) for batch in self._held_out)
             losses = [float(self.compute_loss(batch, SILENT)) for batch in copies]
         tokens = [count_tokens(batch) for batch in self._held_out]
         mean_loss = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
@@ -164,7 +166,7 @@ class OwnModel(ArmModel):
             skip=self.settings.skip,
             keys=dict(self.settings.precision_map),
             multiples=self._find_multiples(),
-        ).held
+        ).product_weights
         multiple = max(self.precision.multiples)
 
         # No layer of the unconverted copy is replaced, so all of its operations are counted.
@@ -193,7 +195,7 @@ class OwnBatches:
     """
 
     name: str
-    user_parts: Given
+    user_parts: MakeResult
     seed: int
     facts: DeviceFacts
 
@@ -249,7 +251,7 @@ class OwnBatches:
         return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
-def read_held_out(name: str, user_parts: Given, facts: DeviceFacts) -> list[Any]:
+def read_held_out(name: str, user_parts: MakeResult, facts: DeviceFacts) -> list[Any]:
     """Returns the held-out batches, which are the same in every call. Returns [] if the user's function gives none."""
     source = user_parts.held_out
     if source is None:
@@ -264,7 +266,7 @@ def read_held_out(name: str, user_parts: Given, facts: DeviceFacts) -> list[Any]
         raise UsageError(f"{name}: its held_out batches cannot be read: {own_words(error)}.") from error
 
 
-def check_batches(name: str, user_parts: Given, seed: int, facts: DeviceFacts) -> None:
+def check_batches(name: str, user_parts: MakeResult, seed: int, facts: DeviceFacts) -> None:
     """Raises UsageError if a batch is different when it is read again. Otherwise arms would train on different data."""
     first_reader, second_reader = (OwnBatches(name, user_parts, seed, facts) for _ in range(2))
     batches = [first_reader.read(number) for number in range(_COMPARED_BATCHES)]
@@ -278,8 +280,8 @@ def check_batches(name: str, user_parts: Given, seed: int, facts: DeviceFacts) -
 
 
 def is_same_batch(batch: Any, second_batch: Any) -> bool:
-    old = dict(tensors_in(batch))
-    new = dict(tensors_in(second_batch))
+    old = dict(iterate_named_tensors(batch))
+    new = dict(iterate_named_tensors(second_batch))
     return old.keys() == new.keys() and all(
         old[path].dtype == new[path].dtype and torch.equal(old[path].nan_to_num(), new[path].nan_to_num())
         for path in old
@@ -290,7 +292,7 @@ def count_tokens(batch: Any) -> int:
     """Returns the number of tokens in a batch if its first tensor has rows of integers. Otherwise returns its number
     of examples.
     """
-    first_tensor = next((tensor for _, tensor in tensors_in(batch)), None)
+    first_tensor = next((tensor for _, tensor in iterate_named_tensors(batch)), None)
     if first_tensor is None or not first_tensor.ndim:
         return 1
     has_tokens = not first_tensor.is_floating_point() and not first_tensor.is_complex() and first_tensor.ndim > 1

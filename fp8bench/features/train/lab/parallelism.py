@@ -22,7 +22,14 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import split_into_buckets
-from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, exchange, gather, scatter
+from fp8bench.nn.parallel.exchanges import (
+    FP8Group,
+    OwnedTensors,
+    RankGroup,
+    exchange_tensors,
+    gather_tokens,
+    scatter_tokens,
+)
 from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import find_cut
@@ -185,7 +192,7 @@ class FullySharded(DataParallel):
         with phase.communication:
             for bucket in self._buckets:
                 rows_kept = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
-                pieces = torch.split(self._group.all_parts(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
+                pieces = torch.split(self._group.gather_stacked(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
                 for weight, rows in zip(self._full_weights[bucket], pieces, strict=True):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
@@ -203,7 +210,7 @@ class FullySharded(DataParallel):
                 for parameter in self._full_weights[bucket]:
                     parameter.grad = None
                 rows_kept = self._stored[bucket]
-                mean_rows = self._group.own_part(rows_by_rank) / self.part_count
+                mean_rows = self._group.reduce_own_part(rows_by_rank) / self.part_count
                 for parameter, piece in zip(
                     rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
                 ):
@@ -295,14 +302,16 @@ class ZeroTensors(FullySharded):
         return self._owned_tensors.select_own_items(values)
 
     def load_weights(self, phase: Phases) -> None:
-        self._owned_tensors.distribute(
+        self._owned_tensors.send_updated_tensors(
             [parameter.detach() for parameter in self._stored],
             [weight.detach() for weight in self._full_weights],
             phase,
         )
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
-        means = self._owned_tensors.average([gradient_or_zeros(weight) for weight in self._full_weights], phase)
+        means = self._owned_tensors.average_gradients(
+            [gradient_or_zeros(weight) for weight in self._full_weights], phase
+        )
         for weight in self._full_weights:
             weight.grad = None
         for parameter, mean in zip(self._stored, means, strict=True):
@@ -324,11 +333,11 @@ class BF16Group(RankGroup):
     were sent.
     """
 
-    def all_parts(self, x: Tensor) -> Tensor:
-        return super().all_parts(_to_16_bits(x)).to(x.dtype)
+    def gather_stacked(self, x: Tensor) -> Tensor:
+        return super().gather_stacked(_to_16_bits(x)).to(x.dtype)
 
-    def own_part(self, parts: Tensor) -> Tensor:
-        return super().own_part(_to_16_bits(parts)).to(parts.dtype)
+    def reduce_own_part(self, parts: Tensor) -> Tensor:
+        return super().reduce_own_part(_to_16_bits(parts)).to(parts.dtype)
 
 
 def _to_16_bits(x: Tensor) -> Tensor:
@@ -352,14 +361,14 @@ class SequenceParallel(TensorParallel):
         token_group = self.token_group
 
         def divide_tokens(x: Tensor) -> Tensor:
-            return token_group.take_share(x).contiguous()
+            return token_group.take_token_share(x).contiguous()
 
-        share_blocks(model, self._config, token_group, gather, scatter)
+        share_blocks(model, self._config, token_group, gather_tokens, scatter_tokens)
         model.blocks[0].register_forward_pre_hook(
-            lambda _, inputs: (exchange(inputs[0], divide_tokens, token_group.gather), *inputs[1:])
+            lambda _, inputs: (exchange_tensors(inputs[0], divide_tokens, token_group.gather_tokens), *inputs[1:])
         )
         model.norm.register_forward_pre_hook(
-            lambda _, inputs: (exchange(inputs[0], token_group.gather, divide_tokens),)
+            lambda _, inputs: (exchange_tensors(inputs[0], token_group.gather_tokens, divide_tokens),)
         )
 
     def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:

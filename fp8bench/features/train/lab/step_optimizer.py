@@ -36,7 +36,7 @@ from fp8bench.features.train.lab.low_precision import (
 from fp8bench.features.train.lab.rates import find_clip_group, find_parameter_kind, find_rate_factor
 from fp8bench.features.train.request import UNSUPPORTED_OPTIMIZERS, TrainerSettings, parse_clip, parse_optimizer
 from fp8bench.features.train.values import State
-from fp8bench.nn.moments import Storage, split_into_buckets
+from fp8bench.nn.moments import MomentStorage, split_into_buckets
 from fp8bench.protocols import Operand
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
@@ -87,7 +87,7 @@ class Bucket:
     parameters: list[Tensor]
     holders: Tensors
     place: int | None = None
-    storages: tuple[Storage, Storage] | None = None
+    storages: tuple[MomentStorage, MomentStorage] | None = None
     _stored_states: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
 
     def begin_states(self) -> None:
@@ -122,7 +122,7 @@ class Bucket:
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
                     self._stored_states[parameter, name] = self._find_storage(name).store(state.pop(name))
 
-    def _find_storage(self, name: str) -> Storage:
+    def _find_storage(self, name: str) -> MomentStorage:
         assert self.storages is not None
         return self.storages[_STATE_NAMES.get(name) == "second moment"]
 

@@ -49,7 +49,7 @@ from fp8bench.model import Params
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.convolution import BatchNorm
-from fp8bench.nn.whole_layers import WholeLayers
+from fp8bench.nn.whole_layers import LibraryArithmetic
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
@@ -283,7 +283,7 @@ class WatchedStep:
 
     def _attach_hooks(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
-        has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
+        has_arithmetic = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, LibraryArithmetic)
         if isinstance(arithmetic, Arithmetic) and has_arithmetic:
             stack.callback(setattr, module, "arithmetic", arithmetic)
             watched = WatchedArithmetic(arithmetic, partial(self._record_cast, path, arithmetic), turned=False)

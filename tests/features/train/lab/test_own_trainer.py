@@ -28,7 +28,7 @@ from fp8bench.features.train.values import (
     make_empty_text,
 )
 from fp8bench.model.raw import Settings
-from fp8bench.nn.own_model import parse_given
+from fp8bench.nn.own_model import parse_make_result
 from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
 from tests.counts import for_each
 from tests.facts import CPU
@@ -134,7 +134,7 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
     from fp8bench.nn.own_model import seed_generators
 
     with seed_generators(seed, CPU):
-        given = parse_given("own", make(), seed)
+        given = parse_make_result("own", make(), seed)
     batches = OwnBatches("own", given, seed, CPU)
     losses = []
     assert given.optimizer is not None and given.schedule is not None
@@ -227,9 +227,9 @@ def test_a_model_that_changes_its_input_changes_no_batch() -> None:
 
 
 def test_epochs_are_shuffled_anew_and_batches_read_in_any_order() -> None:
-    with_seed = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
+    with_seed = OwnBatches("own", parse_make_result("own", MAKERS["loader"]()), 3, CPU)
     read = [with_seed.read(place)[0] for place in range(11)]
-    again = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
+    again = OwnBatches("own", parse_make_result("own", MAKERS["loader"]()), 3, CPU)
     for place in (9, 2, 10, 0):
         assert torch.equal(again.read(place)[0], read[place])
     assert not torch.equal(read[0], read[5])
@@ -315,7 +315,7 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
         assert (rows(lab.advance(arm, 6)) == rows(plain.advance(arm, 6))) == (arm == "untouched")
     arithmetics: Any = lab._trainers["fp8"].arithmetics
     for arithmetic in arithmetics.values():
-        scales = {role.value: float(scale.last.scale) for role, scale in arithmetic.scales.items()}
+        scales = {role.value: float(scale.last_pair.scale) for role, scale in arithmetic.scales.items()}
         assert scales == {"input": 448 / 4, "weight": 448 / 0.5, "gradient": 57344 / 2}
     assert len(arithmetics) == 2
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
