@@ -143,7 +143,7 @@ def find_series(word: str, history: History) -> str:
     if names:
         name_list = "".join(f"\n  {name}" for name in names)
         raise UsageError(f"{word!r:.80} matches {len(names)} series. Give more of the name:{name_list}")
-    excluded = f" Not in the history: {'; '.join(history.left)}." if history.left else ""
+    excluded = f" Not in the history: {'; '.join(history.left_out_reasons)}." if history.left_out_reasons else ""
     raise UsageError(f"no series has {word!r:.80} in its name.{excluded} `fp8bench history list` names them all.")
 
 

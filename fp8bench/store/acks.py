@@ -1,5 +1,5 @@
-"""Stores acknowledgements, which are changes that a person has accepted. They are in `<store>/acks.jsonl`, one per
-line. Lines are only appended.
+"""Stores acknowledgements: changes of a series that a person has accepted. The file `<store>/acks.jsonl` has one
+acknowledgement per line, and lines are only appended.
 
 A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, the setting
 `acks.jsonl merge=union` merges the files of two machines.
@@ -20,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Undo:
-    """Withdraws the acknowledgement that has this id."""
+    """A line of the file that withdraws the acknowledgement with this `id`."""
 
     id: str
     when: str
@@ -28,8 +28,8 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """The valid acknowledgements, oldest first. `troubles` lists the lines of the file that were left out, with the
-    reason.
+    """The valid acknowledgements, oldest first. `troubles` has a sentence for each line of the file that was left
+    out.
     """
 
     acks: tuple[Ack, ...] = ()

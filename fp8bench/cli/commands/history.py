@@ -26,7 +26,7 @@ from fp8bench.report.terminal.history import (
     trend_page,
     trends_page,
 )
-from fp8bench.store.commit_runs import UNREADABLE
+from fp8bench.store.commit_runs import UNREADABLE_FILE
 from fp8bench.store.runs.listing import iterate_newest_files, list_unreadable_folders, listing
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import list_tracked_metrics
@@ -95,7 +95,12 @@ def run(arguments: argparse.Namespace) -> int:
     store = check_store_exists(arguments.store, TERMINAL, reads_all)
     if arguments.subcommand == "verify":
         verification = verify_store(store)
-        tell(arguments, partial(faults_page, verification.faults, verification.sound, verification.files, str(store)))
+        tell(
+            arguments,
+            partial(
+                faults_page, verification.faults, verification.run_files_without_fault, verification.files, str(store)
+            ),
+        )
         return EXIT_FAILED if any(fault.broken for fault in verification.faults) else EXIT_OK
     function_by_command = {
         "list": _list,
@@ -113,7 +118,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     # 1. Read the history. With --runs this is not needed, because listing run files is faster.
     history = None if arguments.runs else read_history(store, TERMINAL)
     if history is not None:
-        has_results = bool(history.runs or history.left)
+        has_results = bool(history.runs or history.left_out_reasons)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
     # 2. If the store has no results, explain how to begin, or that its files may not be read.
@@ -129,20 +134,23 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = store_and_import_options(arguments)
-    tell(arguments, partial(trends_page, endings, str(store), history.runs, history.commits, history.left, options))
+    tell(
+        arguments,
+        partial(trends_page, endings, str(store), history.runs, history.commits, history.left_out_reasons, options),
+    )
     return EXIT_OK
 
 
 def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
-    skipped = files.left
+    skipped = files.left_out_reasons
     # 1. List the runs whose line contains the word, and count unreadable files.
     for path in files.files:
         try:
             run = load_run(path)
         except StoreError:
-            skipped[UNREADABLE] += 1
+            skipped[UNREADABLE_FILE] += 1
             continue
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
@@ -165,7 +173,7 @@ def _list_other_results(store: Path, skipped: Counter[str]) -> dict[str, list[st
             try:
                 lines_by_kind.setdefault(kind.name, []).append(line())
             except StoreError:
-                skipped[UNREADABLE] += 1
+                skipped[UNREADABLE_FILE] += 1
     return lines_by_kind
 
 
@@ -207,8 +215,8 @@ def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.store.merge_stores import rebuild_asv_view
 
     view = rebuild_asv_view(store)
-    tell(arguments, partial(asv_files_page, str(store), len(view.files), view.series, view.runs, view.left))
-    return _complain_all(view.failed, view.aside)
+    tell(arguments, partial(asv_files_page, str(store), len(view.files), view.series, view.runs, view.left_out_reasons))
+    return _complain_all(view.failed, view.renamed_files)
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -229,7 +237,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     tell(arguments, partial(merge_page, f"{store}: imported {other_store}", counts))
     for note in merged.notes:
         complain(note)
-    return _complain_all([*merged.failed, *view.failed], view.aside)
+    return _complain_all([*merged.failed, *view.failed], view.renamed_files)
 
 
 def _complain_all(failures: Sequence[str], files_set_aside: Iterable[Path]) -> int:

@@ -247,13 +247,13 @@ def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> N
     file = load_results(path)
     (said,) = file.troubles
     assert said.startswith("the row 'foreign' was left out (") and trouble in said and len(said) < 300
-    assert list(file.rows) == [name for name, _, _ in BENCHMARKS] and file.broken == {"foreign": cells}
+    assert list(file.rows) == [name for name, _, _ in BENCHMARKS] and file.unreadable_rows == {"foreign": cells}
     save_results(path, file)
     assert plain(path)["results"]["foreign"] == cells
     assert replace(load_results(path), rows={}) == replace(file, rows={})
     sound = replace(file, rows={**file.rows, "foreign": file.rows[BENCHMARKS[0][0]]})
     save_results(path, sound)  # measuring again restores its meaning
-    assert load_results(path).rows == sound.rows and not load_results(path).broken
+    assert load_results(path).rows == sound.rows and not load_results(path).unreadable_rows
 
 
 TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {

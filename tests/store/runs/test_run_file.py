@@ -146,7 +146,7 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
     slots = (SlotSample(0, ((1, 2), (3,)), 0.1, 0.1),)
     ragged = replace(RECORDS[0], timing=Timing(Segments(("cast", "gemm"), (0, 0)), slots))
     again = load_run(written(tmp_path, records=[ragged, RECORDS[1]]))
-    assert again.records == (RECORDS[1],) and "does not have the 2 cells of its segments" in again.troubles[0]
+    assert again.records == (RECORDS[1],) and "does not have a time for each of the 2 cells" in again.troubles[0]
 
 
 def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
