@@ -23,7 +23,7 @@ from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.model import CELL_PHASES, Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import REMARK_LABELS
 from fp8bench.report.panels import together
 from fp8bench.report.words.legend import LABELS
 from fp8bench.store.runs.run_file import _FIELDS_NOT_IN_HEADER
@@ -179,7 +179,7 @@ def metrics_page() -> str:
 
 def labels_page() -> str:
     def grade(label: Any) -> str:
-        return "remark" if label in REMARKS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
+        return "remark" if label in REMARK_LABELS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
 
     rows = [(code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in LABELS.items()]
     return (

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import find_fastest, is_decided
-from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, to_original_error
 from fp8bench.files import check_folder
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
@@ -48,7 +48,7 @@ from fp8bench.model import Case, Ceilings, DeviceFacts, Group, Interval, Plan, R
 from fp8bench.model.raw import Settings
 from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import BENCH, Cell
-from fp8bench.model.stopping import is_brisk, rule_for
+from fp8bench.model.stopping import is_run_brisk, make_stopping_rule
 from fp8bench.model.words import MEASURING_CEILINGS
 from fp8bench.plan.cells import make_cell, restrict_to_cell
 from fp8bench.plan.corpus import Corpus
@@ -380,7 +380,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
                         f"{planned.case.id} cannot be measured: not enough memory for it and a copy ({fault}). "
                         "Choose a smaller one."
                     ) from None
-                raise as_usage(fault) from None
+                raise to_original_error(fault) from None
     return remarks
 
 
@@ -411,9 +411,9 @@ def budget_share(budget: float | None, start: float, remaining_parts: int) -> fl
 def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Method:
     """Returns how the groups of a run are measured. `_measure_group` adds what differs between groups."""
     request, switches = run.request, ready.switches
-    is_brisk_run = is_brisk(request.brisk, request.budget, len(run.plan.groups))
+    is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
     return Method(
-        rule=rule_for(request.quick, request.rounds, request.budget, is_brisk_run),
+        rule=make_stopping_rule(request.quick, request.rounds, request.budget, is_brisk_run),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
@@ -436,7 +436,7 @@ def _measure_group(
 ) -> tuple[Record, ...]:
     """Measures one group. `budget` is the number of seconds for it, and `untimed` counts its operators."""
     request, facts = run.request, {device.key: device for device in run.devices}
-    method = replace(method, rule=rule_for(request.quick, request.rounds, budget, method.brisk))
+    method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:
         eager = Quantisers("the suite is about numbers, and compiles none")
         method = replace(method, windows=None, quantisers=eager)

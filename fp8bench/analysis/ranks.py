@@ -321,7 +321,7 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
     if (overlap := find_overlap(record)) is not None:
-        yield _make_metric(specs.EXPOSED, overlap.exposed)
+        yield _make_metric(specs.EXPOSED_TIME, overlap.exposed)
         yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden, 100.0)
     if (idle := measure_bubble(record)) is not None:
         yield Metric(specs.BUBBLE, idle.measured * 100)

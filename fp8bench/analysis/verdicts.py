@@ -242,7 +242,7 @@ def _estimate_noise_floor(
 
 def verdict_band(aa: Interval | None) -> float:
     """Returns the half-width of the band around 1. A case inside the band is neither faster nor slower."""
-    return max(BAND, aa.clearance) if aa is not None else BAND
+    return max(BAND, aa.distance_from_one) if aa is not None else BAND
 
 
 def decide_verdict(interval: Interval, band: float, same: float = SAME) -> Verdict:

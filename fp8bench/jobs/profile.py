@@ -12,7 +12,7 @@ from fp8bench.errors import NotSent, UsageError
 from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
-from fp8bench.model.run import PROFILE
+from fp8bench.model.run import PROFILE_ORIGIN
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, execute, worker_for
@@ -64,7 +64,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
     compiled = ("compile", ("yes",)) in request.axes
     try:
         request = replace(request, shares=request.shares or not (request.quick or compiled))
-        return execute(request, store, observer, command, PROFILE, note=note)
+        return execute(request, store, observer, command, PROFILE_ORIGIN, note=note)
     finally:
         LOADED_MODELS.clear()
 

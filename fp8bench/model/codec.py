@@ -1,8 +1,8 @@
 """Converts frozen dataclasses to JSON values and back, by their type hints.
 
 Unknown keys are ignored and missing keys get their defaults, so that files of other versions can be read.
-`collect_ignored_names` collects the names of ignored fields. Supported types are dataclasses, enums, tuples, mappings
-of scalars, and None.
+`collect_ignored_names` collects the ignored keys. Supported types are scalars, None, enums, dataclasses, tuples, and
+mappings of scalars.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SCHEMA = 1
 _ONLY_INTEGERS = {int}
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _ONLY_LISTS = {list}
-# The types whose values often repeat within a run, so that equal values share one object, and the largest number of
-# shared objects of a type.
+# The values of these types often repeat within a run, so equal values share one object. The number is the most objects
+# of a type that are kept to be shared.
 _SHARED_TYPES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MAX_SHARED_VALUES = 1000
 
@@ -40,11 +40,11 @@ _ignored: ContextVar[set[str]] = ContextVar("_ignored")
 
 
 class Malformed(ValueError):
-    """A value does not fit its type."""
+    """A JSON value does not fit the type as which it is decoded."""
 
 
 def encode(value: Any) -> Any:
-    """Returns a value as JSON values. Infinity and NaN, which JSON lacks, become strings."""
+    """Converts a value to JSON values. Infinity and NaN, which JSON lacks, become strings."""
     kind = type(value)
     # Most values are plain numbers and strings.
     if kind in _PLAIN_TYPES:
@@ -52,7 +52,7 @@ def encode(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return str.__str__(value)  # a MetricSpec is a string too: store its name
+        return str.__str__(value)  # a MetricSpec is a string too: only its name is stored
     if dataclasses.is_dataclass(kind):
         return {name: encode(getattr(value, name)) for name in _list_field_names(kind)}
     if isinstance(value, Enum):
@@ -74,7 +74,7 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
 
 
 def decode(kind: type[T], plain: Any) -> T:
-    """Returns a value of type `kind` from JSON values. Raises Malformed with the path to a wrong value."""
+    """Converts JSON values to a value of type `kind`. Raises Malformed with the path to the first wrong value."""
     try:
         return cast(T, _make_decoder(cast(Any, kind))(plain))
     except Malformed as error:
@@ -83,8 +83,8 @@ def decode(kind: type[T], plain: Any) -> T:
 
 @contextmanager
 def collect_ignored_names() -> Iterator[set[str]]:
-    """Yields a set that collects the names of non-empty fields which `decode` ignores, because their type has no such
-    field.
+    """A context with a set that collects the names of the fields that `decode` ignores, because the type has no such
+    field. Empty fields are not collected.
     """
     names: set[str] = set()
     token = _ignored.set(names)
@@ -96,10 +96,9 @@ def collect_ignored_names() -> Iterator[set[str]]:
 
 @cache
 def _make_decoder(kind: Any) -> Callable[[Any], Any]:
-    """Builds the function that decodes one type. The result is cached, because a run has hundreds of thousands of
-    values.
+    """Makes the function that decodes one type. It is cached, because a run has hundreds of thousands of values.
 
-    The function raises Malformed with the path to the wrong part of its value. Each caller puts its own part of the
+    The made function raises Malformed with the path from its value to the wrong part. Each caller adds its part of the
     path in front.
     """
     origin = typing.get_origin(kind)
@@ -112,7 +111,7 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
         return _make_mapping_decoder(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
         decode_one = _make_dataclass_decoder(cast(type, kind))
-        # Values that repeat are decoded once and shared. This is safe because they are frozen.
+        # Equal values are decoded once and share one object. This is safe, because the objects are frozen.
         return _share_equal_values(decode_one) if cast(type, kind).__name__ in _SHARED_TYPES else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _make_enum_decoder(kind)
@@ -129,7 +128,7 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
         for key, item in plain.items():
             try:
                 values[key] = decode_one(item)
-            # Each level puts its name in front of the path in the message.
+            # Put the key in front of the path in the message.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -138,8 +137,7 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
 
 
 def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps `decode` so that equal input, bit for bit, gives the same frozen object. 1, 1.0 and True count as
-    different."""
+    """Wraps `decode` so that equal input gives the same frozen object. 1, 1.0 and True count as different input."""
     cache: dict[bytes, tuple[Any, set[str]]] = {}
 
     def decode_once(plain: Any) -> Any:
@@ -148,7 +146,7 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except ValueError:  # the value is nested too deeply
             return decode(plain)
         if key not in cache:
-            # Clear a full cache completely. This costs little, because a run repeats its values within a few records.
+            # Clear a full cache completely. This costs little, because values repeat within a few records.
             if len(cache) >= _MAX_SHARED_VALUES:
                 cache.clear()
             with collect_ignored_names() as names:
@@ -180,15 +178,15 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         if field.default is missing and field.default_factory is missing
     )
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}
-    # Fill in the fields of classes without checks directly: a run has thousands of values, and frozen classes are
-    # slow to create.
+    # If a class has no checks, fill in its fields directly: a run has thousands of values, and calling a frozen class
+    # is slow.
     plain_defaults = len(defaults) + len(required) == len(decoders)
     skips_init = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
             raise Malformed(": expected an object")
-        # Newer versions may have added fields, and older versions may lack them; all of these files must be readable.
+        # A file of a newer version may have unknown fields, and a file of an older one may lack fields.
         is_complete = plain.keys() == field_names.keys()
         values = plain.copy() if is_complete else {name: plain[name] for name in field_names if name in plain}
         if len(values) < len(plain):
@@ -204,7 +202,7 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
         try:
-            # The class has rejected its values, so put the path in front of its message.
+            # If the class rejects its values, make its message one that has a path.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None
@@ -297,13 +295,13 @@ def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     return decode
 
 
-# Modules that define values: those of this package, and `values` of features.
+# The modules that define frozen values: those of this package, and the module `values` of each feature.
 _VALUE_MODULES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 def _find_enum_member(kind: object, name: str) -> Enum:
-    """Returns the member of an enum with this name, and refuses any other attribute. Python before 3.11.4 pickles a
-    member as an access to an attribute.
+    """Returns the member of an enum with this name, and refuses any other attribute. This replaces getattr, as which
+    Python before 3.11.4 pickles a member.
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
@@ -311,10 +309,10 @@ def _find_enum_member(kind: object, name: str) -> Enum:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles the frozen values that a worker answers with, and nothing else."""
+    """Unpickles the frozen values in the answers of a worker, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # a name with a dot could reach into modules that this module has imported
+        # Refuse a name with a dot: it could reach into modules that this module has imported.
         if _VALUE_MODULES.fullmatch(module) and "." not in name:
             value = super().find_class(module, name)
             if isinstance(value, type) and value.__module__ == module:

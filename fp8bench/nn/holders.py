@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model.step import part_of
+from fp8bench.model.step import find_transformer_part
 from fp8bench.protocols import Layer, key_of, list_map_keys
 
 LINEAR = "linear"
@@ -82,7 +82,7 @@ class ProductWeight:
 
     @property
     def group(self) -> str:
-        return "" if self.head else part_of(self.name)
+        return "" if self.head else find_transformer_part(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """Returns the weight as a layer that a precision map can name. If the weight has several paths, the map's

@@ -16,7 +16,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError
 from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
-from fp8bench.model.file_names import safe
+from fp8bench.model.file_names import make_safe
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
 
@@ -108,4 +108,4 @@ def ceilings_file_name(environment: Environment, device: DeviceFacts) -> str:
     setting_texts = [
         str(setting) for setting in _list_settings(environment, device).values() if setting not in (None, "")
     ]
-    return f"{safe(' '.join(['whole', *setting_texts]))}.json"
+    return f"{make_safe(' '.join(['whole', *setting_texts]))}.json"

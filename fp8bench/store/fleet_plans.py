@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import LOCK as LOCK_FILE
+from fp8bench.files import LOCK_FILE_NAME as LOCK_FILE
 from fp8bench.files import Damaged, is_locked, open_file, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode

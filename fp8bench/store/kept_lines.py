@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, append_lines, digest_of, keeping, read_file, sealed_line, unsealed_line
+from fp8bench.files import Damaged, append_lines, digest_checksums, keeping, read_file, sealed_line, unsealed_line
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
@@ -245,7 +245,9 @@ def _is_digest_correct(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
     a digest. Removes the digest from the line.
     """
     digest = end.content.pop("digest", None) if "end" in end.content else None
-    return digest is None or digest == digest_of(line.sum for line in lines if line.written_number < end.written_number)
+    return digest is None or digest == digest_checksums(
+        line.sum for line in lines if line.written_number < end.written_number
+    )
 
 
 def check_schema(content: Content, path: Path) -> None:

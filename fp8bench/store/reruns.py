@@ -33,8 +33,9 @@ MIN_COMPARISONS = 4
 _OTHER_CASES_WEIGHT = 2
 # The typical variance is this quantile of the cases' variances, weighted by comparisons.
 _VARIANCE_QUANTILE = 2 / 3
-# An interval reaches at most this many times as far from its point as any two runs of one case were apart. In the runs
-# of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the long run.
+# To cover the spread of runs, an interval reaches at most this many times as far from its point as any two runs of one
+# case were apart. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the
+# long run.
 _MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2

@@ -13,8 +13,8 @@ from dataclasses import replace
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
-from fp8bench.model.ranks import BACKENDS, ranks_in_words
-from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, reserved_name_reason, spec_of
+from fp8bench.model.ranks import RANK_LIBRARIES, describe_ranks
+from fp8bench.model.specs import METRICS, RELATIVE_TIMES, MetricSpec, reserved_name_reason, spec_of
 from fp8bench.plan.checked_workload import checked_axes, expand_cases, user_errors_as_usage
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
@@ -43,7 +43,8 @@ def list_tracked_metrics(grid: Grid) -> tuple[MetricSpec, ...]:
     errors = [spec_of(name) for name in grid.errors]
     specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
     return tuple(
-        replace(spec, unit=units.RATIO if spec in RATIOS else ASV_UNITS.get(spec.unit, spec.unit)) for spec in specs
+        replace(spec, unit=units.RATIO if spec in RELATIVE_TIMES else ASV_UNITS.get(spec.unit, spec.unit))
+        for spec in specs
     )
 
 
@@ -66,7 +67,7 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
         if len(values) > 1:
             values_by_name[name] = tuple(values)
     if grid.ranks:
-        values_by_name["ranks"] = tuple(ranks_in_words(ranks, kind) for kind in BACKENDS for ranks in grid.ranks)
+        values_by_name["ranks"] = tuple(describe_ranks(ranks, kind) for kind in RANK_LIBRARIES for ranks in grid.ranks)
     return values_by_name
 
 
@@ -97,7 +98,7 @@ def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict
     if facts.ranks not in (ranks or (1,)):
         return {}
     names = [name for name in list_parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
-    ranks_cell = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
+    ranks_cell = (describe_ranks(facts.ranks, facts.kind),) if ranks else ()
     cells = {}
     with user_errors_as_usage(workload):
         for displayed_values, params in _iterate_cells(workload, facts):

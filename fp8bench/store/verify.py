@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, parse_json, read_file, unseal
+from fp8bench.files import PARTIAL_SUFFIX, is_locked, parse_json, read_file, unseal
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_path, load_acks
 from fp8bench.store.kept_lines import SEALED_FILE_PATTERNS, parse_file_lines
@@ -140,7 +140,7 @@ def _check_seal(path: Path) -> Iterator[Fault]:
 
 
 def _make_foreign_file_fault(path: Path) -> Fault:
-    if path.name.endswith(PARTIAL):
+    if path.name.endswith(PARTIAL_SUFFIX):
         return Fault(
             str(path), "it is an unfinished file of a run or a merge that was killed", _INSPECT_REMEDY, broken=False
         )

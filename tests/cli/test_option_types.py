@@ -17,7 +17,7 @@ from fp8bench.cli.option_types import parse_sessions, path, precision_map
 from fp8bench.cli.options import add_request_options
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
+from fp8bench.model.request import HOW_TO_MEASURE, check_fields, option, options_of, whole_number
 from tests.counts import for_each
 
 
@@ -75,7 +75,7 @@ class More(Request):
 @pytest.fixture
 def parser() -> Parser:
     parser = Parser(prog="fp8bench suite")
-    add_request_options(parser.add_argument_group(HOW), More)
+    add_request_options(parser.add_argument_group(HOW_TO_MEASURE), More)
     return parser
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Reruns, Status, Support, Verdict
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import REMARK_LABELS
 from fp8bench.report.case_status import Standing, describe_intervals, find_standing, speed_up, standing_tone
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
@@ -39,7 +39,7 @@ def result(
         (result(Verdict.SAME), Standing.SAME, Tone.PLAIN),
         (result(Verdict.UNSURE), Standing.UNSURE, Tone.DOUBT),
         (result(Verdict.NONE), Standing.UNTIMED, Tone.DOUBT),
-        *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
+        *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARK_LABELS)),
         (result(Verdict.FASTER, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
         (result(Verdict.REFERENCE, reference=True), Standing.REFERENCE, Tone.PLAIN),
         (result(Verdict.REFERENCE, reference=True, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
@@ -67,7 +67,7 @@ def test_an_interval_names_the_runs_behind_it(own_runs: int | None, words: str) 
     assert describe_intervals([case]) == f"the 99% interval of any run, from {words}"
 
 
-@for_each("label", sorted(set(Label) - REMARKS))
+@for_each("label", sorted(set(Label) - REMARK_LABELS))
 @for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     labelled = result(verdict, label)

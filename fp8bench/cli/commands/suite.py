@@ -27,7 +27,7 @@ from fp8bench.measure.handle import start_workers_early
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.measure.windows import count_windows, window_rule_for
 from fp8bench.model import Plan, Request, Run
-from fp8bench.model.request import HOW, NVTX, PROFILERS, WHAT, whole_number
+from fp8bench.model.request import HOW_TO_MEASURE, NVTX, PROFILERS, WHAT_TO_MEASURE, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
@@ -67,8 +67,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a suite, several with commas, all, or a .py file that defines suites; `fp8bench list` names suites; or "
         "ceilings, which measures the machine's peaks",
     )
-    add_request_options(parser.add_argument_group(WHAT))
-    how_group = parser.add_argument_group(HOW)
+    add_request_options(parser.add_argument_group(WHAT_TO_MEASURE))
+    how_group = parser.add_argument_group(HOW_TO_MEASURE)
     add_request_options(how_group)
     how_group.add_argument(
         "--sessions",

@@ -27,8 +27,8 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
-from fp8bench.model.file_names import stamp
-from fp8bench.model.stopping import rule_for
+from fp8bench.model.file_names import format_start_time
+from fp8bench.model.stopping import make_stopping_rule
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.checked_workload import checked_axes
 from fp8bench.plan.make import choose_devices, make_plan
@@ -124,7 +124,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
         # 3. Measure all arms in one group. The machine's drift then affects all of them in the same rounds.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
-            rule=rule_for(request.quick, request.rounds, request.budget),
+            rule=make_stopping_rule(request.quick, request.rounds, request.budget),
             # Arms are compared only at the end, so no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
@@ -256,7 +256,7 @@ def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: fl
 
 def store_ablation(ablation: Ablation, store: Path) -> Ablation:
     """Writes the ablation into the store, and returns it with its path."""
-    path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
+    path = store / "ablations" / f"{format_start_time(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
     with keeping(f"the ablation {path}", "Choose another --store DIR."):
         write_whole(path, compact(seal(encode(replace(ablation, path="")))) + "\n")
     return replace(ablation, path=str(path))

@@ -12,7 +12,7 @@ from fp8bench.cli.outputs import CommandResult, check_outputs, in_store
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.request import PERCENT
+from fp8bench.model.request import PERCENT_RULE
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--least",
-        type=types.number(PERCENT),
+        type=types.number(PERCENT_RULE),
         default=10.0,
         metavar="PERCENT",
         help="smallest gain of a step that is worth adopting a precision for; default 10",

@@ -25,7 +25,7 @@ from fp8bench.errors import (
     WorkerError,
     WorkerFault,
     WorkerHung,
-    as_usage,
+    to_original_error,
 )
 from fp8bench.features.audit.values import (
     Audit,
@@ -158,7 +158,7 @@ def audit(
         try:
             declared_signature = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
-            raise as_usage(fault) from None
+            raise to_original_error(fault) from None
         signature = signature or declared_signature
         if signature is None:
             raise UsageError(
@@ -173,7 +173,7 @@ def audit(
             try:
                 return facts, worker.within(_AUDIT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
-                cause = as_usage(error) if isinstance(error, WorkerFault) else error
+                cause = to_original_error(error) if isinstance(error, WorkerFault) else error
                 if not isinstance(cause, WorkerError):
                     raise cause from None
                 has_raised = isinstance(cause, WorkerFault)

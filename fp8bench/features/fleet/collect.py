@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, keeping, lock_folder, make_store, read_file
+from fp8bench.files import PARTIAL_SUFFIX, is_locked, keeping, lock_folder, make_store, read_file
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import find_cell_number, store_plan
 from fp8bench.store.merge_stores import CopyOutcome, copy_each_run, copy_run, find_store
@@ -79,7 +79,7 @@ def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             problem = "is not a run file, or is in a wrong folder"
-            if path.name.endswith(PARTIAL):
+            if path.name.endswith(PARTIAL_SUFFIX):
                 problem = "is the rest of a run that never started"
             yield f"{path} {problem}. It was not taken."
 

@@ -42,7 +42,7 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME
+from fp8bench.model.specs import COUNTS, MEAN_TIME, RELATIVE_MEAN_TIME, RELATIVE_TIME, TIME
 from fp8bench.model.stopping import LEAST_ROUNDS, QUICK_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
@@ -209,7 +209,7 @@ class Remeasurer:
         duel = replace(duel, results=tuple(results))
         figures = {case_and_metric(figure): figure for figure in (*comparisons(duel), *compare_means(duel))}
         # Both sides are timed in the same rounds, so the change of a time is also that of its ratio to the reference.
-        for metric, relative in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
+        for metric, relative in ((TIME, RELATIVE_TIME), (MEAN_TIME, RELATIVE_MEAN_TIME)):
             figures |= {(case, relative): figure for (case, name), figure in figures.items() if name == metric}
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
-from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
+from fp8bench.errors import StoreError, UsageError, WorkerFault, to_original_error
 from fp8bench.features.infer.fits import LineDraws, fastest, find_crossing, fit_line
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -114,7 +114,7 @@ def _ask_worker(worker: Worker, name: str, *arguments: Any) -> Any:
     try:
         return getattr(cast(Any, worker.within(_WORKER_SECONDS)), name)(*arguments)
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
 
 
 def complete_question(question: ServingQuestion) -> ServingQuestion:

@@ -33,7 +33,7 @@ from fp8bench.measure.handle import Worker, claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
 from fp8bench.plan.checked_workload import checked_products
@@ -80,7 +80,7 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
 
 def store_study(study: Study, store: Path) -> Study:
     """Writes the study into the store, and returns it with its path."""
-    path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
+    path = store / "sensitivity" / f"{format_start_time(study.started)}-{secrets.token_hex(4)}.json"
     with keeping(f"the study {path}", "Choose another --store DIR."):
         write_whole(path, compact(seal(encode_study(study))) + "\n")
     return replace(study, path=str(path))

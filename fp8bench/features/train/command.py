@@ -30,7 +30,7 @@ from fp8bench.features.train.request import (
 from fp8bench.features.train.values import KeptTraining, ModelSweep, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model.request import PERCENT
+from fp8bench.model.request import PERCENT_RULE
 
 _ALLOWED_WITH_RESUME = {
     "--resume",
@@ -93,7 +93,7 @@ def _add_length_options(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--margin",
-        type=types.number(PERCENT),
+        type=types.number(PERCENT_RULE),
         default=100 * _DEFAULTS.margin,
         metavar="PERCENT",
         help="the largest tolerated loss gap, in percent of the reference's loss; default 1",

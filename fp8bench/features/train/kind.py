@@ -35,7 +35,7 @@ from fp8bench.features.train.values import (
 from fp8bench.files import (
     LineWriter,
     compact,
-    digest_of,
+    digest_checksums,
     keeping,
     lock,
     open_file,
@@ -47,7 +47,7 @@ from fp8bench.files import (
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import (
     Content,
@@ -108,7 +108,9 @@ class TrainingWriter(LineWriter):
         """Stores a point where the training can be resumed. Points whose checkpoints are still needed stay stored."""
         # The checkpoint of this point is already on disk.
         name = folder.name if folder is not None else ""
-        point = ResumePoint(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
+        point = ResumePoint(
+            number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_checksums(self._sums)
+        )
         # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
         # damaged.
         earlier_points = [old for old in self.points if old.number == number and old.step < step]
@@ -143,7 +145,7 @@ _STAYING_EVENTS = ("resumed", "restarted", "out")
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
     commit = str(training.environment.get("commit") or "nocommit")[:8]
-    folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
+    folder = store / "trainings" / f"{format_start_time(training.started)}-{commit}-{training.id}"
     return TrainingWriter.start(folder / STREAM, {"schema": SCHEMA, "training": encode(training)})
 
 
@@ -187,7 +189,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
 
     def is_reached(point: ResumePoint) -> bool:
         start = parse_file_lines(stream[: point.length])
-        return point.length <= len(stream) and not start.lost and digest_of(start.sums) == point.digest
+        return point.length <= len(stream) and not start.lost and digest_checksums(start.sums) == point.digest
 
     return tuple(filter(is_reached, points)) or (first_point,)
 

@@ -12,7 +12,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import is_no_folder
 from fp8bench.model.request import (
     KNOWN_SCALES,
-    MEMORY_SIZE,
+    MEMORY_SIZE_RULE,
     REQUEST_RULES,
     Request,
     Rule,
@@ -467,7 +467,7 @@ class TrainingRequest:
     )
     own_batch: int | None = option(
         None,
-        MEMORY_SIZE,
+        MEMORY_SIZE_RULE,
         "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
         LENGTH,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, to_original_error
 from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
 from fp8bench.features.train.beginnings import prepare_text, resolve_beginnings
 from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
@@ -169,7 +169,7 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
     try:
         coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(training.make_task(tuple(training.compared_arms)))
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
     by_coverage = together((coverage, name) for name, coverage in coverages)
     sentences: list[str] = []
     for coverage, names in by_coverage.items():
@@ -187,7 +187,7 @@ def _build_reference(training: Training, worker: Worker) -> ArmState:
             # a metric that fails should fail before any step
             call_lab(worker, FIRST_CALL_SECONDS).validate(reference.name, True)
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
     (state,) = states
     return state
 

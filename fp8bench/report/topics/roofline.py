@@ -86,7 +86,7 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         return
     if ceiling.rates:
         # If repetitions of a measurement differ much, the real peak may be higher than the measured one.
-        uncertain_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
+        uncertain_rates = [rate for rate in ceiling.rates if rate.runs and not rate.is_steady]
         rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in uncertain_rates)
         uncertainty = f". Some may be higher, because repeated measurements differ: {rates_text}" if rates_text else ""
         yield f"Ceilings were measured here{uncertainty}."
@@ -205,7 +205,7 @@ def describe_spread(rate: Rate) -> str:
     """Returns how much the runs of a measured peak differ, as 'spread 1.5% over 5 runs'. Notes if they differ too
     much.
     """
-    bound_remark = "" if rate.steady else ": no bound"
+    bound_remark = "" if rate.is_steady else ": no bound"
     return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{bound_remark}"
 
 

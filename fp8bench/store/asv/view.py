@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
-from fp8bench.files import LOCK_SECONDS, PARTIAL, lock_folder
+from fp8bench.files import LOCK_SECONDS, PARTIAL_SUFFIX, lock_folder
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.model.run import BENCH
 from fp8bench.store.asv.files import (
@@ -56,7 +56,7 @@ _ABANDONED_SECONDS = 3600.0
 
 def remove_abandoned_files(folder: Path) -> None:
     """Removes unfinished files whose writers were killed."""
-    for path in folder.glob(f".*{PARTIAL}"):
+    for path in folder.glob(f".*{PARTIAL_SUFFIX}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                 path.unlink()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
+from fp8bench.files import LineWriter, end_last_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
 from fp8bench.model import (
     CELL_PHASES,
     Environment,
@@ -37,7 +37,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import (
     Content,
     FileLines,
@@ -252,7 +252,7 @@ def infer_plan(records: Sequence[Record]) -> Plan:
 def file_name(run: Run) -> str:
     """Returns the name of a run's file: start, commit and id. Runs of a commit are found by this name."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
-    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
+    return f"{format_start_time(run.started)}-{commit}-{run.id}.jsonl"
 
 
 def folder_name(run: Run) -> str:
@@ -307,7 +307,7 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     try:
         file = open_file(path, "a+b")
         lock_run(file, path)
-        end_line(file)
+        end_last_line(file)
     except OSError as error:
         raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
     writer = RunWriter(path, file)

@@ -24,7 +24,17 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.lab.step_optimizer import derive_seed
 from fp8bench.features.train.request import TrainerSettings, find_start_file
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
-from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    MEMORY_BYTES,
+    PARTIAL_SUFFIX,
+    keeping,
+    open_file,
+    parse_json,
+    read_file,
+    seal,
+    unseal,
+    write_whole,
+)
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
@@ -62,7 +72,7 @@ class _DigestingFile:
 
 def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         # The user can make room on a full disk, as the error asks, and resume the training.
         with keeping(f"the checkpoint {target}", "Make room, and resume."):
