@@ -291,7 +291,9 @@ class LineWriter:
 
     @classmethod
     def start(cls, path: Path, head: dict[str, Any]) -> Self:
-        """Creates and locks a file that already has its first line, so that no other process ever sees an empty file."""
+        """Creates and locks a file that already has its first line, so that no other process ever sees an empty
+        file.
+        """
         partial = path.with_suffix(PARTIAL_SUFFIX)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -104,7 +104,9 @@ class Registry(Generic[T]):
             )
 
     def _check_attributes(self, name: str, leaf: type[T]) -> None:
-        """Raises an error if an attribute is missing or has the wrong type, so that this is not noticed only in a run."""
+        """Raises an error if an attribute is missing or has the wrong type, so that this is not noticed only in a
+        run.
+        """
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
                 f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_qualified_name(leaf)} from it."

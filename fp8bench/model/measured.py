@@ -1,4 +1,6 @@
-"""The results of a case, and the ceilings of its device: the highest measured rates, with which results are compared."""
+"""The results of a case, and the ceilings of its device: the highest measured rates, with which results are
+compared.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """What a callable receives as the operands of a product: values that it casts itself, or codes with their scales."""
+    """What a callable receives as the operands of a product: values that it casts itself, or codes with their
+    scales.
+    """
 
     VALUES = "values"
     CODES = "codes"

@@ -58,7 +58,9 @@ def try_reading(read: Callable[[], Reading]) -> Read:
 
 
 def describe_missing_readings(*several: Readings) -> list[str]:
-    """Returns why readings are missing, one text per reason with the names of the readings: 'ecc, mig: not supported'."""
+    """Returns why readings are missing, one text per reason with the names of the readings: 'ecc, mig: not
+    supported'.
+    """
     names: dict[str, dict[str, None]] = {}
     for readings in several:
         for name, read in readings.items():

@@ -108,7 +108,9 @@ def _show_exact(unit: str = "") -> Callable[[float], str]:
 
 
 def time_of_phase(phase: str) -> str:
-    """Returns the name of the figure for a phase's time, such as 'time_gemm', where the phase has no separate column."""
+    """Returns the name of the figure for a phase's time, such as 'time_gemm', where the phase has no separate
+    column.
+    """
     return f"time_{phase}"
 
 

@@ -327,7 +327,9 @@ class Coverage:
         return sum(product.calls for product in self.others if product.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns the FLOPs of each kind of holder, the kind with the most FLOPs first: (all FLOPs, converted FLOPs)."""
+        """Returns the FLOPs of each kind of holder, the kind with the most FLOPs first: (all FLOPs, converted
+        FLOPs).
+        """
         flops_by_kind: dict[str, tuple[int, int]] = {}
         for holder in self.holders:
             all_flops, converted = flops_by_kind.get(holder.kind, (0, 0))

@@ -1,6 +1,6 @@
-"""Resolves a request before anything slow starts: its suites, its text, and switches from environment variables.
+"""Resolves a request before anything slow starts: finds its suites and its text, and reads environment variables.
 
-All names and variables are read here, so that a wrong one is refused before a worker starts.
+All names and variables are read here, so that a wrong name or value is refused before a worker starts.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WARM_UP_SECONDS, SHORT_WARM_UP_SECONDS = 30.0, 5.0
 
 @dataclass(frozen=True)
 class Switches:
-    """Settings of a run from environment variables.
+    """Settings of a run that environment variables can change.
 
-    `why_eager` is the reason why quantisers are not compiled, or ''. With `ceilings`, the highest rates of a device
-    are measured if they are not stored yet. `warm_up_seconds` limits how long a device may take to settle. With
-    `tapes`, operators are recorded. With `tapes_apart`, this happens in a separate worker, which takes seconds to
-    start. With `second`, a second worker starts.
+    `why_eager` is the reason why quantisers are not compiled, or ''. If `ceilings` is True, the highest rates of a
+    device are measured, unless they are stored already. `warm_up_seconds` limits how long a device may take to settle.
+    If `tapes` is True, operators are recorded; if `tapes_apart` is True, a separate worker does this, which takes
+    seconds to start. If `second` is True, a second worker starts for untimed passes.
     """
 
     why_eager: str
@@ -44,14 +44,16 @@ class Switches:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A request whose names have been checked, with its suites."""
+    """A request whose names have been checked, its suites, and its switches from environment variables."""
 
     request: Request
     suites: tuple[Workload, ...]
     switches: Switches
 
     def corpus(self, store: Path, write: bool = True) -> Corpus | None:
-        """Returns the text that the suites read, or None. With `write`, also writes its tokens into the store."""
+        """Returns the text that the suites read, or None if they read none. If `write` is True, also writes the tokens
+        of the text into the store.
+        """
         reads_text = any(suite.uses_corpus for suite in self.suites)
         return prepare_corpus(self.request.data, store / "data", write) if reads_text else None
 
@@ -62,23 +64,23 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     suites = check_names(request)
     is_hurried = request.brisk or request.budget is not None
     switches = read_switches(environ, request.quick, is_hurried, request.tape)
-    if request.brisk:  # measuring ceilings would take longer than measuring a brisk group
+    if request.brisk:  # a brisk group takes less time than measuring ceilings
         switches = replace(switches, ceilings=False)
     return Resolved(request, suites, switches)
 
 
 def read_switches(
-    environ: Mapping[str, str], quick: bool = False, budgeted: bool = False, tape: bool = False
+    environ: Mapping[str, str], quick: bool = False, has_budget: bool = False, tape: bool = False
 ) -> Switches:
-    """Returns the switches from environment variables. Quick runs and runs with a budget measure less. With `tape`,
-    operators are recorded regardless of the variables.
+    """Reads the switches from environment variables. In a quick run, or a run with a budget, fewer things are switched
+    on. With `tape`, operators are recorded regardless of the variables.
     """
     compiles_quantisers = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
     eager_reason = "--quick compiles none" if quick else ""
     ceilings = is_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
     warms_up = is_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
     records_tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
-    warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or budgeted else WARM_UP_SECONDS
+    warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or has_budget else WARM_UP_SECONDS
     return Switches(
         why_eager=eager_reason if compiles_quantisers else f"{QUANTISERS_VARIABLE}=eager compiles none",
         ceilings=ceilings and not quick,

@@ -242,7 +242,7 @@ def test_the_text_s_identity_is_part_of_the_case() -> None:
 
 def test_a_backend_that_no_precision_takes_is_told() -> None:
     notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
-    assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
+    assert notes[0] == ("--backend te has no effect: only low precisions have a backend, and this run has bf16",)
     assert not any("--backend" in note for note in notes[1])
 
 
