@@ -1,4 +1,4 @@
-"""The commands of fp8bench as Python calls, for scripts and notebooks."""
+"""Defines Python calls for the commands that measure and read runs, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _DISPLAY_WIDTH = 100
 
 
 class Run(model.Run):
-    """A stored run as the Python calls return it, with a display for notebooks."""
+    """A run as the Python calls return it, with pandas frames and a display for notebooks."""
 
     def __str__(self) -> str:
         return layout.render(replace(self._page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
@@ -107,8 +107,7 @@ def run(
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
-    # 2. If there are several sessions, each session is stored as a run. The last run combines the intervals of all
-    # sessions.
+    # 2. Measure. Of several sessions, each one is stored as a run, and the last run combines the intervals of all.
     measure = partial(execute_sessions, request, sessions=count, pause=pause)
     measure = measure if count > 1 else partial(execute, request)
     return _measure_run(measure, store, observer, progress, report, log)
@@ -142,14 +141,14 @@ def _choose_observer(observer: Observer | None, progress: bool) -> AbstractConte
 def _write_outputs(
     run: model.Run, store: Path, prints_notes: bool, report: bool, log: Sequence[LogTarget] = ()
 ) -> None:
-    """Writes what the command line also writes after a run: history, report and logged scalars. A run that was not
+    """Writes the history, the report and the logged figures after a run, as the command line does. A run that was not
     stored gets no report.
     """
     outputs = RequestedOutputs(Pages() if report and run.path else None, log)
     after_run(run, store, outputs, TERMINAL.note if prints_notes else SILENT.note)
 
 
-# Fields of `Request` that `profile` does not accept, or accepts under another name.
+# The keywords of `run` that `profile` does not accept, or for which it declares its own parameter.
 _FIELDS_NOT_IN_PROFILE = {
     "suite",
     "dtypes",
@@ -198,7 +197,7 @@ def profile(
     batch: what the forward of a live model takes
     loss: a function of a live model's output, if its forward returns no loss
     """
-    # A live model is sent to the worker. A model that is given by name is made in the worker.
+    # A live model is sent to the worker. A model that is named by its function is made in the worker.
     is_live = not isinstance(model, str)
     if is_live == (batch is None) or (loss is not None and not is_live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")

@@ -1,4 +1,4 @@
-"""The whole flow of a run: request -> device facts -> plan -> measurements -> history -> run.
+"""Measures a run from request to result: request -> device facts -> plan -> measurements -> stored run.
 
 Analysis and reports start from the returned Run, or from its stored file. This module prints nothing.
 """
@@ -64,7 +64,7 @@ from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete
 
 Sessions = Mapping[str, tuple[Interval, ...]]
 NO_SESSIONS: Sessions = MappingProxyType({})
-# The origin of a run in which the gate measures selected cases of an earlier run again.
+# The `origin` of a run in which the gate measures selected cases of an earlier run again.
 REMEASURED_ORIGIN = "gate"
 
 
@@ -81,18 +81,18 @@ def execute(
     begun: Sequence[ProcessWorker] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Plans, measures and stores a run. Every group of cases is stored before the next one starts.
+    """Plans, measures and stores a run. Every group of cases is stored before the next group starts.
 
-    `origin` is the command that made the request. The run records the commit of the repository that contains
-    `folder`, by default the working directory. `note` is stored with the run. `cell` is a part of a fleet's plan with
-    its name. If it is given, only the group of this cell is measured. `sessions` holds for each case the ratios that
-    earlier sessions of the same request measured. `begun` are workers from `start_workers_early`, and `meanwhile` is
-    called while they import torch.
+    `origin` is the command that made the request. The run records the commit of the repository around `folder`, by
+    default the working directory. `note` is stored with the run. If `cell` is given, the name and content of a cell of
+    a fleet's plan, only the group of this cell is measured. `sessions` has the ratios that earlier sessions of the same
+    request measured, by case. `begun` are workers from `start_workers_early`, and `meanwhile` is called while they
+    import torch.
 
     An interrupt (Ctrl-C) ends the run early: finished work is stored and returned, with `finished` False. If the
-    store fails during the run, raises NotKept, which holds the run.
+    store cannot be written during the run, raises NotKept, which has the run.
     """
-    # 1. Refuse requests that cannot be measured, before any worker starts.
+    # 1. Refuse a request that cannot be measured, before any worker starts. Then make the plan.
     request = add_stored_scales(request, store)
     with _prepare_run(request, store, observer, begun=begun) as ready:
         meanwhile()
@@ -105,7 +105,7 @@ def execute(
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
     """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
-    unfinished after another interrupt. `store` is used if the run's file is not in a store.
+    unfinished if it is interrupted again. `store` is used only if the run's file is not in a store.
     """
     run = load_run(path)
     # Refuse a damaged file first, because resuming would append to it.
@@ -116,7 +116,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     refuse_missing_files(run)
     store = store_of(path) or store
     with _prepare_run(run.request, store, observer) as ready:
-        # Check that machine, versions and environment are the same: a run must not mix different conditions.
+        # Check that machine, versions and environment are unchanged: a run must not mix different conditions.
         facts = ready.timing.probe()
         environment = gather(ready.timing.software(), __version__, run.request.threads, _list_user_code(run.request))
         plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
@@ -124,15 +124,16 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # load the run again: this leaves out the records of interrupted groups
+        run = load_run(path)  # without the records of groups that are measured again
         return True, _measure_groups(run, find_incomplete_groups(run), writer, ready)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
-    """Measures again all groups of a run that contain one of `cases`, in a fresh process. Returns a separate run in
-    `store`.
+    """Measures again all groups of a run that contain one of `cases`, in a fresh process. Returns a new run, which is
+    stored in `store`.
 
-    Raises UsageError if the conditions differ from those of the run, for example another machine, commit or torch.
+    Raises UsageError if the conditions differ from those of the earlier run: for example, another machine, commit or
+    version of torch.
     """
     refuse_lost_header(run)
     refuse_missing_files(run)
@@ -151,7 +152,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
-    """Returns the plan of a run, and the devices of this machine. Measures nothing."""
+    """Returns the plan that a run of the request would have, and the devices of this machine. Measures nothing."""
     request = add_stored_scales(request, store)
     with _prepare_run(request, store, SilentObserver(), write=False) as ready:
         facts = ready.timing.probe()
@@ -159,7 +160,7 @@ def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, .
 
 
 def _measure_new_run(run: Run, ready: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS) -> Run:
-    """Shows the plan, stores the header of the run and measures all groups."""
+    """Reports the plan to the observer, stores the header of the run and measures all groups."""
     ready.observer.planned(run.plan)
     writer = start_run(run, ready.store)
     for text in notes:
@@ -170,22 +171,22 @@ def _measure_new_run(run: Run, ready: RunResources, notes: Iterable[str] = (), s
 def _measure_groups(
     run: Run, groups: Sequence[Group], writer: RunWriter, ready: RunResources, sessions: Sessions = NO_SESSIONS
 ) -> Run:
-    """Measures the groups one by one. Each group is stored before the next one begins."""
+    """Measures the groups one after the other, each of which is stored before the next one begins. Returns the run."""
     noted_runs: set[str] = set()
     measured: list[Record] = []
     try:
         ready.wait_for_second()
         method = _choose_method(run, groups, ready)
         for index, group in enumerate(groups):
-            # Note other runs on this machine as soon as they appear, because two runs disturb each other.
+            # Note other runs that measure into this store at the same time, because two runs disturb each other.
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
             budget = budget_share(run.request.budget, ready.start, len(groups) - index)
             untimed = _choose_counting_worker(run, group, method.brisk, ready, is_last=group is groups[-1])
             records = _measure_group(group, run, method, budget, ready, untimed)
-            # Differences between earlier runs of the same cases widen the intervals. This run becomes one of the
-            # earlier runs afterwards.
+            # Add how much earlier runs of the same cases differ, which widens the intervals. Below, this run is added
+            # to the earlier runs.
             with_earlier = add_rerun_spreads(records, run, ready.store)
             finished = [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
             measured += finished
@@ -199,7 +200,7 @@ def _measure_groups(
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # a run whose file has no end line also counts as unfinished
+        ):  # without this line, too, the run counts as unfinished
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
@@ -210,10 +211,10 @@ def _measure_groups(
 
 
 def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dict[str, Ceilings]:
-    """Returns the ceilings (highest measured rates) of each device for this run's number of threads. They are read
-    from the store or measured now. Devices for which neither is possible are left out.
+    """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
+    store or measured now. A device for which neither is possible is left out.
     """
-    if run.request.ranks is not None:  # the ranks run in several processes, which would share a rate
+    if run.request.ranks is not None:  # one process reaches a ceiling that several ranks would share
         return {}
     first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
 
@@ -229,7 +230,7 @@ def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dic
             ceilings = find_or_measure_ceilings(
                 ready.store, run.environment, device, partial(measure, device) if ready.switches.ceilings else None
             )
-        except WorkerError:  # continue without a ceiling, in a fresh worker
+        except WorkerError:  # continue without the ceilings of this device, in a fresh worker
             ready.timing.restart()
             continue
         if ceilings is not None:
@@ -238,15 +239,17 @@ def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dic
 
 
 def _list_running_cases(groups: Iterable[Group]) -> list[Case]:
-    """Returns the cases that are measured, without those that the plan skips."""
+    """Returns the cases of the groups that will be measured, without the cases that the plan skips."""
     return [planned.case for group in groups for planned in group.cases if planned.runs]
 
 
 class RunResources(NamedTuple):
-    """The store, the switches, the text, the meters and the workers of a run, which began at `start`.
+    """What a run needs while it is measured: the store, the switches, the text that suites read, the energy meters and
+    the workers. `start` is the time at which the run began.
 
-    `timing` is the worker that times steps, and `untimed` runs the untimed passes. `counting` counts allocations, if
-    that was requested. `second` is the same worker as `untimed`, if it may run while the timing worker works.
+    `timing` is the worker that times steps, and `untimed` is the worker that runs untimed passes. `counting` is a
+    worker that counts allocations, if this was requested. If untimed passes may run while `timing` works, `second` is
+    the worker `untimed`; otherwise it is None.
     """
 
     store: Path
@@ -267,7 +270,7 @@ class RunResources(NamedTuple):
     def wait_for_second(self) -> None:
         """Waits until the second worker has imported torch, so that its import does not disturb the timing."""
         if self.second is not None:
-            with contextlib.suppress(WorkerError):  # the next request to the worker reports the reason
+            with contextlib.suppress(WorkerError):  # the next request to the worker will report the error
                 self.second.within(START_SECONDS).versions(())
 
 
@@ -275,8 +278,8 @@ class RunResources(NamedTuple):
 def _prepare_run(
     request: Request, store: Path, observer: Observer, write: bool = True, begun: Sequence[ProcessWorker] = ()
 ) -> Iterator[RunResources]:
-    """Refuses impossible requests, then starts the workers, unless `begun` already holds them. During the body, no
-    other run measures in this process.
+    """A context with the resources for a run. Refuses an impossible request, then starts the workers, unless `begun`
+    already has them. In this context, no other run can measure in this process.
     """
     start = time.monotonic()
     with ExitStack() as stack:
@@ -285,14 +288,14 @@ def _prepare_run(
         if write:
             if request.trace in PROFILERS:
                 raise UsageError(
-                    f"{request.trace} has to be started around this process, which `fp8bench suite` does. Elsewhere, "
+                    f"{request.trace} must start this process, as `fp8bench suite` does. Elsewhere, "
                     f"start your script or command under {request.trace} and give --trace {NVTX} (trace={NVTX!r})."
                 )
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
-            check_store(store)  # create a new store before the corpus is written into it
+            check_store(store)  # creates a new store, into which the corpus is written
         corpus = resolved.corpus(store, write)
-        # Start the workers now. They import torch, which takes seconds, while this process continues.
+        # Start the workers now: they import torch, which takes seconds, while this process continues.
         if not begun and write:
             begun = stack.enter_context(start_workers_early(request, resolved.switches.second))
         timing, untimed = (
@@ -312,7 +315,9 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 @contextmanager
 def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """Yields the worker for a request, and closes it at the end. `begun` is a worker that was started earlier."""
+    """A context with the worker for a request, which is closed at the end. `begun` is a worker that was started
+    earlier.
+    """
     settings = worker_settings(request, corpus)
     if begun is not None:
         worker: Worker = begun
@@ -329,14 +334,16 @@ def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | N
 
 
 def _list_user_code(request: Request) -> tuple[str, ...]:
-    """Returns the modules and files whose code a run measures: imported ones, and those of callables."""
+    """Returns the modules and files with a user's code that a run uses: those of --import, and in `bench` the files of
+    the compared callables.
+    """
     callables = (request.reference or "", *request.dtypes) if request.suite == BENCH else ()
     files = (name.rpartition(":")[0] for name in callables)
     return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
 
 
 def _open_run(request: Request, ready: RunResources, command: str, folder: Path | None, compares: bool = True) -> Run:
-    """Returns a run with its header. Only the overheads of measuring have been measured by then."""
+    """Returns a new run without records: plans it, and collects its environment and the overheads of measuring."""
     worker = ready.timing
     facts = worker.probe()
     plan = make_plan(request, facts, ready.text, compares)
@@ -345,7 +352,7 @@ def _open_run(request: Request, ready: RunResources, command: str, folder: Path 
     ready.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
-        # Leave out settings of devices that the run does not use: they would make equal runs look different.
+        # Record the settings of used devices only: those of other devices would make equal runs look different.
         if fact.key in used_devices:
             environment = environment.also(read_device_settings(fact, ready.meters.of(fact)))
     return Run(
@@ -364,8 +371,8 @@ def _open_run(request: Request, ready: RunResources, command: str, folder: Path 
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
-    """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for
-    impossible cases, and returns remarks on the other cases.
+    """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for an
+    impossible case, and returns remarks on the other cases.
     """
     devices, remarks = {fact.key: fact for fact in facts}, list[str]()
     for planned in (case for group in plan for case in group.cases if case.runs):
@@ -391,25 +398,25 @@ def now() -> str:
 def _choose_counting_worker(
     run: Run, group: Group, is_brisk_run: bool, ready: RunResources, is_last: bool
 ) -> Worker | None:
-    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually it is
-    the untimed worker. After the last group it may be the timing worker, which is then free.
+    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually this is
+    the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
-        return None  # the earlier run already counted the operators of these cases
+        return None  # counted in the earlier run, and not countable with ranks
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
     return ready.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else ready.untimed
 
 
 def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
-    """Returns the seconds for each of `remaining_parts`: an equal part of what is left of the budget. The budget
-    started at `start`.
+    """Returns the seconds for each of the remaining parts of a run: an equal share of what is left of the budget. The
+    budget began at the time `start`. Returns None without a budget.
     """
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
 def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Method:
-    """Returns how the groups of a run are measured. `_measure_group` adds what differs between groups."""
+    """Returns how all groups of a run are measured. `_measure_group` changes this for single groups."""
     request, switches = run.request, ready.switches
     is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
     return Method(
@@ -434,7 +441,9 @@ def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Me
 def _measure_group(
     group: Group, run: Run, method: Method, budget: float | None, ready: RunResources, untimed: Worker | None
 ) -> tuple[Record, ...]:
-    """Measures one group. `budget` is the number of seconds for it, and `untimed` counts its operators."""
+    """Measures one group. `budget` is the number of seconds for the group, and `untimed` is the worker that counts the
+    operators of its steps.
+    """
     request, facts = run.request, {device.key: device for device in run.devices}
     method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:

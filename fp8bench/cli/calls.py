@@ -1,8 +1,9 @@
-"""Offers commands as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
+"""Makes Python calls of commands: `fp8bench.gate(a, b, thresholds=f)` does what `fp8bench gate A B --thresholds F`
+does.
 
-A call is turned into words for the command's parser. So Python and the command line have the same options, defaults,
-limits and errors. The parser also provides the signature and the help of a call. The types for editors are in
-`fp8bench/__init__.pyi`, and tests/house/test_python_signatures.py compares these with the parser.
+The arguments of a call are turned into words for the command's parser. So Python and the command line have the same
+options, defaults, limits and errors. The parser also provides the signature and the help of a call. The types for
+editors are in `fp8bench/__init__.pyi`, and tests/house/test_python_signatures.py compares them with the parser.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import RequestOption, name_fields, options_of
 
-# Options that determine how a result is printed. A call has none of these, because it returns the result instead.
+# The options that determine how a result is printed. A call has none of them, because it returns the result.
 _PRINT_OPTIONS = {"help", "help_all", "json", "csv", "md", "all", "explain"}
 _PARAMETER = inspect.Parameter
 
@@ -37,7 +38,7 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         _check_keywords(name, keywords, (*options, "progress"))
-        # Begin with fixed words of the command, as `suite` in `duel suite`.
+        # Begin with the words that every command line of this command has, such as `suite` in `duel suite`.
         typed_words: list[str] = []
         for option in options.values():
             if not option.option_strings:
@@ -126,7 +127,7 @@ def _function_address(function: Callable[..., Any]) -> str:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# For each type that a parser returns, the type that a caller may pass.
+# For each type that a parser returns, the types that a Python caller may pass.
 _ACCEPTED_TYPES = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
@@ -137,15 +138,15 @@ _ACCEPTED_TYPES = {
 
 
 def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[F], F]:
-    """Returns a decorator that lets a function accept the fields of request classes as keywords.
+    """Returns a decorator that adds the fields of request classes to the keywords of a function.
 
-    The fields become part of the signature. A wrong keyword raises UnknownName, which suggests the nearest right
-    keyword.
+    The keywords become part of the function's signature. A wrong keyword raises UnknownName, which suggests the most
+    similar keyword.
     """
 
     def add_options(function: F) -> F:
         signature = inspect.signature(function)
-        # 1. Take the declared parameters of the function, without its **options.
+        # 1. Take the parameters that the function declares, except **options.
         parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
@@ -166,7 +167,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
             _check_keywords(function.__name__, keywords, parameters)
             return function(*values, **keywords)
 
-        # help() and editors read the signature from this attribute.
+        # Set the attribute from which help() and editors read the signature.
         vars(call)["__signature__"] = signature.replace(parameters=list(parameters.values()))
         return cast(F, call)
 
@@ -179,7 +180,7 @@ def fields_by_keyword(kind: type) -> dict[str, Field[Any]]:
 
 
 def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a request's fields from a caller's keywords."""
+    """Returns the values of a request's fields by name, parsed from the keywords that a Python caller gave."""
     field_by_keyword = fields_by_keyword(kind)
     field_values: dict[str, Any] = {}
     for word, value in keywords.items():
@@ -212,7 +213,9 @@ def _literal_type(words: Iterable[object]) -> str:
 
 
 def python_keyword(action: argparse.Action) -> str:
-    """Returns the keyword of an option in Python. It is the name of the request's field, or the option's own name."""
+    """Returns the keyword of an option in Python calls: that of the request's field if it has one, or the option's
+    name.
+    """
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
     fallback = action.dest if not words or words[0].startswith("no_") else words[0]
     return name_fields(Request).get(action.dest, fallback)
@@ -231,14 +234,14 @@ def python_type(action: argparse.Action) -> str:
 
 
 def _parser_type(action: argparse.Action) -> str:
-    """Returns the type, as text, of the values that an option's parser returns."""
+    """Returns the name of the type of the values that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned_type = parser.__annotations__["return"] if parser is not None else name
     return re.sub(r"^Callable\[\[str\], (.*)\]$", r"\1", returned_type)
 
 
-# Most calls have the options of the command with the same name. These calls have the options of other commands.
+# Most calls have the options of the command with the same name. The calls listed here have those of other commands.
 _COMMANDS_OF_CALL = {
     "run": ("suite",),
     "profile": ("profile", "suite"),
@@ -249,7 +252,7 @@ _COMMANDS_OF_CALL = {
     "compare_streams": ("train",),
 }
 _COMMON_HELP = {
-    "progress": "False: nothing on stderr about how far it has come",
+    "progress": "False: no progress on stderr",
     "observer": "an object that receives the progress instead of stderr",
 }
 
@@ -257,7 +260,7 @@ _COMMON_HELP = {
 def explain_arguments(name: str, call: Callable[..., Any]) -> None:
     """Appends a line for each argument to the docstring of a call.
 
-    If the docstring does not explain an argument, its text is the help of the command's option.
+    An argument that the docstring does not explain is explained by the help of the command's option.
     """
     parameters = inspect.signature(call).parameters
     help_by_argument, description_lines = dict(_COMMON_HELP), []

@@ -1,7 +1,7 @@
 """Runs the command line: finds the command, parses its options, and turns errors into a sentence and an exit code.
 
-For `--help`, a bare `list` and bad usage, only light modules are imported. Each command imports its heavy modules
-when it runs, so that a mistyped name is answered in a tenth of a second instead of two seconds.
+For `--help`, `list` without arguments and wrong usage, only small modules are imported. Each command imports its large
+modules when it runs, so that a mistyped name is answered in a tenth of a second instead of two seconds.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fp8bench.measure.interrupts import treat_end_signals_as_interrupts
 from fp8bench.suggestions import meant_name
 
 DEFAULT_STORE = ".fp8bench"
-# The verbs by which the help groups commands. The description of a command begins with one of them.
+# The help groups commands by these verbs. The description of a command begins with its verb.
 VERBS = ("measure", "understand", "decide", "guard", "machine")
-# Each core command is a module of cli/commands with the functions add(parser) and run(arguments). EXAMPLES are
-# optional. FIRST_OPTIONS are optional, too: if the command has many options, --help shows only these.
+# Each core command is a module of cli/commands with the functions add(parser) and run(arguments). The module may have
+# EXAMPLES. If the command has many options, it may have FIRST_OPTIONS: --help then shows only these.
 _CORE_COMMANDS = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
     "profile": "measure: measure your model unchanged and in low precision",
@@ -46,7 +46,7 @@ _CORE_COMMANDS = {
     "store": "machine: delete files of a store that no result needs",
     "completion": "machine: print a completion script for bash or zsh",
 }
-# The package to install for a module whose name differs from its package.
+# The package to install for a missing module, if the package has a different name than the module.
 _PACKAGE_OF_MODULE = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
 _FEATURES = {name.replace("_", "-"): name for name in feature_names()}
 COMMANDS = (*_CORE_COMMANDS, *_FEATURES)
@@ -79,10 +79,10 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that answers bad usage with one sentence, and suggests the nearest correct word.
+    """An argparse parser that answers wrong usage with one sentence, which suggests the most similar correct word.
 
-    Its help groups commands by verb and shows examples. If a command has many options, the help lists only the usual
-    ones.
+    Its help groups commands by verb and shows examples. If a command has many options, the help lists only the common
+    options.
     """
 
     examples: Sequence[str] = ()
@@ -91,7 +91,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *words: Any, **keywords: Any) -> None:
         super().__init__(*words, **keywords)
-        if self.add_help:  # --help-all is only listed if --help hides some options
+        if self.add_help:  # --help-all is hidden, unless set_examples gives it a help text
             self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def error(self, message: str) -> NoReturn:
@@ -102,12 +102,12 @@ class Parser(argparse.ArgumentParser):
         if invalid_choice:
             wrong, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
             nearest = meant_name("choice", wrong, choices)
-            # The user may leave out the only possible word, as `suite` in `duel suite gemm`.
+            # The user may have left out the only possible word, such as `suite` in `duel suite gemm`.
             if len(choices) == 1 and wrong not in COMMANDS:
                 nearest = f"{choices[0]} {wrong}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
         suggestion = shlex.split(example)
-        # If only an option is missing, suggest the typed command with this option.
+        # If only an option is missing, suggest the command that the user typed with this option added.
         if " are required: --" in message:
             suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         optional_actions = {*self._actions} - {*required_actions}
         formatter.add_usage(
             self.usage, [_OPTIONS_IN_USAGE, *required_actions] if len(optional_actions) > 2 else required_actions, []
-        )  # the parser has options besides --help
+        )  # OPTION ... is shown only if there are options besides --help and --help-all
         formatter.add_text(self.description)
         if self.examples:
             example_lines = "".join(f"\n  {example}" for example in self.examples)
@@ -153,7 +153,7 @@ class Parser(argparse.ArgumentParser):
             yield group.title, listed_actions
 
 
-# Takes the place of all options in the usage line.
+# Stands for all options in the usage line.
 _OPTIONS_IN_USAGE = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
 
 
@@ -165,7 +165,7 @@ class _HelpAll(argparse.Action):
 
 
 def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Yields each verb with its commands. Subcommands have no verb. Their title is "commands"."""
+    """Yields each verb with its commands. Subcommands have no verb, and come under the title "commands"."""
     commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
@@ -177,7 +177,7 @@ def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, l
 def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
     command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
     if command:
-        # If an option comes before the command, argparse takes the value of the option for the command.
+        # If an option comes before the command, argparse mistakes the value of the option for the command.
         error = UnknownName("command", command[2][:80], subparsers_by_name(parser))
         return f"{error} Options follow the command."
     missing = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
@@ -190,7 +190,7 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
-    """Yields the help of each missing argument, as 'RUN: an id, a name, a path, or 'last''."""
+    """Yields the help of each missing argument, such as 'RUN: an id, a name, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         option_names = set(action.option_strings) or {str(action.metavar or action.dest)}
@@ -212,7 +212,9 @@ def subparsers_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Ar
 
 
 def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words of a command line. For an unknown option, raises UnknownName in the name of its command."""
+    """Parses the words of a command line. Raises UnknownName for an unknown option, and refers to the help of the
+    command.
+    """
     arguments: argparse.Namespace
     arguments, unknown = parser.parse_known_args(words)
     if not unknown:
@@ -256,16 +258,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return EXIT_FAILED
     except BrokenPipeError:
-        silence_stdout()  # the program that reads this output has closed the pipe
+        silence_stdout()  # the reader of a pipe has closed it
         return EXIT_OK
-    # Run a user's script here, after the error handlers above, so that its exits, signals and exceptions reach the
+    # Run a user's script here, outside of the error handlers above, so that its exits, signals and exceptions reach the
     # shell.
     return code if isinstance(code, int) else code()
 
 
 def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
-    """Returns a command line to paste after an error: the corrected command line, the one that the error names, or
-    one that prints help. Returns an empty sequence if none fits.
+    """Returns a command line that the user can paste after an error: the corrected command line, the command that the
+    error suggests, or one that prints help. Returns an empty sequence if the error's text already has a command.
     """
     if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
         return ("fp8bench", *corrected)
@@ -276,10 +278,8 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
 
 
 def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
-    """Returns the words of a command line with the wrong word replaced. Returns [] if no word contains the wrong
-    word.
-    """
-    # Prefer a word that is the wrong one, or lists it, to an earlier word that contains it (file.py:int8).
+    """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
+    # Replace the wrong word where it stands alone or in a list, even if an earlier word contains it, like file.py:int8.
     for index in sorted(range(len(words)), key=lambda place: wrong_word not in re.split("[=,]", words[place])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")
@@ -297,7 +297,7 @@ def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> 
 
 @contextmanager
 def _report_store_warnings() -> Iterator[None]:
-    """Prints warnings about a store's permissions as sentences, without the line of code that raised them."""
+    """A context in which warnings about a store's permissions are printed as sentences, without a line of code."""
     with warnings.catch_warnings():
         show_other_warning = warnings.showwarning
 
@@ -312,11 +312,13 @@ def _report_store_warnings() -> Iterator[None]:
 
 @contextmanager
 def _report_exits() -> Iterator[None]:
-    """Reports a call of os._exit() in a user's code, which would otherwise end the process silently."""
+    """A context in which a call of os._exit() in a user's code is reported. Otherwise it would end the process
+    silently.
+    """
     exit_now, own_pid = os._exit, os.getpid()
 
     def report_exit(status: int) -> NoReturn:
-        if os.getpid() == own_pid:  # a forked process may exit in this way
+        if os.getpid() == own_pid:  # a forked process may call os._exit()
             caller = sys._getframe(1)
             call_site = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
             complain(f"{call_site} ended the whole process (os._exit({status})). The command did not finish.")
@@ -331,8 +333,10 @@ def _report_exits() -> Iterator[None]:
 
 
 def _run_command(words: list[str]) -> int | Callable[[], int]:
-    """Runs a command. Returns its exit code, or a function that runs a user's script and returns the exit code."""
-    # 1. If the first word is a suite instead of a command, which is a common mistake, suggest the right command.
+    """Runs a command and returns its exit code. For a user's script, returns a function that runs the script and
+    returns its exit code.
+    """
+    # 1. If the first word is a suite, the user has probably forgotten the command, so suggest it.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
 
@@ -342,19 +346,19 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
                 instead=("fp8bench", "suite", *words),
             )
         raise UnknownName("command", words[0], COMMANDS)
-    # 2. Add the options of the requested command only, because importing all commands takes time.
+    # 2. Make the parser with the options of the requested command only, because importing all commands takes time.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse_words(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.cli.config_file import parse_with_config
 
         arguments = parse_with_config(parser, subparsers_by_name(parser)[arguments.command], words, arguments.config)
-    # 3. Print the help if no command was given, or a command without its subcommand.
+    # 3. Print the help if the command or its subcommand is missing.
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         find_requested_parser(parser, arguments).print_help()
         return EXIT_OK
-    # 4. Run the command. If a user's code exits, that becomes an error.
+    # 4. Run the command. If a user's code exits, report this as an error.
     check_working_directory()
     import_user_code(arguments)
     try:
@@ -363,14 +367,14 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
         from fp8bench.user_code import own_words
 
         raise UsageError(f"your code ended the command: {own_words(error)}. Let it raise an error instead.") from None
-    # Flush stdout now, so that a full disk is reported with an exit code. While Python shuts down, it would be too
-    # late.
+    # Flush stdout now, so that a full disk gives an error and an exit code. While Python shuts down, it is too late for
+    # this.
     say("")
     return code if callable(code) else int(code)
 
 
 def check_working_directory() -> None:
-    """Raises UsageError if the directory in which the command was started has been deleted."""
+    """Raises UsageError if the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:

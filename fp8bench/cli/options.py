@@ -47,8 +47,8 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Returns the options that belong to the fields of a request, by name. Each option has the title of its group and
-    its arguments for argparse.
+    """Returns the options that set the fields of a request, by name. The value of an option is a pair: the title of its
+    group in the help, and its arguments for argparse.
     """
     arguments = {}
     for field in fields(request_class):
@@ -70,7 +70,7 @@ def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, d
 
 
 def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
-    # Choose the first setting that applies: specific settings of an option come first, the parser for its type last.
+    # Use what the option itself determines, if anything. Otherwise use the parser for the type of its field.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":
@@ -96,7 +96,7 @@ _PARSER_OF_TYPE: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def add_common(group: argparse._ActionsContainer, *options: str, **overrides: str) -> None:
-    """Adds options that several commands share. `overrides` replaces arguments of argparse, such as `help`."""
+    """Adds options that several commands share. `overrides` replaces arguments that argparse gets, such as `help`."""
     request_options = options_from_fields()
     for option in options:
         arguments = request_options[option][1] if option in request_options else _SHARED_OPTIONS[option]
@@ -104,7 +104,9 @@ def add_common(group: argparse._ActionsContainer, *options: str, **overrides: st
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """Returns a function that adds a subcommand, given the subcommand's name, purpose and epilog."""
+    """Returns a function that adds a subcommand to the parser. It gets the name, the purpose and the epilog of the
+    subcommand.
+    """
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def add_subcommand(name: str, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -121,7 +123,7 @@ def add_request_options(group: argparse._ArgumentGroup, kind: type = Request) ->
 
 
 def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str | None]) -> None:
-    # Treat '--rounds=5' like '--rounds 5'.
+    # Cut '--rounds=5' to '--rounds'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
     refused_words = [*filter(None, positional), *(word for word in options if word not in allowed)]
     if refused_words:
@@ -135,7 +137,7 @@ def make_request(arguments: argparse.Namespace) -> Request:
     field_values = {
         field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)
     }
-    # If --set names an axis twice, the axis gets the values of both options.
+    # If --set is given twice for the same axis, combine the values.
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)

@@ -1,8 +1,8 @@
 """Shows the progress of a job: sentences in a log, or lines on a terminal that are updated in place.
 
-The line on a terminal is drawn when an observer is called, which happens between timed slots. During one activity it
-is drawn at most five times per second. A log also gets lines from a thread, because a single call of a compiler may
-take minutes.
+The line on a terminal is drawn when an observer is called, which happens between timed slots. It is drawn at most five
+times per second, unless the activity changes. In a log, a thread also prints lines, because a single call of a compiler
+may take minutes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fp8bench.report.elements import printable
 from fp8bench.report.panels import shared_params, show_params, together
 
 REDRAW_SECONDS = 0.2
-# After a shorter time than this, the remaining time is not estimated, because the estimate would jump.
+# The remaining time is estimated only after this time and this share of the job, because an earlier estimate would
+# jump.
 _MIN_SECONDS = 3.0
 _MIN_SHARE = 0.05
-# After 30 seconds without a line, a run looks as if it hung. So a thread checks every _CHECK_SECONDS whether a line
-# is due.
+# A run that prints nothing for 30 seconds seems to hang. So a thread checks every _CHECK_SECONDS whether a line is due.
 _MAX_SILENT_SECONDS, _CHECK_SECONDS = 26.0, 2.0
 _ERASE_LINE = "\r\x1b[2K"
 _CLEAR_SCREEN = "\x1b[2J\x1b[H"
-# Disable wrapping, so that the terminal cuts long lines itself. The terminal knows how wide letters are.
+# With wrapping disabled, the terminal itself cuts long lines: it knows how wide letters are.
 _DISABLE_WRAP, _ENABLE_WRAP = "\x1b[?7l", "\x1b[?7h"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
 _NO_SIZE = (0, 0)
 
 
 class _TerminalWriter:
-    """Writes to a terminal that is updated in place. If the terminal is closed, this is ignored, so that the job goes
-    on.
+    """Writes to a terminal that is updated in place. Ignores errors of a terminal that was closed, so that the job
+    continues.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -58,8 +58,8 @@ class _TerminalWriter:
 
 
 class LiveLine(_TerminalWriter):
-    """A line that is updated in place, on a terminal that a person watches. In pipes, in CI and on terminals without
-    cursor control it prints nothing.
+    """A line that is updated in place, on a terminal that a person watches. Prints nothing in pipes, in CI and on
+    terminals without cursor control.
     """
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
@@ -68,8 +68,8 @@ class LiveLine(_TerminalWriter):
 
     @property
     def room(self) -> int:
-        """The usable columns of the terminal: one less than its width, because some terminals wrap after the last
-        column.
+        """The number of usable columns of the terminal: one less than its width, because some terminals wrap after the
+        last column.
         """
         return (terminal_width(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
@@ -100,10 +100,10 @@ class LiveBlock(_TerminalWriter):
         return _terminal_size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
-        """Shows these lines, cut at the edges of the terminal. The text may contain colour codes."""
+        """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
         erase_codes = self._erase() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
-        # Keep the cursor in the last line, because a line break after this line would scroll a full screen.
+        # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
         self._height = len(lines)
@@ -115,7 +115,7 @@ class LiveBlock(_TerminalWriter):
         self._height, self._size = 0, _NO_SIZE
 
     def _erase(self) -> str:
-        """Returns the codes that move the cursor to the first line and erase everything below."""
+        """Returns the control codes that move the cursor to the first line and erase everything from there."""
         move_up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
         return f"\r{move_up}\x1b[J"
 
@@ -128,8 +128,8 @@ def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
 
 
 def show_time_left(seconds: float, share: float) -> str:
-    """Returns the remaining time as ', about 42 s left'. It is estimated from the elapsed seconds and the finished
-    share. Returns '' if it is too early to estimate.
+    """Returns the remaining time as ', about 42 s left', estimated from the elapsed seconds and the finished share.
+    Returns '' if it is too early for an estimate.
     """
     if seconds < _MIN_SECONDS or not _MIN_SHARE <= share <= 1:
         return ""
@@ -137,14 +137,14 @@ def show_time_left(seconds: float, share: float) -> str:
 
 
 def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    """Returns whether a person watches the stream on a terminal that can redraw a line."""
+    """Returns whether the stream is a terminal that can redraw a line and that a person probably watches."""
     if stream is None or stream.closed or not stream.isatty():
         return False
     return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
 class _PlanProgress:
-    """Follows the progress of a planned run, and names the settings of the plan."""
+    """Predicts the remaining time of a planned run, and gives the settings of the plan short names."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -161,13 +161,15 @@ class _PlanProgress:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
     def _show_left(self, now: float) -> str:
-        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
+        """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
         is_early = now - self._begun < _MIN_SECONDS
         return "" if is_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
 def _name_settings(plan: Plan) -> dict[str, str]:
-    """Returns a name for each setting, as 'gemm m=256': its workload, and the parameters that distinguish it."""
+    """Returns a short name for each setting of a plan, such as 'gemm m=256': its workload, and the parameters in which
+    it differs from other settings.
+    """
     cases = [group.cases[0].case for group in plan]
     name_by_setting = {}
     for suite, members in together((case.workload, case) for case in cases).items():
@@ -181,7 +183,7 @@ def _name_settings(plan: Plan) -> dict[str, str]:
 
 
 class RunProgress(_PlanProgress, LiveLine):
-    """Observes a run, and shows its progress on one line of a terminal."""
+    """Receives the progress of a run, and shows it on one line of a terminal."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
@@ -194,7 +196,7 @@ class RunProgress(_PlanProgress, LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._total, self._done = plan.num_cases, 0
-        # Print notes above the line that is updated, where they scroll away.
+        # Print notes above the line that is updated in place, so that they are not overwritten.
         for note in plan.memory_notes:
             self._write(f"{_ERASE_LINE}{printable(note)}\n")
         self._begin(plan)
@@ -212,7 +214,7 @@ class RunProgress(_PlanProgress, LiveLine):
 
 
 class _LogLines:
-    """Prints the current activity every 30 seconds, provided that `print_if_due` is called often enough."""
+    """Prints the current activity at least every 30 seconds, if `print_if_due` is called often enough."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._print, self._clock = say, clock
@@ -226,13 +228,13 @@ class _LogLines:
             self._print(f"after {units.clock(now - self._begun)}{self._show_left(now)}: {self._doing}")
 
     def _show_left(self, now: float) -> str:
-        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
+        """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
         return ""
 
 
 class GroupLines(_PlanProgress, _LogLines, SilentObserver):
-    """Observes a run without a terminal: prints a line after each group if there are several, and at least every 30
-    seconds.
+    """Receives the progress of a run that has no terminal. Prints a line after each group if there are several groups,
+    and at least every 30 seconds.
     """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -266,7 +268,7 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
 
 @contextmanager
 def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
-    """A context in which a thread calls a function every few seconds."""
+    """A context in which a second thread calls the function every few seconds."""
     stop_event = threading.Event()
 
     def call_repeatedly() -> None:
@@ -284,7 +286,7 @@ def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
 
 
 class CountedLines(_LogLines):
-    """Prints the progress of a job that counts its finished parts, as whole lines for output without a terminal."""
+    """Prints the progress of a job without a terminal, in separate lines. The job counts its finished parts."""
 
     _share = 0.0
 

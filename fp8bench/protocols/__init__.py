@@ -1,8 +1,7 @@
-"""The interfaces that suites, precisions, backends and devices implement, and the small values that these interfaces
-pass.
+"""The interfaces that suites, precisions, backends and devices implement, and the values that these interfaces pass.
 
-Each interface has at most four abstract methods. torch appears in annotations only. Implementations import torch
-inside their methods, so that all their names can be listed without importing it.
+Each interface has at most four abstract methods. This package uses torch in annotations only. Implementations import
+torch inside their methods, so that fp8bench can list their names without importing it.
 """
 
 from fp8bench.protocols.arithmetic import MEMORY_ROLES, Arithmetic, Fused, Operand, Role, ScaleBook, WatchedArithmetic

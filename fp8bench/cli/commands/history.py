@@ -115,13 +115,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
-    # 1. Read the history. With --runs this is not needed, because listing run files is faster.
+    # 1. Read the history, unless runs are listed, which is faster without it.
     history = None if arguments.runs else read_history(store, TERMINAL)
     if history is not None:
         has_results = bool(history.runs or history.left_out_reasons)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
-    # 2. If the store has no results, explain how to begin, or that its files may not be read.
+    # 2. If there are no results, explain how to begin, or that this process may not read the store's files.
     if not has_results:
         hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else hint}"])
@@ -129,7 +129,7 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
-    # 3. List the last point of each series whose name contains the word.
+    # 3. List the last figure of each series whose name contains the word.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
@@ -241,7 +241,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _complain_all(failures: Sequence[str], files_set_aside: Iterable[Path]) -> int:
-    """Prints the failures, and which broken files of asv were set aside. Returns the exit code."""
+    """Prints the failures, and the names of broken files of asv that were renamed. Returns the exit code."""
     for path in files_set_aside:
         complain(f"{path.name} was broken, and was set aside in {path.parent}")
     for failure in failures:

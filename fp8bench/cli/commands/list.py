@@ -19,7 +19,7 @@ _SYNONYMS = {"dtypes": "precisions"}
 
 
 def _collect_glossaries() -> dict[str, Mapping[str, str]]:
-    """Returns the explanations of the labels of runs, and of the names that features print."""
+    """Returns the explanations of the labels of runs, and those of the names that features print, by kind of name."""
     from fp8bench.report.words.legend import explain_label
 
     glossaries: dict[str, Mapping[str, str]] = {"labels": {label.value: explain_label(label) for label in Label}}

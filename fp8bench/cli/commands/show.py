@@ -20,7 +20,7 @@ from fp8bench.model.codec import collect_ignored_names, encode
 from fp8bench.store.runs.listing import find_run, load_stored_run
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
-# Options that print one table of a run, which has more detail than the answer.
+# The options that print one detailed table of a run instead of its answer.
 _DETAIL_OPTIONS = {
     "memory": "memory at the peak of a step, by role",
     "data": "its data before scaling, and the share outside each format's range",
@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected_tables = [table for table in _RUN_TABLES if getattr(arguments, table.name)]
-    # 1. Find out whether the word names another stored result, such as a training. Options for tables apply only to
-    # runs.
+    # 1. Find out whether the word names another kind of result than a run, such as a training. Only runs have the
+    # tables that options select.
     other_results = find_results(word, store, only_runs=any(table.name != "all" for table in selected_tables))
     if not other_results:
-        # 2. Print a run: its answer, or the requested table.
+        # 2. Print a run: the requested table, or the answer if no table is requested.
         with collect_ignored_names() as ignored:
             loaded_run = load_stored_run(word, store)
         if len(selected_tables) > 1:
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             loaded_result = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded_result) if arguments.all else kind.view(loaded_result)))
         is_complete = log_result(kind, loaded_result, arguments.log, complain)
-    # 4. Warn if fields from a newer version were ignored, because the output may be incomplete.
+    # 4. Warn if fields that another version wrote were ignored, because the output may be incomplete.
     if ignored:
         complain(
             f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"

@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
-    # 2. Measure the peaks of this machine, called ceilings, if asked. They have separate rounds and a separate file.
+    # 2. Measure the ceilings of this machine if they are requested: they have separate rounds and a separate file.
     request = make_request(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
@@ -167,8 +167,8 @@ def run(arguments: argparse.Namespace) -> int:
     return measure_and_print(request, arguments, execute_several)
 
 
-# The command line and options of each profiler. Both profilers record only slots that are marked, and write a report
-# for each slot, named by its process.
+# The options of each profiler. With them, a profiler records only the slots that fp8bench marks. It writes a report for
+# each slot, and the name of the report has the id of the process.
 _PROFILER_OPTIONS = {
     "nsys": "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat --output=fp8bench-%p",
     "ncu": "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p",
@@ -176,13 +176,13 @@ _PROFILER_OPTIONS = {
 
 
 def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
-    """Runs this command again under a profiler. With --dry-run, prints the profiler's command instead.
+    """Runs this command again under a profiler, and returns the exit code. With --dry-run, only prints the command.
 
-    A profiler distorts times, so the run is stored in a separate folder unless --store names one.
+    A profiler distorts times, so the run is stored in a separate folder, unless --store names one.
     """
     command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_OPTIONS[profiler].split()]
     words = [word for word in arguments.words if word != "--dry-run"]
-    # If an option is repeated, the last one counts.
+    # Append options: of a repeated option, the last one counts.
     words += ["--trace", NVTX]
     folder = arguments.store
     if folder == Path(DEFAULT_STORE):
@@ -212,8 +212,8 @@ def _measure(
     measure: Callable[[Path, Observer, str], tuple[bool, Run]],
     why_unmeasured: Callable[[Run], str] = str,
 ) -> int:
-    """Measures a run, prints and stores it. `measure` returns False and the stored run if nothing was missing, which
-    `why_unmeasured` explains.
+    """Calls `measure`, which returns a run and whether it measured anything. Prints the run, and stores what was
+    measured. If the stored run was already complete, `why_unmeasured` returns a sentence that says so.
     """
     with interrupt_only_once():
         with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
@@ -240,16 +240,15 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
     groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if not groups:
         return ""
-    # Only a budget limits the time. A number of rounds does not, because nobody knows how long a round takes.
+    # Predict the time from the budget if there is one. It cannot be predicted from a number of rounds, because it is
+    # unknown how long a round takes.
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, plus the time to start"
     energy_time = _describe_energy_time(plan, request)
     if request.rounds is not None or request.quick:
         num_rounds = request.rounds or QUICK_ROUNDS
-        return (
-            f"time: {num_rounds} rounds of every group take what they take{energy_time}; --budget SECONDS sets an end"
-        )
-    # Without a budget or rounds, a group may take twice its usual time if the noise is large.
+        return f"time: {num_rounds} rounds of every group, however long{energy_time}; --budget SECONDS sets a limit"
+    # With neither a budget nor a number of rounds, a group may take twice its usual time if the noise is large.
     min_seconds = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
     time_range = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
     return (
@@ -259,15 +258,16 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns how long energy windows or sustained turns will take, or '' without any, or if that is unknown.
+    """Returns a text with the time that energy windows or turns of --sustained will take. Returns '' if there are none,
+    or if their time is unknown.
 
-    The time of energy windows is predicted only for GPUs, because a CPU's counters are unknown until the device is
-    opened.
+    The time of energy windows is predicted only for GPUs: it is unknown whether a CPU has energy counters until the
+    device is opened.
     """
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
-    # Sustained turns run on every device. The time of energy windows is predicted only for GPUs.
+    # Turns of --sustained run on every device.
     measures_cpus = bool(rule.turn_seconds)
     groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
     window_counts = [count for group in groups if (count := count_windows(group, rule))]
@@ -281,19 +281,19 @@ def _describe_energy_time(plan: Plan, request: Request) -> str:
 
 
 def _measure_cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a stored plan, by the request in the plan's file."""
+    """Measures one cell of a fleet's plan. The plan's file has the request."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Refuse other options. The request in the plan counts, so they would be ignored.
+    # Refuse other options, because they would have no effect: the plan has the request.
     refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
     return _measure(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes an interrupted run, by the request in the run's file."""
+    """Resumes an interrupted run. The run's file has the request."""
     from fp8bench.pipeline import resume
 
     refuse_other_options(arguments.words, {"--resume", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
@@ -302,7 +302,7 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
-    """Prints a run that was measured earlier, and writes the requested files. The run's page in the store stays
+    """Prints a run that was complete already, and writes the requested files. The report of the run in the store stays
     unchanged.
     """
     from fp8bench.jobs.after_run import publish_run
@@ -310,7 +310,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
     complain(reason)
     print_run(run, arguments)
     outputs = requested_outputs(arguments)
-    # The store already has the default page.
+    # Write no report to the store, because it already has one.
     if outputs.pages is not None and not outputs.pages.asked:
         outputs = replace(outputs, pages=None)
     is_complete = publish_run(run, arguments.store, outputs, complain)
@@ -319,7 +319,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
 
 @contextmanager
 def _print_unstored_run(arguments: argparse.Namespace) -> Iterator[None]:
-    """A context in which a run is stored. If storing fails, prints the run and raises the error again."""
+    """A context for measuring a run. If the run cannot be stored, prints it and raises the error again."""
     try:
         yield
     except NotKept as error:
@@ -328,8 +328,8 @@ def _print_unstored_run(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _explain_resume(run: Run) -> None:
-    """Prints how to resume an interrupted run. This is printed before the table, because a second interrupt may cut
-    off the table.
+    """Prints how to resume an interrupted run. Called before the table of the run is printed, because a second
+    interrupt may cut off the table.
     """
     if not run.finished:
         resume_command = f"fp8bench suite --resume {run.id}{in_store(run)}"
@@ -342,7 +342,7 @@ def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
-    except KeyboardInterrupt:  # an interrupt only cuts off the table
+    except KeyboardInterrupt:  # the interrupt cuts off the table, but nothing else
         code = EXIT_INTERRUPTED
     finally:  # Add the run to the history even if stdout cannot be written.
         is_complete = after_run(run, arguments.store, requested_outputs(arguments), complain)
