@@ -126,8 +126,8 @@ def _measure_run(
 ) -> Run:
     targets = log_targets(log)
     folder_of_runs = parse_folder("store", store)
-    with _choose_observer(observer, progress) as observing:
-        measured_run = measure(folder_of_runs, observing, command_line())
+    with _choose_observer(observer, progress) as chosen_observer:
+        measured_run = measure(folder_of_runs, chosen_observer, command_line())
     _write_outputs(measured_run, folder_of_runs, progress and observer is None, report, targets)
     return _to_frame_run(measured_run)
 
@@ -186,7 +186,7 @@ def profile(
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: Observer | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Run:
     """Measures an unchanged model next to copies whose products are in other precisions; returns the Run.
 
@@ -204,7 +204,7 @@ def profile(
     target = type(model).__name__ if is_live else check_function_name(str(model))
     request = Request(
         **profile_dtypes(split_names(dtypes), reference),
-        **request_fields(Request, how),
+        **request_fields(Request, options),
         axes=profile_axes(target, forward, optimizer, compile, split_names(skip)),
         precision_map=as_pairs(precision_map),
         isolation=isolation,
@@ -233,9 +233,9 @@ def resume(
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
     folder_of_runs = parse_folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
-    with _choose_observer(observer, progress) as observing:
-        resumed, resulting_run = resume_run(path, folder_of_runs, observing, command_line())
-    if resumed:
+    with _choose_observer(observer, progress) as chosen_observer:
+        was_resumed, resulting_run = resume_run(path, folder_of_runs, chosen_observer, command_line())
+    if was_resumed:
         _write_outputs(resulting_run, folder_of_runs, progress and observer is None, report)
     return _to_frame_run(resulting_run)
 

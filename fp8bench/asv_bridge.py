@@ -40,7 +40,7 @@ _RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\
 
 # What was measured in a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
-Measured = dict[str, dict[Cell, Outcome]]
+MeasuredOutcomes = dict[str, dict[Cell, Outcome]]
 _Result = TypeVar("_Result")
 
 
@@ -68,7 +68,7 @@ class Suite:
         super().__init_subclass__(**arguments)
         if not hasattr(cls, "setup_cache"):
 
-            def setup_cache(self: Suite) -> Measured:
+            def setup_cache(self: Suite) -> MeasuredOutcomes:
                 return self.measure()
 
             vars(setup_cache).update(timeout=3600)
@@ -80,25 +80,25 @@ class Suite:
         cls.params = [list(values) for values in series[0].params]
         cls.param_names = list(series[0].param_names)
         cls.version = series[0].version
-        for followed in series:
-            setattr(cls, followed.name.rpartition(".")[2], _make_reader(cls, followed))
+        for tracked_series in series:
+            setattr(cls, tracked_series.name.rpartition(".")[2], _make_reader(cls, tracked_series))
 
-    def measure(self) -> Measured:
+    def measure(self) -> MeasuredOutcomes:
         """Measures all cases of the workload's grid, stores the run, and returns the results of all runs of the
         commit.
         """
         # Import this late, because it is slow and the many processes that only read results do not need it.
         from fp8bench.jobs.asv import measure_for_asv
 
-        root, asv_arguments = find_project(_find_suite_file(type(self))), read_asv_arguments()
-        quick, appending, commit = parse_asv_options(asv_arguments)
-        if appending:
+        project_folder, asv_arguments = find_project(_find_suite_file(type(self))), read_asv_arguments()
+        quick, appends_samples, commit = parse_asv_options(asv_arguments)
+        if appends_samples:
             raise UsageError("the runs of a commit are always combined. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
         imports = _absolute_imports(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
-        return measure_for_asv(request, find_store(root), root, SilentObserver(), commit)
+        return measure_for_asv(request, find_store(project_folder), project_folder, SilentObserver(), commit)
 
 
 def find_project(file: Path) -> Path:
@@ -109,12 +109,12 @@ def find_project(file: Path) -> Path:
     return next((folder for folder in parents if (folder / CONFIGURATION).is_file()), parents[min(1, len(parents) - 1)])
 
 
-def find_store(root: Path) -> Path:
+def find_store(project_folder: Path) -> Path:
     """Returns the store that contains asv's results_dir (<store>/asv/results). Returns the default store if none
     does.
     """
-    path = root / _read_results_dir(root / CONFIGURATION)
-    return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
+    path = project_folder / _read_results_dir(project_folder / CONFIGURATION)
+    return path.parent.parent if path.parts[-2:] == ("asv", "results") else project_folder / DEFAULT_STORE
 
 
 def _read_results_dir(configuration: Path) -> str:
@@ -142,12 +142,16 @@ def parse_asv_options(arguments: Sequence[str]) -> tuple[bool, bool, str]:
     """Returns whether asv was called with --quick, whether with --append-samples, and the commit under which it saves
     results ('' if none was given).
     """
-    quick, append = (any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION, _APPEND_OPTION))
+    quick, appends_samples = (any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION, _APPEND_OPTION))
     for index, argument in enumerate(arguments):
         match = _COMMIT_OPTION.fullmatch(argument)
         if match is not None:
-            return quick, append, match[1] if match[1] is not None else "".join(arguments[index + 1 : index + 2])
-    return quick, append, ""
+            return (
+                quick,
+                appends_samples,
+                match[1] if match[1] is not None else "".join(arguments[index + 1 : index + 2]),
+            )
+    return quick, appends_samples, ""
 
 
 def _read_process(pid: int) -> tuple[list[str], int]:
@@ -183,8 +187,8 @@ def _check_class(cls: type[Suite]) -> None:
 
 def _absolute_imports(cls: type[Suite]) -> tuple[str, ...]:
     """Returns the `imports` of a suite class, with absolute paths for files."""
-    root = find_project(_find_suite_file(cls))
-    return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
+    project_folder = find_project(_find_suite_file(cls))
+    return tuple(str(project_folder / name) if name.endswith(".py") else name for name in cls.imports)
 
 
 def _find_suite_file(cls: type) -> Path:

@@ -84,9 +84,12 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     """Returns the object in a line of JSON, and its checksum ('' if it has none). Raises ValueError if the line is not
     a JSON object or was changed.
     """
-    seal = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_FIELD_BYTES))
-    if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
-        return parse_json(plain), seal[1].decode()  # fast, because the object is not formatted again
+    checksum_match = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_FIELD_BYTES))
+    if (
+        checksum_match is not None
+        and _checksum(plain := line[: checksum_match.start()] + b"}") == checksum_match[1].decode()
+    ):
+        return parse_json(plain), checksum_match[1].decode()  # fast, because the object is not formatted again
     content = parse_json(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
@@ -102,7 +105,7 @@ def compact(content: object) -> str:
 
 def find_checksums(text: bytes) -> list[str]:
     """Returns the checksums of the numbered lines in a file's content, in order."""
-    return [seal[2].decode() for seal in _NUMBERED_LINE_END.finditer(text)]
+    return [checksum_match[2].decode() for checksum_match in _NUMBERED_LINE_END.finditer(text)]
 
 
 def digest_checksums(sums: Iterable[str]) -> str:
@@ -211,11 +214,11 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     the file.
     """
     target = Path(os.path.realpath(path))  # keep a symbolic link, and replace its target
-    with replacing(target, sync) as partial:
-        with partial.open("xb") as file:
+    with replacing(target, sync) as partial_path:
+        with partial_path.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
-            partial.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
+            partial_path.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
 
 
 @contextlib.contextmanager
@@ -224,16 +227,16 @@ def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
 
     Without `sync`, a power failure may restore the old file.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
+    partial_path = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
+        yield partial_path
+        partial_path.replace(path)
         if sync:
             sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            partial_path.unlink()
         raise
 
 
@@ -284,29 +287,29 @@ class LineWriter:
     # `_sums` are the checksums of the file's lines, and `_last` is the number of the last line. A damaged line counts
     # in `_last`, but is missing in `_sums`.
     _sums: list[str] = field(default_factory=list)
-    _last: int = 0
+    _last_number: int = 0
 
     def __post_init__(self) -> None:
         self._recount()
 
     @classmethod
-    def start(cls, path: Path, head: dict[str, Any]) -> Self:
+    def start(cls, path: Path, header: dict[str, Any]) -> Self:
         """Creates and locks a file that already has its first line, so that no other process ever sees an empty
         file.
         """
-        partial = path.with_suffix(PARTIAL_SUFFIX)
+        partial_path = path.with_suffix(PARTIAL_SUFFIX)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 raise FileExistsError(17, "it exists already")
-            with contextlib.ExitStack() as undone:
-                writer = cls(path, undone.enter_context(partial.open("x+b")))
-                undone.callback(partial.unlink, missing_ok=True)
+            with contextlib.ExitStack() as cleanup:
+                writer = cls(path, cleanup.enter_context(partial_path.open("x+b")))
+                cleanup.callback(partial_path.unlink, missing_ok=True)
                 lock(writer._file, 0)
-                writer._append_numbered_lines([head])
-                partial.rename(path)
+                writer._append_numbered_lines([header])
+                partial_path.rename(path)
                 sync_folder(path.parent)
-                undone.pop_all()
+                cleanup.pop_all()
                 return writer
         except OSError as error:
             raise StoreError(
@@ -316,11 +319,11 @@ class LineWriter:
     def note(self, text: str) -> None:
         self._append_numbered_lines([{"note": text}])
 
-    def finish(self, how: str) -> None:
+    def finish(self, end_kind: str) -> None:
         """Writes the last line, which says 'finished' or 'interrupted', and closes the file."""
         try:
             if not self._file.closed:
-                self._append_numbered_lines([{"end": how, "digest": digest_checksums(self._sums)}])
+                self._append_numbered_lines([{"end": end_kind, "digest": digest_checksums(self._sums)}])
         finally:
             self.close()
 
@@ -335,22 +338,22 @@ class LineWriter:
         self._file.seek(0)
         content = self._file.read()
         self._sums = find_checksums(content)
-        self._last = max((int(seal[1]) for seal in _NUMBERED_LINE_END.finditer(content)), default=0)
+        self._last_number = max((int(seal[1]) for seal in _NUMBERED_LINE_END.finditer(content)), default=0)
         self._file.seek(position)
 
     def _append_numbered_lines(self, values: Sequence[dict[str, Any]]) -> None:
         text = "".join(
-            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last + 1)
+            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last_number + 1)
         )
         try:
             append(self._file, text)
             self._sums += find_checksums(text.encode())
-            self._last += len(values)
+            self._last_number += len(values)
         except OSError as error:
             # Find out how many of the lines reached the file, so that the next line gets the right number.
             with contextlib.suppress(OSError):
                 self._recount()
-            has_lines = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
+            has_lines = os.path.isfile(self.path) and self._last_number > 1  # noqa: PTH113 - is_file raises where it may not look
             advice = "Finished results are in it; make room" if has_lines else "Make room"
             raise StoreError(
                 f"{self.called} {self.path} cannot be written ({error.strerror}). {advice}, or choose another --store "
@@ -371,8 +374,8 @@ def lock(file: IO[Any], seconds: float) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            waited = time.monotonic() - start
-            if waited >= seconds and (waited >= LOCK_SECONDS or not _is_lock_only_shared(file)):
+            waited_seconds = time.monotonic() - start
+            if waited_seconds >= seconds and (waited_seconds >= LOCK_SECONDS or not _is_lock_only_shared(file)):
                 return False
         except OSError:
             return True

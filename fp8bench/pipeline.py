@@ -94,13 +94,13 @@ def execute(
     """
     # 1. Refuse a request that cannot be measured, before any worker starts. Then make the plan.
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, observer, begun=begun) as ready:
+    with _prepare_run(request, store, observer, begun=begun) as resources:
         meanwhile()
-        run = replace(_open_run(request, ready, command, folder), origin=origin)
+        run = replace(_open_run(request, resources, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=restrict_to_cell(run.plan, cell[1]), cell=cell[0])
         # 2. Measure all groups of the plan.
-        return _measure_new_run(run, ready, filter(None, (note, *run.notes)), sessions)
+        return _measure_new_run(run, resources, filter(None, (note, *run.notes)), sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
@@ -115,17 +115,19 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_missing_files(run)
     store = store_of(path) or store
-    with _prepare_run(run.request, store, observer) as ready:
+    with _prepare_run(run.request, store, observer) as resources:
         # Check that machine, versions and environment are unchanged: a run must not mix different conditions.
-        facts = ready.timing.probe()
-        environment = gather(ready.timing.software(), __version__, run.request.threads, _list_user_code(run.request))
-        plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
+        facts = resources.timing.probe()
+        environment = gather(
+            resources.timing.software(), __version__, run.request.threads, _list_user_code(run.request)
+        )
+        plan = make_plan(run.request, facts, resources.text, has_reference_added(run.plan))
         plan = restrict_to_cell(plan, make_cell(run.plan.groups[0])) if run.cell else plan
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # without the records of groups that are measured again
-        return True, _measure_groups(run, find_incomplete_groups(run), writer, ready)
+        return True, _measure_groups(run, find_incomplete_groups(run), writer, resources)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
@@ -138,63 +140,67 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
     refuse_lost_header(run)
     refuse_missing_files(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _prepare_run(request, store, observer) as ready:
-        repeated = replace(
-            _open_run(request, ready, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
+    with _prepare_run(request, store, observer) as resources:
+        repeated_run = replace(
+            _open_run(request, resources, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
         )
-        difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
+        difference = find_difference(run, repeated_run.plan, repeated_run.devices, repeated_run.environment)
         if difference:
             raise UsageError(
                 f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
             )
-        groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
-        return _measure_new_run(replace(repeated, plan=replace(repeated.plan, groups=groups)), ready)
+        groups = tuple(group for group in repeated_run.plan if any(planned.case.id in cases for planned in group.cases))
+        return _measure_new_run(replace(repeated_run, plan=replace(repeated_run.plan, groups=groups)), resources)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """Returns the plan that a run of the request would have, and the devices of this machine. Measures nothing."""
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, SilentObserver(), write=False) as ready:
-        facts = ready.timing.probe()
-    return make_plan(request, facts, ready.text), facts
+    with _prepare_run(request, store, SilentObserver(), write=False) as resources:
+        facts = resources.timing.probe()
+    return make_plan(request, facts, resources.text), facts
 
 
-def _measure_new_run(run: Run, ready: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS) -> Run:
+def _measure_new_run(
+    run: Run, resources: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS
+) -> Run:
     """Reports the plan to the observer, stores the header of the run and measures all groups."""
-    ready.observer.planned(run.plan)
-    writer = start_run(run, ready.store)
+    resources.observer.planned(run.plan)
+    writer = start_run(run, resources.store)
     for text in notes:
         writer.note(text)
-    return _measure_groups(replace(run, path=str(writer.path)), run.plan.groups, writer, ready, sessions)
+    return _measure_groups(replace(run, path=str(writer.path)), run.plan.groups, writer, resources, sessions)
 
 
 def _measure_groups(
-    run: Run, groups: Sequence[Group], writer: RunWriter, ready: RunResources, sessions: Sessions = NO_SESSIONS
+    run: Run, groups: Sequence[Group], writer: RunWriter, resources: RunResources, sessions: Sessions = NO_SESSIONS
 ) -> Run:
     """Measures the groups one after the other, each of which is stored before the next one begins. Returns the run."""
     noted_runs: set[str] = set()
-    measured: list[Record] = []
+    measured_records: list[Record] = []
     try:
-        ready.wait_for_second()
-        method = _choose_method(run, groups, ready)
+        resources.wait_for_second()
+        method = _choose_method(run, groups, resources)
         for index, group in enumerate(groups):
             # Note other runs that measure into this store at the same time, because two runs disturb each other.
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
-            budget = budget_share(run.request.budget, ready.start, len(groups) - index)
-            untimed = _choose_counting_worker(run, group, method.brisk, ready, is_last=group is groups[-1])
-            records = _measure_group(group, run, method, budget, ready, untimed)
+            budget = budget_share(run.request.budget, resources.start, len(groups) - index)
+            untimed = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
+            records = _measure_group(group, run, method, budget, resources, untimed)
             # Add how much earlier runs of the same cases differ, which widens the intervals. Below, this run is added
             # to the earlier runs.
-            with_earlier = add_rerun_spreads(records, run, ready.store)
-            finished = [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
-            measured += finished
+            records_with_spread = add_rerun_spreads(records, run, resources.store)
+            finished_records = [
+                replace(record, sessions=sessions.get(record.case.id, ())) for record in records_with_spread
+            ]
+            measured_records += finished_records
             with hold_back_interrupts():
-                writer.append(finished)
-            for record in finished:
-                ready.observer.finished(record)
-            store_ratios(records, run, ready.store)
+                writer.append(finished_records)
+            for record in finished_records:
+                resources.observer.finished(record)
+            store_ratios(records, run, resources.store)
         writer.finish("finished")
     except KeyboardInterrupt:
         with (
@@ -203,14 +209,16 @@ def _measure_groups(
         ):  # without this line, too, the run counts as unfinished
             writer.finish("interrupted")
     except StoreError as error:
-        raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
+        raise NotKept(
+            str(error), replace(run, records=(*run.records, *measured_records), troubles=(str(error),))
+        ) from None
     finally:
         writer.close()
     with ignore_interrupts():
         return load_run(writer.path)
 
 
-def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dict[str, Ceilings]:
+def _get_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) -> dict[str, Ceilings]:
     """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
     store or measured now. A device for which neither is possible is left out.
     """
@@ -219,23 +227,26 @@ def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dic
     first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
 
     def measure(device: DeviceFacts) -> Ceilings:
-        ready.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
-        return measure_ceilings(ready.timing, device)
+        resources.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
+        return measure_ceilings(resources.timing, device)
 
-    by_device = {}
+    ceilings_by_device = {}
     for device in run.devices:
         if device.key not in first_cases:
             continue
         try:
             ceilings = find_or_measure_ceilings(
-                ready.store, run.environment, device, partial(measure, device) if ready.switches.ceilings else None
+                resources.store,
+                run.environment,
+                device,
+                partial(measure, device) if resources.switches.ceilings else None,
             )
         except WorkerError:  # continue without the ceilings of this device, in a fresh worker
-            ready.timing.restart()
+            resources.timing.restart()
             continue
         if ceilings is not None:
-            by_device[device.key] = ceilings
-    return by_device
+            ceilings_by_device[device.key] = ceilings
+    return ceilings_by_device
 
 
 def _list_running_cases(groups: Iterable[Group]) -> list[Case]:
@@ -284,7 +295,7 @@ def _prepare_run(
     start = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
-        resolved = resolve(request, os.environ)
+        resolved_request = resolve(request, os.environ)
         if write:
             if request.trace in PROFILERS:
                 raise UsageError(
@@ -294,10 +305,10 @@ def _prepare_run(
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
             check_store(store)  # creates a new store, into which the corpus is written
-        corpus = resolved.corpus(store, write)
+        corpus = resolved_request.corpus(store, write)
         # Start the workers now: they import torch, which takes seconds, while this process continues.
         if not begun and write:
-            begun = stack.enter_context(start_workers_early(request, resolved.switches.second))
+            begun = stack.enter_context(start_workers_early(request, resolved_request.switches.second))
         timing, untimed = (
             stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
         )
@@ -306,7 +317,9 @@ def _prepare_run(
             counting = stack.enter_context(counting_worker(worker_settings(request, corpus)))
         meters = stack.enter_context(Meters(request.energy))
         second = untimed if len(begun) > 1 else None
-        yield RunResources(store, observer, start, corpus, resolved.switches, meters, timing, untimed, counting, second)
+        yield RunResources(
+            store, observer, start, corpus, resolved_request.switches, meters, timing, untimed, counting, second
+        )
 
 
 def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
@@ -342,19 +355,21 @@ def _list_user_code(request: Request) -> tuple[str, ...]:
     return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
 
 
-def _open_run(request: Request, ready: RunResources, command: str, folder: Path | None, compares: bool = True) -> Run:
+def _open_run(
+    request: Request, resources: RunResources, command: str, folder: Path | None, compares: bool = True
+) -> Run:
     """Returns a new run without records: plans it, and collects its environment and the overheads of measuring."""
-    worker = ready.timing
+    worker = resources.timing
     facts = worker.probe()
-    plan = make_plan(request, facts, ready.text, compares)
+    plan = make_plan(request, facts, resources.text, compares)
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
     used_devices = {case.device for case in _list_running_cases(plan)}
-    ready.wait_for_second()
+    resources.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
         # Record the settings of used devices only: those of other devices would make equal runs look different.
         if fact.key in used_devices:
-            environment = environment.also(read_device_settings(fact, ready.meters.of(fact)))
+            environment = environment.also(read_device_settings(fact, resources.meters.of(fact)))
     return Run(
         id=secrets.token_hex(4),
         started=now(),
@@ -396,7 +411,7 @@ def now() -> str:
 
 
 def _choose_counting_worker(
-    run: Run, group: Group, is_brisk_run: bool, ready: RunResources, is_last: bool
+    run: Run, group: Group, is_brisk_run: bool, resources: RunResources, is_last: bool
 ) -> Worker | None:
     """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually this is
     the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
@@ -405,7 +420,7 @@ def _choose_counting_worker(
         return None  # counted in the earlier run, and not countable with ranks
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return ready.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else ready.untimed
+    return resources.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else resources.untimed
 
 
 def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
@@ -415,9 +430,9 @@ def budget_share(budget: float | None, start: float, remaining_parts: int) -> fl
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Method:
+def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -> Method:
     """Returns how all groups of a run are measured. `_measure_group` changes this for single groups."""
-    request, switches = run.request, ready.switches
+    request, switches = run.request, resources.switches
     is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
     return Method(
         rule=make_stopping_rule(request.quick, request.rounds, request.budget, is_brisk_run),
@@ -427,7 +442,7 @@ def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Me
         quantisers=Quantisers(switches.why_eager),
         windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
         traces=make_trace_folder(run),
-        ceilings=_get_ceilings(run, groups, ready),
+        ceilings=_get_ceilings(run, groups, resources),
         warm_up_seconds=switches.warm_up_seconds,
         choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,
@@ -439,7 +454,7 @@ def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Me
 
 
 def _measure_group(
-    group: Group, run: Run, method: Method, budget: float | None, ready: RunResources, untimed: Worker | None
+    group: Group, run: Run, method: Method, budget: float | None, resources: RunResources, untimed: Worker | None
 ) -> tuple[Record, ...]:
     """Measures one group. `budget` is the number of seconds for the group, and `untimed` is the worker that counts the
     operators of its steps.
@@ -447,13 +462,13 @@ def _measure_group(
     request, facts = run.request, {device.key: device for device in run.devices}
     method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:
-        eager = Quantisers("the suite is about numbers, and compiles none")
-        method = replace(method, windows=None, quantisers=eager)
+        eager_quantisers = Quantisers("the suite is about numbers, and compiles none")
+        method = replace(method, windows=None, quantisers=eager_quantisers)
     if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
         method = replace(method, capacity=CapacityRule(request.memory_limit or None, with_batch))
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
-    meter = ready.meters.of(device) if device is not None else None
-    second_worker = ready.second if device is not None and not device.accelerated else None
+    meter = resources.meters.of(device) if device is not None else None
+    second_worker = resources.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
-        group, facts, ready.timing, ready.observer, method, meter, untimed, ready.counting, second_worker
+        group, facts, resources.timing, resources.observer, method, meter, untimed, resources.counting, second_worker
     ).run()

@@ -35,8 +35,8 @@ class Registry(Generic[T]):
         self._leaves: dict[str, type[T]] = {}
         self._aliases: dict[str, str] = {}
         self._makers: list[Callable[[str], T | None]] = []
-        self._walked = False
-        self._walking = threading.RLock()
+        self._are_imported = False
+        self._import_lock = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
         """Returns a decorator that registers a class under a name. Raises Fp8benchError if another class has the
@@ -51,10 +51,10 @@ class Registry(Generic[T]):
             self._check_attributes(name, leaf)
             # Check all names before registering any, so that a failure leaves the registry unchanged.
             for registered_name in (name, *aliases):
-                existing = self._leaves.get(self._aliases.get(registered_name, registered_name))
-                if existing is not None and _qualified_name(existing) != _qualified_name(leaf):
+                existing_leaf = self._leaves.get(self._aliases.get(registered_name, registered_name))
+                if existing_leaf is not None and _qualified_name(existing_leaf) != _qualified_name(leaf):
                     raise Fp8benchError(
-                        f"two {self.kind}s are called {registered_name!r}: {_qualified_name(existing)} and "
+                        f"two {self.kind}s are called {registered_name!r}: {_qualified_name(existing_leaf)} and "
                         f"{_qualified_name(leaf)}. Rename one."
                     )
             self._leaves[name] = leaf
@@ -132,10 +132,10 @@ class Registry(Generic[T]):
                 )
 
     def _import_all_leaves(self) -> None:
-        with self._walking:  # another thread waits here until all modules are imported
-            if self._walked:
+        with self._import_lock:  # another thread waits here until all modules are imported
+            if self._are_imported:
                 return
-            self._walked = True
+            self._are_imported = True
             package = importlib.import_module(self.package)
             modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
             for name in modules:
@@ -195,8 +195,8 @@ class PrecisionRegistry(Registry[Precision]):
         """
         # The makers come first: they handle names that are not registered, such as those of callables.
         for make in self._makers:
-            if (from_maker := make(word)) is not None:
-                return from_maker
+            if (made_precision := make(word)) is not None:
+                return made_precision
         name, *pairs = word.split(":")
         leaf = self._leaves[self._expand_alias(name)]
         backend_pairs = [pair for pair in pairs if pair.startswith(_BACKEND_OPTION)]
@@ -213,16 +213,16 @@ class PrecisionRegistry(Registry[Precision]):
 
     def _parse_options(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         values: dict[str, Scalar] = {}
-        by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
+        option_by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not key or not equals or not value:
                 raise UsageError(
                     f"the dtype {word!r} has {pair!r} after a colon, expected OPTION=VALUE. {_describe_options(leaf)}"
                 )
-            if key not in by_name:
-                raise UnknownName(f"option of dtype {leaf.name}", key, by_name)
-            option = by_name[key]
+            if key not in option_by_name:
+                raise UnknownName(f"option of dtype {leaf.name}", key, option_by_name)
+            option = option_by_name[key]
             if option.name in values:
                 raise UsageError(f"the dtype {word!r} gives {option.name} twice. Keep one of the two.")
             values[option.name] = option.value(leaf.name, value)

@@ -44,7 +44,7 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
             if not option.option_strings:
                 typed_words += map(str, option.choices or ())
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
-            typed_words += _option_words(keyword, options[keyword], value)
+            typed_words += _list_option_words(keyword, options[keyword], value)
         arguments = parse_words(build_parser([name]), [name, *typed_words])
         import_user_code(arguments)
         result: CommandResult = command_module(name).answer(arguments, TERMINAL if progress else SILENT)
@@ -58,11 +58,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _check_keywords(name: str, keywords: Iterable[str], allowed: Collection[str]) -> None:
+def _check_keywords(name: str, keywords: Iterable[str], allowed_keywords: Collection[str]) -> None:
     for keyword in keywords:
-        if keyword not in allowed:
-            listed_names = f"{', '.join(sorted(allowed))}; help(fp8bench.{name}) explains them"
-            raise UnknownName(f"argument of {name}", keyword, allowed, listed_names)
+        if keyword not in allowed_keywords:
+            listed_names = f"{', '.join(sorted(allowed_keywords))}; help(fp8bench.{name}) explains them"
+            raise UnknownName(f"argument of {name}", keyword, allowed_keywords, listed_names)
 
 
 def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
@@ -84,9 +84,11 @@ def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature
     return inspect.Signature(parameters, return_annotation="CommandResult")
 
 
-def _option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
+def _list_option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if not action.option_strings:
-        return [_value_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
+        return [
+            _format_argument(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None
+        ]
     option = action.option_strings[0]
     if isinstance(value, bool) and action.nargs in (0, "?"):
         return [option] if value == (action.const if action.nargs == 0 else True) else []
@@ -95,26 +97,26 @@ def _option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(action, argparse._AppendAction):
-        parts = value.items() if isinstance(value, Mapping) else split_names(value)
-        return [f"{option}={_value_text(name, part)}" for part in parts]
-    return [f"{option}={_value_text(name, value)}"]
+        items = value.items() if isinstance(value, Mapping) else split_names(value)
+        return [f"{option}={_format_argument(name, part)}" for part in items]
+    return [f"{option}={_format_argument(name, value)}"]
 
 
-def _value_text(name: str, value: Any) -> str:
+def _format_argument(name: str, value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
         return f"{value[0]}={','.join(as_texts(value[1]))}"
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_value_text(name, part)}" for key, part in value.items())
+        return ",".join(f"{key}={_format_argument(name, part)}" for key, part in value.items())
     if callable(value):
-        return _function_address(value)
+        return _find_function_address(value)
     if isinstance(value, str | Path) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Iterable):
-        return ",".join(_value_text(name, part) for part in value)
+        return ",".join(_format_argument(name, part) for part in value)
     raise UsageError(f"{name} cannot be {value!r:.80}: give a text or a number, as on the command line.")
 
 
-def _function_address(function: Callable[..., Any]) -> str:
+def _find_function_address(function: Callable[..., Any]) -> str:
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     is_in_file = "." not in module and Path(file).is_file()
@@ -156,7 +158,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
         for kind in classes:
             for word, field in fields_by_keyword(kind).items():
                 if word not in parameters and word not in excluded:
-                    annotation = _field_type(str(field.type), options_of(kind).get(field.name))
+                    annotation = _name_field_type(str(field.type), options_of(kind).get(field.name))
                     parameters[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
                     )
@@ -199,16 +201,16 @@ def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     return field_values
 
 
-def _field_type(kind: str, option: RequestOption | None) -> str:
-    base, optional, _ = kind.partition(" | None")
+def _name_field_type(kind: str, option: RequestOption | None) -> str:
+    type_name, optional, _ = kind.partition(" | None")
     if option is not None and option.choices:
-        base = _literal_type(option.choices)
+        type_name = _name_literal_type(option.choices)
     elif option is not None and option.parse in ("path", "memory"):
-        base = {"path": "str | Path", "memory": "int | str"}[option.parse]
-    return _ACCEPTED_TYPES.get(base, base) + optional
+        type_name = {"path": "str | Path", "memory": "int | str"}[option.parse]
+    return _ACCEPTED_TYPES.get(type_name, type_name) + optional
 
 
-def _literal_type(words: Iterable[object]) -> str:
+def _name_literal_type(words: Iterable[object]) -> str:
     return f"Literal[{', '.join(map(repr, words))}]"
 
 
@@ -217,23 +219,27 @@ def python_keyword(action: argparse.Action) -> str:
     name.
     """
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
-    fallback = action.dest if not words or words[0].startswith("no_") else words[0]
-    return name_fields(Request).get(action.dest, fallback)
+    default_keyword = action.dest if not words or words[0].startswith("no_") else words[0]
+    return name_fields(Request).get(action.dest, default_keyword)
 
 
 def python_type(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "bool"
-    base = _ACCEPTED_TYPES.get(parsed := _parser_type(action), parsed)
+    accepted_type = _ACCEPTED_TYPES.get(parsed_type := _name_parser_type(action), parsed_type)
     if action.choices:
-        base = _literal_type(action.choices)
-    elif isinstance(action, argparse._AppendAction) and base == "str":
-        base = "str | Iterable[str]"
-    base += " | bool" if action.nargs == "?" and action.option_strings else ""
-    return f"{base} | None" if action.default is None and action.nargs != "*" and not action.required else base
+        accepted_type = _name_literal_type(action.choices)
+    elif isinstance(action, argparse._AppendAction) and accepted_type == "str":
+        accepted_type = "str | Iterable[str]"
+    accepted_type += " | bool" if action.nargs == "?" and action.option_strings else ""
+    return (
+        f"{accepted_type} | None"
+        if action.default is None and action.nargs != "*" and not action.required
+        else accepted_type
+    )
 
 
-def _parser_type(action: argparse.Action) -> str:
+def _name_parser_type(action: argparse.Action) -> str:
     """Returns the name of the type of the values that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)

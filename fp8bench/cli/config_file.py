@@ -29,8 +29,8 @@ class _TextLoader(yaml.BaseLoader):
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
         if len(mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
-            duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.YAMLError(f"the key {duplicate!r:.80} occurs twice")
+            duplicate_key = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.YAMLError(f"the key {duplicate_key!r:.80} occurs twice")
         return mapping
 
 
@@ -113,10 +113,10 @@ def parse_with_config(
     for action in command._actions:
         if _is_repeatable(action) and _is_mapping_option(action) and action.dest in values:
             file_values = values[action.dest]
-            typed_values = getattr(arguments, action.dest)[len(file_values) :]
-            typed_names = {name for name, _ in typed_values}
-            kept_values = [pair for pair in file_values if pair[0] not in typed_names]
-            setattr(arguments, action.dest, [*kept_values, *typed_values])
+            command_line_values = getattr(arguments, action.dest)[len(file_values) :]
+            command_line_names = {name for name, _ in command_line_values}
+            kept_values = [pair for pair in file_values if pair[0] not in command_line_names]
+            setattr(arguments, action.dest, [*kept_values, *command_line_values])
     return arguments
 
 
@@ -154,7 +154,7 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
         values[action.dest] = [*values.get(action.dest, ()), *parsed_value] if _is_repeatable(action) else parsed_value
     # 3. Add the FP8 mode to the dtypes.
     is_compiled = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
-    if mode := _fp8_mode(mode_options, is_compiled):
+    if mode := _find_fp8_mode(mode_options, is_compiled):
         values["dtypes"] = (*values.get("dtypes", _DEFAULT_DTYPES), mode)
     return values
 
@@ -176,22 +176,22 @@ def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[st
     raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
 
 
-def _fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
+def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
     """Returns the FP8 mode that the file asks for, with its options. Returns '' if `use_fp8` is false or missing."""
-    switch = str(mode_options.get(FP8_SWITCH, "false")).lower()
-    if switch not in ("true", "false"):
-        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch!r:.80}.")
+    switch_text = str(mode_options.get(FP8_SWITCH, "false")).lower()
+    if switch_text not in ("true", "false"):
+        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch_text!r:.80}.")
     pairs = [
         f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
     ]
     # Parse the options even if `use_fp8` is false, so that a wrong option is reported.
     mode = precisions.canonical(":".join([DELAYED_MODE, *pairs]))
-    if switch == "false":
+    if switch_text == "false":
         return ""
-    return _compiled_mode(mode) if is_compiled else mode
+    return _find_compiled_mode(mode) if is_compiled else mode
 
 
-def _compiled_mode(mode: str) -> str:
+def _find_compiled_mode(mode: str) -> str:
     """Returns the FP8 mode with the same formats that torch.compile can compile.
 
     Raises UsageError if `mode` has options about its history of casts.
@@ -230,7 +230,7 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
         if str(value).lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {value!r:.80}")
         return action.const if value.lower() == "true" else action.default
-    texts = _value_words(action, value)
+    texts = _list_value_words(action, value)
     if not _is_repeatable(action):
         texts = [",".join(texts)]
     try:
@@ -242,19 +242,19 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
     return parsed_values if _is_repeatable(action) else parsed_values[0]
 
 
-def _value_words(action: argparse.Action, value: Any) -> list[str]:
+def _list_value_words(action: argparse.Action, value: Any) -> list[str]:
     """Returns the words that stand for a value of a file on the command line."""
     if isinstance(value, dict) and _is_mapping_option(action):
-        return [f"{_check_text(name)}={','.join(_value_list(texts))}" for name, texts in value.items()]
+        return [f"{_check_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
     if isinstance(value, list) and (_is_repeatable(action) or "," in str(action.metavar)):
-        return _value_list(value)
+        return _list_values(value)
     text = _check_text(value)
     if _is_repeatable(action) and not _is_mapping_option(action):
         return [part.strip() for part in text.split(",")]
     return [text]
 
 
-def _value_list(value: Any) -> list[str]:
+def _list_values(value: Any) -> list[str]:
     return [_check_text(part) for part in value] if isinstance(value, list) else [_check_text(value)]
 
 

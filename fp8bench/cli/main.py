@@ -48,13 +48,13 @@ _CORE_COMMANDS = {
 }
 # The package to install for a missing module, if the package has a different name than the module.
 _PACKAGE_OF_MODULE = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
-_FEATURES = {name.replace("_", "-"): name for name in feature_names()}
-COMMANDS = (*_CORE_COMMANDS, *_FEATURES)
+_FEATURE_BY_COMMAND = {name.replace("_", "-"): name for name in feature_names()}
+COMMANDS = (*_CORE_COMMANDS, *_FEATURE_BY_COMMAND)
 
 
 def command_module(name: str) -> ModuleType:
-    if name in _FEATURES:
-        return importlib.import_module(f"fp8bench.features.{_FEATURES[name]}.command")
+    if name in _FEATURE_BY_COMMAND:
+        return importlib.import_module(f"fp8bench.features.{_FEATURE_BY_COMMAND[name]}.command")
     return importlib.import_module(f"fp8bench.cli.commands.{name}")
 
 
@@ -69,7 +69,7 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:
-        help_text = _CORE_COMMANDS.get(name) or feature_help(_FEATURES[name])
+        help_text = _CORE_COMMANDS.get(name) or feature_help(_FEATURE_BY_COMMAND[name])
         command = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=name in requested)
         if name in requested:
             module = command_module(name)
@@ -92,26 +92,28 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *words: Any, **keywords: Any) -> None:
         super().__init__(*words, **keywords)
         if self.add_help:  # --help-all is hidden, unless set_examples gives it a help text
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            self.add_argument(
+                "--help-all", action=_HelpAllAction, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
     def error(self, message: str) -> NoReturn:
         invalid_choice = re.match(
             r"argument \S+: invalid choice: (['\"])(.*)\1 \(choose from (.*)\)", message, re.DOTALL
         )
-        wrong, nearest = "", None
+        wrong_word, nearest_word = "", None
         if invalid_choice:
-            wrong, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
-            nearest = meant_name("choice", wrong, choices)
+            wrong_word, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
+            nearest_word = meant_name("choice", wrong_word, choices)
             # The user may have left out the only possible word, such as `suite` in `duel suite gemm`.
-            if len(choices) == 1 and wrong not in COMMANDS:
-                nearest = f"{choices[0]} {wrong}"
+            if len(choices) == 1 and wrong_word not in COMMANDS:
+                nearest_word = f"{choices[0]} {wrong_word}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
         suggestion = shlex.split(example)
         # If only an option is missing, suggest the command that the user typed with this option added.
         if " are required: --" in message:
             suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
-        raise UsageError(explanation, wrong, nearest, suggestion)
+        raise UsageError(explanation, wrong_word, nearest_word, suggestion)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.typed = tuple(args or ())
@@ -120,8 +122,8 @@ class Parser(argparse.ArgumentParser):
     def set_examples(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first_options = examples, options
         if options:
-            help_all = next(action for action in self._actions if isinstance(action, _HelpAll))
-            help_all.help = f"show all {sum(bool(action.option_strings) for action in self._actions)} options"
+            help_all_action = next(action for action in self._actions if isinstance(action, _HelpAllAction))
+            help_all_action.help = f"show all {sum(bool(action.option_strings) for action in self._actions)} options"
 
     def format_help(self, with_all_options: bool = False) -> str:
         formatter = self._get_formatter()
@@ -134,14 +136,14 @@ class Parser(argparse.ArgumentParser):
         if self.examples:
             example_lines = "".join(f"\n  {example}" for example in self.examples)
             formatter._add_item(str, [f"for example:{example_lines}\n\n"])
-        for title, actions in self._sections(with_all_options or not self.first_options):
+        for title, actions in self._list_sections(with_all_options or not self.first_options):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
-    def _sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
+    def _list_sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
         first_options = {"--help", "--help-all", *self.first_options.split()}
         for group in self._action_groups:
             listed_actions: list[argparse.Action] = []
@@ -157,7 +159,7 @@ class Parser(argparse.ArgumentParser):
 _OPTIONS_IN_USAGE = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
 
 
-class _HelpAll(argparse.Action):
+class _HelpAllAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         assert isinstance(parser, Parser)
         parser._print_message(parser.format_help(with_all_options=True), sys.stdout)
@@ -175,15 +177,17 @@ def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, l
 
 
 def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
-    command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
-    if command:
+    command_match = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
+    if command_match:
         # If an option comes before the command, argparse mistakes the value of the option for the command.
-        error = UnknownName("command", command[2][:80], subparsers_by_name(parser))
+        error = UnknownName("command", command_match[2][:80], subparsers_by_name(parser))
         return f"{error} Options follow the command."
-    missing = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
+    missing_match = re.match(
+        r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message
+    )
     explanation = (
-        "; ".join(_describe_missing_arguments(parser, *re.split(r"[,/] ?", missing[1] or missing[2])))
-        if missing
+        "; ".join(_describe_missing_arguments(parser, *re.split(r"[,/] ?", missing_match[1] or missing_match[2])))
+        if missing_match
         else ""
     )
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({explanation})' if explanation else ''}."
@@ -216,14 +220,14 @@ def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     command.
     """
     arguments: argparse.Namespace
-    arguments, unknown = parser.parse_known_args(words)
-    if not unknown:
+    arguments, unknown_words = parser.parse_known_args(words)
+    if not unknown_words:
         return arguments
     command = find_requested_parser(parser, arguments)
     assert isinstance(command, Parser)
-    option, hint = unknown[0].partition("=")[0], f"those of `{command.prog} --help`"
+    option, hint = unknown_words[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
-        hint += f". Options of your script go after it: {command.prog} train.py {unknown[0]} VALUE"
+        hint += f". Options of your script go after it: {command.prog} train.py {unknown_words[0]} VALUE"
     raise UnknownName("argument", option, _list_options(command), hint)
 
 
@@ -269,8 +273,8 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
     """Returns a command line that the user can paste after an error: the corrected command line, the command that the
     error suggests, or one that prints help. Returns an empty sequence if the error's text already has a command.
     """
-    if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
-        return ("fp8bench", *corrected)
+    if error.nearest and (corrected_words := _correct_words(words, error.given, error.nearest)):
+        return ("fp8bench", *corrected_words)
     if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
         return error.instead
     first_command = [word for word in words if word in COMMANDS][:1]
@@ -280,7 +284,7 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
 def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
     """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
     # Replace the wrong word where it stands alone or in a list, even if an earlier word contains it, like file.py:int8.
-    for index in sorted(range(len(words)), key=lambda place: wrong_word not in re.split("[=,]", words[place])):
+    for index in sorted(range(len(words)), key=lambda position: wrong_word not in re.split("[=,]", words[position])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")
         next_words = list(words[index + 1 :])
@@ -301,9 +305,9 @@ def _report_store_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         show_other_warning = warnings.showwarning
 
-        def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **named: Any) -> None:
+        def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **keywords: Any) -> None:
             complain(str(message)) if issubclass(category, OpenStore) else show_other_warning(
-                message, category, *arguments, **named
+                message, category, *arguments, **keywords
             )
 
         warnings.showwarning = show_warning
@@ -319,8 +323,8 @@ def _report_exits() -> Iterator[None]:
 
     def report_exit(status: int) -> NoReturn:
         if os.getpid() == own_pid:  # a forked process may call os._exit()
-            caller = sys._getframe(1)
-            call_site = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
+            caller_frame = sys._getframe(1)
+            call_site = f"{Path(caller_frame.f_code.co_filename).name}, line {caller_frame.f_lineno}"
             complain(f"{call_site} ended the whole process (os._exit({status})). The command did not finish.")
             status = UsageError.exit_code
         exit_now(status)

@@ -64,12 +64,12 @@ def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, d
             option_name = f"no-{option_name}" if field.default else option_name
             keywords |= {"action": "store_false" if field.default else "store_true"}
         else:
-            keywords |= {"default": field.default, "metavar": option.metavar, **_parser_of(str(field.type), option)}
+            keywords |= {"default": field.default, "metavar": option.metavar, **_choose_parser(str(field.type), option)}
         arguments[f"--{option_name}"] = (option.group, keywords)
     return arguments
 
 
-def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
+def _choose_parser(kind: str, option: RequestOption) -> dict[str, Any]:
     # Use what the option itself determines, if anything. Otherwise use the parser for the type of its field.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
@@ -83,11 +83,14 @@ def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
         return {"type": getattr(types, option.parse)}
     if kind == "str":
         return {"type": types.text_parser(option.rule)}
-    reader = next((reader for start, reader in _PARSER_OF_TYPE.items() if kind.startswith(start)), None)
-    return {} if reader is None else {"type": reader(option.rule)}
+    make_parser = next(
+        (make_parser for type_prefix, make_parser in _PARSER_BY_TYPE_PREFIX.items() if kind.startswith(type_prefix)),
+        None,
+    )
+    return {} if make_parser is None else {"type": make_parser(option.rule)}
 
 
-_PARSER_OF_TYPE: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
+_PARSER_BY_TYPE_PREFIX: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
     "int": types.whole,
     "float | str": types.number_or_text_parser,
     "float": types.number,
@@ -122,10 +125,12 @@ def add_request_options(group: argparse._ArgumentGroup, kind: type = Request) ->
             group.add_argument(option, **keywords)
 
 
-def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str | None]) -> None:
+def refuse_other_options(
+    words: Sequence[str], allowed: Collection[str], positional_values: Sequence[str | None]
+) -> None:
     # Cut '--rounds=5' to '--rounds'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    refused_words = [*filter(None, positional), *(word for word in options if word not in allowed)]
+    refused_words = [*filter(None, positional_values), *(word for word in options if word not in allowed)]
     if refused_words:
         raise UsageError(
             f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} determines what is measured "

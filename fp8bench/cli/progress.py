@@ -64,7 +64,7 @@ class LiveLine(_TerminalWriter):
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         super().__init__(stream if is_watched(stream, environ) else None)
-        self._drawn = False
+        self._is_drawn = False
 
     @property
     def room(self) -> int:
@@ -75,13 +75,13 @@ class LiveLine(_TerminalWriter):
 
     def show(self, text: str) -> None:
         self._write(_ERASE_LINE + printable(text)[: self.room])
-        self._drawn = True
+        self._is_drawn = True
 
     def close(self) -> None:
         """Erases the line. A second call does nothing."""
-        if self._drawn:
+        if self._is_drawn:
             self._write(_ERASE_LINE)
-            self._drawn = False
+            self._is_drawn = False
 
 
 class LiveBlock(_TerminalWriter):
@@ -102,7 +102,7 @@ class LiveBlock(_TerminalWriter):
     def show(self, text: str) -> None:
         """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        erase_codes = self._erase() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
+        erase_codes = self._make_erase_codes() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
         # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
@@ -111,10 +111,10 @@ class LiveBlock(_TerminalWriter):
     def close(self) -> None:
         """Erases the lines. A second call does nothing."""
         if self._height:
-            self._write(self._erase())
+            self._write(self._make_erase_codes())
         self._height, self._size = 0, _NO_SIZE
 
-    def _erase(self) -> str:
+    def _make_erase_codes(self) -> str:
         """Returns the control codes that move the cursor to the first line and erase everything from there."""
         move_up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
         return f"\r{move_up}\x1b[J"
@@ -148,21 +148,21 @@ class _PlanProgress:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begun = clock()
-        self._begin(Plan(()))
+        self._start_time = clock()
+        self._start_plan(Plan(()))
 
-    def _begin(self, plan: Plan) -> None:
+    def _start_plan(self, plan: Plan) -> None:
         self._names = _name_settings(plan)
         groups = sum(any(planned.runs for planned in group.cases) for group in plan)
-        self._remaining = RemainingTime(groups, self._clock() - self._begun)
-        self._begun = self._clock()
+        self._remaining = RemainingTime(groups, self._clock() - self._start_time)
+        self._start_time = self._clock()
 
-    def _name(self, case: Case) -> str:
+    def _describe_case(self, case: Case) -> str:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
-    def _show_left(self, now: float) -> str:
+    def _describe_time_left(self, now: float) -> str:
         """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
-        is_early = now - self._begun < _MIN_SECONDS
+        is_early = now - self._start_time < _MIN_SECONDS
         return "" if is_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
@@ -174,10 +174,10 @@ def _name_settings(plan: Plan) -> dict[str, str]:
     name_by_setting = {}
     for suite, members in together((case.workload, case) for case in cases).items():
         all_params = [(*case.params, ("device", case.device)) for case in members]
-        common = shared_params(all_params)
+        common_params = shared_params(all_params)
         for case, params in zip(members, all_params, strict=True):
             name_by_setting[case.setting] = (
-                f"{suite} {show_params(pair for pair in params if pair not in common)}".rstrip()
+                f"{suite} {show_params(pair for pair in params if pair not in common_params)}".rstrip()
             )
     return name_by_setting
 
@@ -191,43 +191,46 @@ class RunProgress(_PlanProgress, LiveLine):
         _PlanProgress.__init__(self, clock)
         LiveLine.__init__(self, stream, environ)
         self._shown_at = -REDRAW_SECONDS
-        self._doing = ""
-        self._total = self._done = 0
+        self._activity = ""
+        self._num_cases = self._num_done = 0
 
     def planned(self, plan: Plan) -> None:
-        self._total, self._done = plan.num_cases, 0
+        self._num_cases, self._num_done = plan.num_cases, 0
         # Print notes above the line that is updated in place, so that they are not overwritten.
         for note in plan.memory_notes:
             self._write(f"{_ERASE_LINE}{printable(note)}\n")
-        self._begin(plan)
+        self._start_plan(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
         self._remaining.follow(case.setting, doing, share, now)
         # Show a new activity at once, because it may take long.
-        if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
-            self._doing, self._shown_at = doing, now
-            self.show(f"{self._done}/{self._total} cases{self._show_left(now)}, {doing} {self._name(case)}")
+        if now - self._shown_at >= REDRAW_SECONDS or doing != self._activity:
+            self._activity, self._shown_at = doing, now
+            self.show(
+                f"{self._num_done}/{self._num_cases} cases{self._describe_time_left(now)}, "
+                f"{doing} {self._describe_case(case)}"
+            )
 
     def finished(self, record: Record) -> None:
-        self._done += 1
+        self._num_done += 1
 
 
 class _LogLines:
     """Prints the current activity at least every 30 seconds, if `print_if_due` is called often enough."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._print, self._clock = say, clock
-        self._begun = self._printed_at = clock()
-        self._doing = "starting"
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._print, self._clock = print_line, clock
+        self._start_time = self._printed_at = clock()
+        self._activity = "starting"
 
     def print_if_due(self) -> None:
         now = self._clock()
         if now - self._printed_at >= _MAX_SILENT_SECONDS:
             self._printed_at = now
-            self._print(f"after {units.clock(now - self._begun)}{self._show_left(now)}: {self._doing}")
+            self._print(f"after {units.clock(now - self._start_time)}{self._describe_time_left(now)}: {self._activity}")
 
-    def _show_left(self, now: float) -> str:
+    def _describe_time_left(self, now: float) -> str:
         """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
         return ""
 
@@ -237,21 +240,21 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
     and at least every 30 seconds.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        _LogLines.__init__(self, say, clock)
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        _LogLines.__init__(self, print_line, clock)
         _PlanProgress.__init__(self, clock)
         self._cases: dict[str, int] = {}
 
     def planned(self, plan: Plan) -> None:
-        self._begin(plan)
-        self._printed_at = self._begun
+        self._start_plan(plan)
+        self._printed_at = self._start_time
         self._cases = {group.setting: len(group.cases) for group in plan}
         for note in plan.memory_notes:
             self._print(note)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         self._remaining.follow(case.setting, doing, share, self._clock())
-        self._doing = f"{doing}, {self._name(case)}"
+        self._activity = f"{doing}, {self._describe_case(case)}"
         self.print_if_due()
 
     def finished(self, record: Record) -> None:
@@ -261,9 +264,9 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
         if self._cases[setting] == 0 and num_groups > 1:
             num_done = sum(not cases for cases in self._cases.values())
             self._printed_at = now = self._clock()
-            time_left = self._show_left(now) if num_done < num_groups else ""
-            elapsed = units.clock(now - self._begun)
-            self._print(f"{num_done}/{num_groups} groups after {elapsed}{time_left}: {self._names[setting]}")
+            time_left = self._describe_time_left(now) if num_done < num_groups else ""
+            elapsed_text = units.clock(now - self._start_time)
+            self._print(f"{num_done}/{num_groups} groups after {elapsed_text}{time_left}: {self._names[setting]}")
 
 
 @contextmanager
@@ -291,11 +294,11 @@ class CountedLines(_LogLines):
     _share = 0.0
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
-        self._share, self._doing = done / total, f"{done}/{total} {things}, {doing}"
+        self._share, self._activity = done / total, f"{done}/{total} {things}, {doing}"
         self.print_if_due()
 
-    def _show_left(self, now: float) -> str:
-        return show_time_left(now - self._begun, self._share)
+    def _describe_time_left(self, now: float) -> str:
+        return show_time_left(now - self._start_time, self._share)
 
 
 class TerminalJob:
@@ -321,10 +324,10 @@ class TerminalJob:
             with call_in_thread(lines.print_if_due):
                 yield lines.tell
             return
-        line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
+        line, start_time = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:
-            line.show(f"{done}/{total} {things}{show_time_left(time.monotonic() - begun, done / total)}, {doing}")
+            line.show(f"{done}/{total} {things}{show_time_left(time.monotonic() - start_time, done / total)}, {doing}")
 
         with closing(line):
             yield tell

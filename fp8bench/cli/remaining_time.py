@@ -44,8 +44,8 @@ class RemainingTime:
     # The setting of the current group, its current activity, and when both began.
     _setting: str = ""
     _group_start: float = 0.0
-    _doing: str = ""
-    _doing_start: float = 0.0
+    _activity: str = ""
+    _activity_start: float = 0.0
     _compiling_seconds: float = 0.0
     # When the rounds and the passes of the current group began (None: not yet), and how many seconds they are expected
     # to take.
@@ -54,17 +54,17 @@ class RemainingTime:
     _rounds_seconds: float = _ROUNDS_SECONDS
     _passes_seconds: float = _PASSES_SECONDS
 
-    def follow(self, setting: str, doing: str, share: float, now: float) -> None:
+    def follow(self, setting: str, activity: str, share: float, now: float) -> None:
         """Records what a run is doing now: its group (`setting`), the activity, and the finished share of the
         rounds.
         """
-        if doing == MEASURING_CEILINGS:
+        if activity == MEASURING_CEILINGS:
             if self._ceilings_start is None:
                 self._ceilings_start = now
             return
         if setting != self._setting:
             self._begin_group(setting, now)
-        if doing == MEASURING_ROUNDS:
+        if activity == MEASURING_ROUNDS:
             if self._rounds_start is None:
                 self._rounds_start = now
                 self._passes_seconds = _PASSES_PER_PREPARATION * (now - self._group_start - self._compiling_seconds)
@@ -72,38 +72,38 @@ class RemainingTime:
                 self._rounds_seconds = (now - self._rounds_start) / share
         elif self._rounds_start is not None and self._passes_start is None:
             self._passes_start = now
-        if doing != self._doing:
-            if self._doing.startswith("compiling"):
-                self._compiling_seconds += now - self._doing_start
-            if self._passes_start is not None and doing in _SHARE_BEFORE_PASS:
-                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[doing]
-            self._doing = doing
-            self._doing_start = now
+        if activity != self._activity:
+            if self._activity.startswith("compiling"):
+                self._compiling_seconds += now - self._activity_start
+            if self._passes_start is not None and activity in _SHARE_BEFORE_PASS:
+                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[activity]
+            self._activity = activity
+            self._activity_start = now
 
     def _begin_group(self, setting: str, now: float) -> None:
         if self._setting:
             self._group_seconds.append(now - self._group_start)
         self._setting = setting
         self._group_start = now
-        self._doing = ""
+        self._activity = ""
         self._compiling_seconds = 0.0
         self._rounds_start = self._passes_start = None
         self._rounds_seconds = _ROUNDS_SECONDS
-        self._passes_seconds = _PASSES_SECONDS * self._slowness
+        self._passes_seconds = _PASSES_SECONDS * self._slowness_factor
 
     @property
-    def _slowness(self) -> float:
+    def _slowness_factor(self) -> float:
         return max(1.0, self.start_seconds / _SECONDS_BEFORE_GROUPS)
 
     def predict(self, now: float) -> float:
         """Returns the predicted remaining seconds of the run."""
-        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness
+        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness_factor
         # 1. Before the first group, add up the typical times of all groups.
         if not self._setting:
-            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness
+            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness_factor
             ceilings_seconds = 0.0
             if self._ceilings_start is not None:
-                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness - now)
+                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness_factor - now)
             return ceilings_seconds + self.groups * group_seconds + end_seconds
         # 2. Predict the rest of the current group.
         if self._passes_start is not None:

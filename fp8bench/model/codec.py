@@ -36,7 +36,7 @@ _SHARED_TYPES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "S
 _MAX_SHARED_VALUES = 1000
 
 T = TypeVar("T")
-_ignored: ContextVar[set[str]] = ContextVar("_ignored")
+_ignored_names: ContextVar[set[str]] = ContextVar("_ignored")
 
 
 class Malformed(ValueError):
@@ -73,10 +73,10 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def decode(kind: type[T], plain: Any) -> T:
+def decode(kind: type[T], json_value: Any) -> T:
     """Converts JSON values to a value of type `kind`. Raises Malformed with the path to the first wrong value."""
     try:
-        return cast(T, _make_decoder(cast(Any, kind))(plain))
+        return cast(T, _make_decoder(cast(Any, kind))(json_value))
     except Malformed as error:
         raise Malformed(f"{kind.__name__}{error}") from None
 
@@ -87,11 +87,11 @@ def collect_ignored_names() -> Iterator[set[str]]:
     field. Empty fields are not collected.
     """
     names: set[str] = set()
-    token = _ignored.set(names)
+    token = _ignored_names.set(names)
     try:
         yield names
     finally:
-        _ignored.reset(token)
+        _ignored_names.reset(token)
 
 
 @cache
@@ -121,11 +121,11 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
 def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
     decode_one = _make_decoder(value_type)
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, dict):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, dict):
             raise Malformed(": expected an object")
         values = {}
-        for key, item in plain.items():
+        for key, item in json_value.items():
             try:
                 values[key] = decode_one(item)
             # Put the key in front of the path in the message.
@@ -140,20 +140,20 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps `decode` so that equal input gives the same frozen object. 1, 1.0 and True count as different input."""
     cache: dict[bytes, tuple[Any, set[str]]] = {}
 
-    def decode_once(plain: Any) -> Any:
+    def decode_once(json_value: Any) -> Any:
         try:
-            key = marshal.dumps(plain, 2)  # later versions of marshal encode the same text in several ways
+            key = marshal.dumps(json_value, 2)  # later versions of marshal encode the same text in several ways
         except ValueError:  # the value is nested too deeply
-            return decode(plain)
+            return decode(json_value)
         if key not in cache:
             # Clear a full cache completely. This costs little, because values repeat within a few records.
             if len(cache) >= _MAX_SHARED_VALUES:
                 cache.clear()
             with collect_ignored_names() as names:
-                cache[key] = decode(plain), names
+                cache[key] = decode(json_value), names
         value, names = cache[key]
         if names:
-            _ignored.get(set()).update(names)
+            _ignored_names.get(set()).update(names)
         return value
 
     return decode_once
@@ -171,33 +171,37 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         for field in dataclasses.fields(kind)
     ]
     field_names = {name: None for name, _, _ in decoders}
-    missing = dataclasses.MISSING
-    required = dict.fromkeys(
+    no_default = dataclasses.MISSING
+    required_names = dict.fromkeys(
         field.name
         for field in dataclasses.fields(kind)
-        if field.default is missing and field.default_factory is missing
+        if field.default is no_default and field.default_factory is no_default
     )
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not no_default}
     # If a class has no checks, fill in its fields directly: a run has thousands of values, and calling a frozen class
     # is slow.
-    plain_defaults = len(defaults) + len(required) == len(decoders)
+    plain_defaults = len(defaults) + len(required_names) == len(decoders)
     skips_init = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, dict):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, dict):
             raise Malformed(": expected an object")
         # A file of a newer version may have unknown fields, and a file of an older one may lack fields.
-        is_complete = plain.keys() == field_names.keys()
-        values = plain.copy() if is_complete else {name: plain[name] for name in field_names if name in plain}
-        if len(values) < len(plain):
-            _ignored.get(set()).update(name for name in plain.keys() - field_names.keys() if plain[name])
+        is_complete = json_value.keys() == field_names.keys()
+        values = (
+            json_value.copy() if is_complete else {name: json_value[name] for name in field_names if name in json_value}
+        )
+        if len(values) < len(json_value):
+            _ignored_names.get(set()).update(
+                name for name in json_value.keys() - field_names.keys() if json_value[name]
+            )
         for name, plain_types, decode_one in decoders:
             if (is_complete or name in values) and type(item := values[name]) not in plain_types:
                 try:
                     values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
-        if skips_init and required.keys() <= values.keys():
+        if skips_init and required_names.keys() <= values.keys():
             instance: Any = object.__new__(kind)
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
@@ -207,7 +211,7 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         except UsageError as error:
             raise Malformed(f": {error}") from None
         except TypeError as error:  # a field that has no default is missing
-            missing_field = next((name for name in required if name not in values), "")
+            missing_field = next((name for name in required_names if name not in values), "")
             raise Malformed(f": the field {missing_field!r} is missing" if missing_field else f": {error}") from None
 
     return decode
@@ -219,22 +223,22 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
     holds_integers = is_repeated and item_types[0] is int
     holds_integer_lists = is_repeated and item_types[0] == tuple[int, ...]
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, list):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, list):
             raise Malformed(": expected a list")
-        if is_repeated and not plain:
+        if is_repeated and not json_value:
             return ()
-        if holds_integers and set(map(type, plain)) <= _ONLY_INTEGERS:
-            return tuple(plain)  # fast, because there are many raw samples
-        has_only_lists = holds_integer_lists and set(map(type, plain)) <= _ONLY_LISTS
-        if has_only_lists and set(map(type, itertools.chain.from_iterable(plain))) <= _ONLY_INTEGERS:
-            return tuple(map(tuple, plain))
-        if not is_repeated and len(decoders) != len(plain):
-            raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
+        if holds_integers and set(map(type, json_value)) <= _ONLY_INTEGERS:
+            return tuple(json_value)  # fast, because there are many raw samples
+        has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _ONLY_LISTS
+        if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _ONLY_INTEGERS:
+            return tuple(map(tuple, json_value))
+        if not is_repeated and len(decoders) != len(json_value):
+            raise Malformed(f": expected {len(decoders)} items, found {len(json_value)}")
         try:
             if is_repeated:
-                return tuple(map(decoders[0], plain))
-            return tuple(decode_one(item) for decode_one, item in zip(decoders, plain, strict=True))
+                return tuple(map(decoders[0], json_value))
+            return tuple(decode_one(item) for decode_one, item in zip(decoders, json_value, strict=True))
         except Malformed as error:
             raise Malformed(f"[]{error}") from None
 
@@ -245,52 +249,52 @@ def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
     decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
-    def decode(plain: Any) -> Any:
-        if type(plain) in plain_kinds:
-            return plain
+    def decode(json_value: Any) -> Any:
+        if type(json_value) in plain_kinds:
+            return json_value
         # Use the first type that fits. The types of a union never accept the same value.
         for decode_one in decoders:
             try:
-                return decode_one(plain)
+                return decode_one(json_value)
             except Malformed:
                 continue
         type_names = " or ".join(
             "null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds
         )
-        raise Malformed(f": expected {type_names}, found {plain!r:.60}")
+        raise Malformed(f": expected {type_names}, found {json_value!r:.60}")
 
     return decode
 
 
 def _make_enum_decoder(kind: type[Enum]) -> Callable[[Any], Any]:
-    def decode(plain: Any) -> Any:
+    def decode(json_value: Any) -> Any:
         try:
-            return kind(plain)
+            return kind(json_value)
         except ValueError:
-            raise Malformed(f": {plain!r} is not a {kind.__name__}") from None
+            raise Malformed(f": {json_value!r} is not a {kind.__name__}") from None
 
     return decode
 
 
-def _decode_float(plain: Any) -> float:
-    if type(plain) is float:
-        return plain
-    if isinstance(plain, int) and not isinstance(plain, bool):
+def _decode_float(json_value: Any) -> float:
+    if type(json_value) is float:
+        return json_value
+    if isinstance(json_value, int) and not isinstance(json_value, bool):
         try:
-            return float(plain)
+            return float(json_value)
         except OverflowError:
             raise Malformed(": a whole number too large for a float") from None
     # JSON cannot express infinity and NaN, so they are stored as strings.
-    if plain in ("inf", "-inf", "nan"):
-        return float(plain)
-    raise Malformed(f": expected float, found {plain!r:.60}")
+    if json_value in ("inf", "-inf", "nan"):
+        return float(json_value)
+    raise Malformed(f": expected float, found {json_value!r:.60}")
 
 
 def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
-    def decode(plain: Any) -> Any:
-        if kind is Any or type(plain) is kind:
-            return plain
-        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")
+    def decode(json_value: Any) -> Any:
+        if kind is Any or type(json_value) is kind:
+            return json_value
+        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {json_value!r:.60}")
 
     return decode
 

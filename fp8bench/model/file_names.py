@@ -6,14 +6,14 @@ import re
 
 from fp8bench.model.planned import Case
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
+_UNSAFE_LETTER = re.compile(r"[^A-Za-z0-9=,._+-]")
 _MAX_LENGTHS = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGEST_LENGTH = 8
 
 
-def format_start_time(moment: str) -> str:
+def format_start_time(start_time: str) -> str:
     """Formats a start time for file names, such as '20260105T120000.000Z'."""
-    return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
+    return re.sub(r"[-:]", "", start_time).partition("+")[0] + "Z"
 
 
 def make_safe(text: str) -> str:
@@ -31,7 +31,9 @@ def name_case_file(case: Case) -> str:
     """
     params = ",".join(f"{name}={value}" for name, value in case.params)
     parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
-    short_name = "-".join(cut for name, part in parts.items() if (cut := _shorten(part, _MAX_LENGTHS[name])))
+    short_name = "-".join(
+        short_part for name, part in parts.items() if (short_part := _shorten(part, _MAX_LENGTHS[name]))
+    )
     full_name = "-".join(part for part in parts.values() if part)
     # Add a digest if letters were cut or replaced, because another case may differ only in these letters.
     return short_name if short_name == full_name.lower() else f"{short_name}-{_make_short_digest(case.id)}"
@@ -41,7 +43,7 @@ def _shorten(text: str, max_length: int) -> str:
     """Returns at most `max_length` letters of a text, with _ for unsafe letters and for a dot or dash at the beginning.
     Returns '' only for an empty text.
     """
-    safe_text = _UNSAFE.sub("_", text)[:max_length]
+    safe_text = _UNSAFE_LETTER.sub("_", text)[:max_length]
     return f"_{safe_text[1:]}" if safe_text[:1] in (".", "-") else safe_text
 
 

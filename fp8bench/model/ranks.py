@@ -143,10 +143,10 @@ class Heartbeat:
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 
-def parse_heartbeat(rank: int, raw: bytes) -> Heartbeat:
+def parse_heartbeat(rank: int, content: bytes) -> Heartbeat:
     """Parses the content of a rank's heartbeat file. An empty file gives a heartbeat with the number 0."""
-    if len(raw) < HEARTBEAT_LAYOUT.size:
+    if len(content) < HEARTBEAT_LAYOUT.size:
         return Heartbeat(rank, 0, "", "start", 0.0)
-    sequence, code, seconds, request = HEARTBEAT_LAYOUT.unpack(raw[: HEARTBEAT_LAYOUT.size])
-    phase = CELL_PHASES[code] if 0 <= code < len(CELL_PHASES) else ""
+    sequence, phase_index, seconds, request = HEARTBEAT_LAYOUT.unpack(content[: HEARTBEAT_LAYOUT.size])
+    phase = CELL_PHASES[phase_index] if 0 <= phase_index < len(CELL_PHASES) else ""
     return Heartbeat(rank, sequence, phase, request.rstrip(b"\0").decode(errors="replace"), seconds)

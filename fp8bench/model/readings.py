@@ -57,22 +57,22 @@ def try_reading(read: Callable[[], Reading]) -> Read:
         return Unavailable(failure.reason)
 
 
-def describe_missing_readings(*several: Readings) -> list[str]:
+def describe_missing_readings(*reading_sets: Readings) -> list[str]:
     """Returns why readings are missing, one text per reason with the names of the readings: 'ecc, mig: not
     supported'.
     """
     names: dict[str, dict[str, None]] = {}
-    for readings in several:
+    for readings in reading_sets:
         for name, read in readings.items():
             if isinstance(read, Unavailable):
                 names.setdefault(read.reason, {})[name] = None
-    return [f"{', '.join(missing)}: {reason}" for reason, missing in names.items()]
+    return [f"{', '.join(names_with_reason)}: {reason}" for reason, names_with_reason in names.items()]
 
 
-def read_first_available(*reads: Callable[[], Reading]) -> Reading:
+def read_first_available(*read_functions: Callable[[], Reading]) -> Reading:
     """Returns the reading of the first function that succeeds. If all fail, raises NoReading with all reasons."""
     reasons = []
-    for read in reads:
+    for read in read_functions:
         try:
             return read()
         except NoReading as failure:

@@ -35,12 +35,12 @@ class StaticScales:
         returns the largest magnitudes over all precisions.
         """
         known_modes = {scaled_mode for scaled_mode, *_ in self.known}
-        largest: dict[tuple[str, str], float] = {}
+        amax_by_tensor: dict[tuple[str, str], float] = {}
         # For an unknown precision, the largest magnitude over all precisions is safe against overflow.
         for scaled_mode, layer, role, amax in self.known:
             if scaled_mode == mode or mode not in known_modes:
-                largest[layer, role] = max(amax, largest.get((layer, role), 0.0))
-        return largest
+                amax_by_tensor[layer, role] = max(amax, amax_by_tensor.get((layer, role), 0.0))
+        return amax_by_tensor
 
     @property
     def words(self) -> str:
@@ -72,8 +72,10 @@ def number(words: str, holds: Callable[[float], bool]) -> Rule:
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 
-def _make_tuple_rule(words: str, of: Callable[[object], bool] = lambda value: isinstance(value, str)) -> Rule:
-    return Rule(words, lambda value: isinstance(value, tuple) and all(map(of, value)))
+def _make_tuple_rule(
+    words: str, is_valid_item: Callable[[object], bool] = lambda value: isinstance(value, str)
+) -> Rule:
+    return Rule(words, lambda value: isinstance(value, tuple) and all(map(is_valid_item, value)))
 
 
 def _is_pair(value: object) -> bool:
@@ -148,12 +150,12 @@ def name_fields(kind: type) -> dict[str, str]:
     a keyword of Python or the name of a different field.
     """
     names = [field.name for field in fields(kind)]
-    called = {
+    option_name_by_field = {
         name: request_option.called
         for name, request_option in options_of(kind).items()
         if not keyword.iskeyword(request_option.called)
     }
-    return {name: word if (word := called.get(name)) and word not in names else name for name in names}
+    return {name: word if (word := option_name_by_field.get(name)) and word not in names else name for name in names}
 
 
 def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:

@@ -229,7 +229,7 @@ class HeldProduct:
 
 # Words in module paths that identify a part of a transformer. The first match counts, because some paths match several
 # parts, such as BERT's attention.output.dense.
-_PARTS = {
+_WORDS_BY_PART = {
     "attn": ("attn", "attention"),
     "mlp": (
         "mlp",
@@ -250,7 +250,9 @@ _PARTS = {
 
 def find_transformer_part(path: str) -> str:
     """Returns the part of a transformer to which a layer belongs by its path: 'attn', 'mlp', or '' if unknown."""
-    return next((part for part, marks in _PARTS.items() if any(mark in path.lower() for mark in marks)), "")
+    return next(
+        (part for part, part_words in _WORDS_BY_PART.items() if any(word in path.lower() for word in part_words)), ""
+    )
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ class Slopes:
     def is_flat(self) -> bool:
         """Whether clock and temperature have settled: all known slopes are small, and at least one slope is known."""
         bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
-        within_bounds = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
-        return bool(within_bounds) and all(within_bounds)
+        are_small = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
+        return bool(are_small) and all(are_small)
 
 
 def is_clock_flat(looks: Sequence[ClockLook]) -> bool:

@@ -58,12 +58,12 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
             raise UsageError(f"--precision-map {key}={precision}: {reason}.")
 
 
-def check_can_mix(mode: str, other: str) -> None:
+def check_can_mix(mode: str, other_mode: str) -> None:
     """Raises UsageError if one model cannot have layers of both precisions."""
-    if precisions.get(mode).float32_products != precisions.get(other).float32_products:
+    if precisions.get(mode).float32_products != precisions.get(other_mode).float32_products:
         raise UsageError(
-            f"--precision-map cannot mix {other} into {mode}: TF32 is one switch for a whole process. Leave {other} "
-            f"out of the map, or {mode} out of --dtypes."
+            f"--precision-map cannot mix {other_mode} into {mode}: TF32 is one switch for a whole process. Leave "
+            f"{other_mode} out of the map, or {mode} out of --dtypes."
         )
 
 
@@ -184,12 +184,12 @@ def _with_static_scales(planned: PlannedCase, rule: StaticScales) -> PlannedCase
     return replace(planned, case=case, support=Support(Level.REFUSED, reason), skip=reason)
 
 
-def _describe_scalings(groups: Sequence[Group], scalings: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
-    references = {group.cases[group.reference].case for group in groups}
-    suites_without_layers = dict.fromkeys(case.workload for case, kinds in scalings.items() if not kinds)
-    delayed_modes = dict.fromkeys(case.mode for case, kinds in scalings.items() if TensorScale.DELAYED in kinds)
-    cases_without_scales = [case for case, kinds in scalings.items() if kinds == {TensorScale.NONE}]
-    modes_without_scales = dict.fromkeys(case.mode for case in cases_without_scales if case not in references)
+def _describe_scalings(groups: Sequence[Group], scales_by_case: Mapping[Case, set[TensorScale]]) -> Iterator[str]:
+    reference_cases = {group.cases[group.reference].case for group in groups}
+    suites_without_layers = dict.fromkeys(case.workload for case, kinds in scales_by_case.items() if not kinds)
+    delayed_modes = dict.fromkeys(case.mode for case, kinds in scales_by_case.items() if TensorScale.DELAYED in kinds)
+    cases_without_scales = [case for case, kinds in scales_by_case.items() if kinds == {TensorScale.NONE}]
+    modes_without_scales = dict.fromkeys(case.mode for case in cases_without_scales if case not in reference_cases)
     if modes_without_scales:
         yield (
             f"--static-scales has no effect on {', '.join(modes_without_scales)}, which has no float32 scale per tensor"

@@ -313,8 +313,8 @@ class WatchedArithmetic(Arithmetic):
     def _wrap(self, arithmetic: Arithmetic) -> Arithmetic:
         return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.reports_transposed)
 
-    def _report(self, operand: Operand, source: Tensor, role: Role, untransposed: Operand | None = None) -> Operand:
-        self.watch(operand, source, role, untransposed)
+    def _report(self, operand: Operand, source: Tensor, role: Role, operand_before: Operand | None = None) -> Operand:
+        self.watch(operand, source, role, operand_before)
         return operand
 
 

@@ -215,8 +215,8 @@ def merge_commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell],
 
 def parse_time(text: str) -> datetime:
     """Parses a time. Without a time zone it is UTC. Raises ValueError."""
-    moment = datetime.fromisoformat(text)
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def find_commit(word: str, folder: Path) -> str | None:
@@ -253,9 +253,9 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
     files: dict[Path, Path] = {}
     notes: list[str] = []
     for word in words.split(","):
-        chosen = _find_runs_of_word(word.strip(), store)
-        files |= {path.resolve(): path for path in chosen.files}
-        notes += chosen.notes
+        chosen_runs = _find_runs_of_word(word.strip(), store)
+        files |= {path.resolve(): path for path in chosen_runs.files}
+        notes += chosen_runs.notes
     distinct_runs = remove_copies(files.values()).check_refusals()
     return ChosenRuns(distinct_runs.files, [*notes, *distinct_runs.notes(distinct_runs.copies)])
 
@@ -275,9 +275,9 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
         return ChosenRuns([find_run(word, store)])
     # 2. Try the word as the digits of a measured commit.
     if _COMMIT_PREFIX_PATTERN.fullmatch(word):
-        chosen = _find_runs_of_commit(word, runs)
-        if chosen.files:
-            return chosen
+        chosen_runs = _find_runs_of_commit(word, runs)
+        if chosen_runs.files:
+            return chosen_runs
     # 3. Try the word as any name that git knows for a commit, or as the beginning of a run's name.
     commit = find_commit(word, Path())
     if commit is None:
@@ -288,12 +288,12 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
                 raise RunNotFound(f"git has no commit {word!r:.80} here. `git log` lists the commits.") from None
             reason = str(error).rstrip(".")
             raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
-    chosen = _find_runs_of_commit(commit, runs)
-    if not chosen.files:
+    chosen_runs = _find_runs_of_commit(commit, runs)
+    if not chosen_runs.files:
         raise RunNotFound(
             f"{word!r:.80} is the commit {commit[:12]}, but {store} has no run of it. Measure it, or name another."
         )
-    return chosen
+    return chosen_runs
 
 
 def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:

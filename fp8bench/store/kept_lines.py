@@ -115,10 +115,10 @@ class Log(Generic[T]):
         with keeping(self.path, self.remedy):
             append_lines(self.path, [sealed_line(self.encode_value(value)) for value in values])
 
-    def merge(self, theirs: Iterable[T]) -> list[T]:
+    def merge(self, other_values: Iterable[T]) -> list[T]:
         """Appends the values that a second log has and this log lacks, and returns them. Raises StoreError."""
         existing_values = set(self.lines()[0])
-        new_values = [value for value in dict.fromkeys(theirs) if value not in existing_values]
+        new_values = [value for value in dict.fromkeys(other_values) if value not in existing_values]
         if new_values:
             self.append(new_values)
         return new_values
@@ -240,13 +240,13 @@ def _describe_missing_lines(lines: Sequence[_SealedLine], broken_lines: Sequence
         written_number, number = line.written_number, line.number
 
 
-def _is_digest_correct(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
+def _is_digest_correct(lines: Sequence[_SealedLine], last_line: _SealedLine) -> bool:
     """Returns whether the digest in a line, if it has one, matches the lines before it. Only lines that end a run have
     a digest. Removes the digest from the line.
     """
-    digest = end.content.pop("digest", None) if "end" in end.content else None
+    digest = last_line.content.pop("digest", None) if "end" in last_line.content else None
     return digest is None or digest == digest_checksums(
-        line.sum for line in lines if line.written_number < end.written_number
+        line.sum for line in lines if line.written_number < last_line.written_number
     )
 
 
@@ -270,7 +270,7 @@ def refuse_newer(file_lines: FileLines, path: Path) -> None:
             check_schema({"schema": int(version[1])}, path)
 
 
-def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
+def read_header(file_lines: FileLines, path: Path, key: str, make_result: Callable[[Any], T]) -> T:
     """Calls `make` with the content under `key` in the header of the file, and returns its result. Raises StoreError
     if the header is missing or wrong.
     """
@@ -280,7 +280,7 @@ def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any
         if number != 1:
             raise Damaged(next((broken.why for broken in file_lines.broken if broken.number == 1), "it is empty"))
         check_schema(content, path)
-        return make(content[key])
+        return make_result(content[key])
     except _DECODING_ERRORS as error:
         raise StoreError(
             f"{path} is not a {key}: its first line is not a header ({str(error)[:_MAX_ERROR_CHARACTERS]})."

@@ -48,20 +48,20 @@ class MergeResult:
     notes: list[str] = field(default_factory=list)
 
 
-def find_store(folder: Path, ours: Path) -> Path:
+def find_store(folder: Path, our_store: Path) -> Path:
     """Returns the store in a folder, or the folder if it is a store itself. Raises StoreError if the folder contains
     no store, or if that store is our own.
     """
     try:
-        candidates = (folder, folder / ours.name, folder / ".fp8bench")
-        found_store = next((place for place in candidates if (place / "runs").is_dir()), None)
+        candidates = (folder, folder / our_store.name, folder / ".fp8bench")
+        found_store = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
         if found_store is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
                 f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
         # Resolve links and '..', which may lead back into our store.
-        our_folder, their_folder = ours.resolve(), found_store.resolve()
+        our_folder, their_folder = our_store.resolve(), found_store.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if their_folder == our_folder or our_folder in their_folder.parents:
@@ -69,12 +69,12 @@ def find_store(folder: Path, ours: Path) -> Path:
     return found_store
 
 
-def merge_runs(ours: Path, theirs: Path) -> MergeResult:
+def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
     merge_result = MergeResult()
-    our_runs, their_runs = listing(ours), listing(theirs)
+    our_runs, their_runs = listing(our_store), listing(their_store)
     path_by_id = {id_of(path): path for path in (*our_runs.refused, *our_runs.files)}
     merge_result.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
-    merge_result.failed += copy_each_run(their_runs, partial(_copy_into_store, path_by_id, ours, merge_result))
+    merge_result.failed += copy_each_run(their_runs, partial(_copy_into_store, path_by_id, our_store, merge_result))
     return merge_result
 
 
@@ -91,10 +91,10 @@ def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[s
             yield f"{path} was not copied ({error.strerror})."
 
 
-def _copy_into_store(path_by_id: Mapping[str, Path], ours: Path, merge_result: MergeResult, path: Path) -> None:
+def _copy_into_store(path_by_id: Mapping[str, Path], our_store: Path, merge_result: MergeResult, path: Path) -> None:
     content = _read_whole_lines(path, merge_result)
     load_run(path)  # raises an error if the file is not a run
-    target = path_by_id.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
+    target = path_by_id.get(id_of(path)) or our_store / "runs" / machine_folder(path) / path.name
     copy_outcome = copy_run(path, content, target)
     if copy_outcome is CopyOutcome.SAME:
         merge_result.same += 1
@@ -225,12 +225,12 @@ def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
     return list(newest_series.values())
 
 
-def merge_store(store: Path, theirs: Path) -> tuple[MergeResult, RebuildResult]:
+def merge_store(store: Path, their_store: Path) -> tuple[MergeResult, RebuildResult]:
     """Merges the store `theirs` into our store, and updates asv's files for its runs. `theirs` stays unchanged."""
     with lock_folder(store / "asv"):
-        merge_result = merge_runs(store, theirs)
+        merge_result = merge_runs(store, their_store)
         try:
-            merge_result.acks = merge_acks(store, theirs)
+            merge_result.acks = merge_acks(store, their_store)
         except (StoreError, OSError) as error:
             merge_result.failed.append(str(error))
     return merge_result, rebuild_asv_view(

@@ -213,6 +213,6 @@ def _read_case_runs(path: Path) -> dict[str, CaseRuns]:
         if content["version"] != _VERSION:
             return {}
         rows = content["cases"].items()
-        return {str(name): CaseRuns(int(runs), *map(float, logs)) for name, (runs, *logs) in rows}
+        return {str(name): CaseRuns(int(runs), *map(float, numbers)) for name, (runs, *numbers) in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

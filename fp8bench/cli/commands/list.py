@@ -23,8 +23,8 @@ def _collect_glossaries() -> dict[str, Mapping[str, str]]:
     from fp8bench.report.words.legend import explain_label
 
     glossaries: dict[str, Mapping[str, str]] = {"labels": {label.value: explain_label(label) for label in Label}}
-    for part in feature_parts("glossary"):
-        glossaries[part.NAME] = part.explain_names()
+    for feature_module in feature_parts("glossary"):
+        glossaries[feature_module.NAME] = feature_module.explain_names()
     return glossaries
 
 

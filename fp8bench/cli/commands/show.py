@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     other_results = find_results(word, store, only_runs=any(table.name != "all" for table in selected_tables))
     if not other_results:
         # 2. Print a run: the requested table, or the answer if no table is requested.
-        with collect_ignored_names() as ignored:
+        with collect_ignored_names() as ignored_names:
             loaded_run = load_stored_run(word, store)
         if len(selected_tables) > 1:
             raise UsageError(
@@ -71,14 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_ambiguous(word, other_results, store)
         tables = [table.name for table in selected_tables if table.name != "all"]
         _refuse_options(arguments, repr(word), kind.name, [*tables, *kind.refused])
-        with collect_ignored_names() as ignored:
+        with collect_ignored_names() as ignored_names:
             loaded_result = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded_result) if arguments.all else kind.view(loaded_result)))
         is_complete = log_result(kind, loaded_result, arguments.log, complain)
     # 4. Warn if fields that another version wrote were ignored, because the output may be incomplete.
-    if ignored:
+    if ignored_names:
         complain(
-            f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
+            f"{word} was written by another version, and these fields of it were ignored: "
+            f"{', '.join(sorted(ignored_names))}"
         )
     return EXIT_OK if is_complete else EXIT_INTERRUPTED
 
@@ -115,11 +116,11 @@ def _shares_view(run: Run, store: Path) -> View:
     from fp8bench.report.topics import shares
 
     require_shares(run)
-    parts = list_step_shares(run, findings(run))
+    step_shares = list_step_shares(run, findings(run))
     return View(
-        partial(shares.shares_page, run, parts),
-        partial(shares.shares_document, parts),
-        partial(shares.shares_rows, parts),
+        partial(shares.shares_page, run, step_shares),
+        partial(shares.shares_document, step_shares),
+        partial(shares.shares_rows, step_shares),
     )
 
 

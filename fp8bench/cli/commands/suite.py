@@ -157,10 +157,12 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_OK
     # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
     if arguments.sessions.runs == 1:
-        with start_workers_early(request, read_switches(os.environ).second) as begun:
+        with start_workers_early(request, read_switches(os.environ).second) as early_workers:
             from fp8bench.pipeline import execute
 
-            return measure_and_print(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
+            return measure_and_print(
+                request, arguments, partial(execute, begun=early_workers, meanwhile=import_renderers)
+            )
     from fp8bench.jobs.several_runs import execute_sessions
 
     execute_several = partial(execute_sessions, sessions=arguments.sessions.runs, pause=arguments.sessions.pause)

@@ -70,11 +70,11 @@ def _check_version(path: Path, written_version: object, version: int) -> None:
     if type(written_version) is not int:
         raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written_version)}, expected {version}.")
     if written_version != version:
-        age, remedy = (
+        age_text, remedy = (
             ("an older", "Run 'asv update' first") if written_version < version else ("a newer", "Upgrade fp8bench")
         )
         raise AsvFileOfOtherVersion(
-            f"{path} was written by {age} asv: its version is {written_version!s:.20}, "
+            f"{path} was written by {age_text} asv: its version is {written_version!s:.20}, "
             f"fp8bench reads version {version}. {remedy}."
         )
 
