@@ -15,7 +15,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import accept_fields_of, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_pairs, parse_folder, parse_sessions, split_names
-from fp8bench.cli.outputs import CommandResult, in_store, log_targets
+from fp8bench.cli.outputs import CommandResult, format_store_option, log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import RequestedOutputs, after_run
@@ -62,7 +62,7 @@ class Run(model.Run):
 
     @property
     def _page(self) -> Page:
-        return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), in_store(self))
+        return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), format_store_option(self))
 
     @cached_property
     def results(self) -> pd.DataFrame:

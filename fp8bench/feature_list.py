@@ -28,7 +28,7 @@ def feature_help(name: str) -> str:
     return sentence[:1].lower() + sentence[1:].rstrip(".")
 
 
-def feature_parts(part: str) -> Iterator[ModuleType]:
+def import_feature_modules(part: str) -> Iterator[ModuleType]:
     """Imports and yields the module named `part` of each feature that has such a module."""
     for name in feature_names():
         if (_FOLDER / name / f"{part}.py").is_file():

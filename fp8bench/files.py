@@ -51,23 +51,23 @@ class Damaged(ValueError):
     """The content that was read differs from what was written."""
 
 
-def seal(content: dict[str, Any]) -> dict[str, Any]:
+def add_checksum(content: dict[str, Any]) -> dict[str, Any]:
     """Returns an object with a checksum added. The checksum does not depend on how the JSON text is formatted."""
-    return {**content, _CHECKSUM_KEY: _checksum(compact(content).encode())}
+    return {**content, _CHECKSUM_KEY: _checksum(format_compact_json(content).encode())}
 
 
-def sealed_line(content: dict[str, Any]) -> str:
+def format_checksummed_line(content: dict[str, Any]) -> str:
     """Returns an object with a checksum added, as a line of JSON."""
-    text = compact(content)
+    text = format_compact_json(content)
     return f'{text[:-1]},"{_CHECKSUM_KEY}":"{_checksum(text.encode())}"}}'
 
 
-def unseal(content: dict[str, Any]) -> dict[str, Any]:
+def remove_checksum(content: dict[str, Any]) -> dict[str, Any]:
     """Returns an object without its checksum, if it has one. Raises Damaged if the checksum does not match."""
     if _CHECKSUM_KEY not in content:
         return content
     unsealed = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
-    if content[_CHECKSUM_KEY] != _checksum(compact(unsealed).encode()):
+    if content[_CHECKSUM_KEY] != _checksum(format_compact_json(unsealed).encode()):
         raise Damaged("its checksum does not match its content")
     return unsealed
 
@@ -80,7 +80,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
+def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
     """Returns the object in a line of JSON, and its checksum ('' if it has none). Raises ValueError if the line is not
     a JSON object or was changed.
     """
@@ -93,10 +93,10 @@ def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
     content = parse_json(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
-    return unseal(content), str(content.get(_CHECKSUM_KEY, ""))
+    return remove_checksum(content), str(content.get(_CHECKSUM_KEY, ""))
 
 
-def compact(content: object) -> str:
+def format_compact_json(content: object) -> str:
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
     except RecursionError:
@@ -122,7 +122,7 @@ def _checksum(text: bytes) -> str:
 
 
 @contextlib.contextmanager
-def keeping(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
+def convert_write_errors(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
     """A context that turns an OSError of its body into an error of type `kind`, whose message says that `subject`
     cannot be written and what to do (`remedy`).
     """
@@ -170,7 +170,7 @@ def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
     _require_regular_file(path.stat(), most)
 
 
-def is_no_folder(path: Path) -> bool:
+def is_not_folder(path: Path) -> bool:
     """Returns whether the path exists and is not a folder, so that `open_file` either opens it or explains why not.
     Raises OSError.
     """
@@ -338,12 +338,15 @@ class LineWriter:
         self._file.seek(0)
         content = self._file.read()
         self._sums = find_checksums(content)
-        self._last_number = max((int(seal[1]) for seal in _NUMBERED_LINE_END.finditer(content)), default=0)
+        self._last_number = max(
+            (int(add_checksum[1]) for add_checksum in _NUMBERED_LINE_END.finditer(content)), default=0
+        )
         self._file.seek(position)
 
     def _append_numbered_lines(self, values: Sequence[dict[str, Any]]) -> None:
         text = "".join(
-            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last_number + 1)
+            format_checksummed_line({**value, "line": number}) + "\n"
+            for number, value in enumerate(values, self._last_number + 1)
         )
         try:
             append(self._file, text)

@@ -59,7 +59,7 @@ from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import find_or_measure_ceilings
 from fp8bench.store.reruns import add_rerun_spreads, store_ratios
-from fp8bench.store.runs.listing import add_stored_scales, list_running_stems, store_of
+from fp8bench.store.runs.listing import add_stored_scales, find_store_of_run, list_running_stems
 from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete_groups, load_run, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
@@ -114,7 +114,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     if run.finished and not groups:
         return False, run
     refuse_missing_files(run)
-    store = store_of(path) or store
+    store = find_store_of_run(path) or store
     with _prepare_run(run.request, store, observer) as resources:
         # Check that machine, versions and environment are unchanged: a run must not mix different conditions.
         facts = resources.timing.probe()

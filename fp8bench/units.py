@@ -27,7 +27,7 @@ _UNIT_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
 EXACT_DB = 200.0
 
 
-def number_of(text: str) -> float:
+def parse_number(text: str) -> float:
     """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
     base, power, exponent = text.partition("^")
     try:
@@ -36,9 +36,9 @@ def number_of(text: str) -> float:
         return math.nan
 
 
-def number_or_text_of(text: str) -> float | str:
+def parse_number_or_text(text: str) -> float | str:
     """Returns a number if the text is one, otherwise the text."""
-    number = number_of(text)
+    number = parse_number(text)
     return text if math.isnan(number) else number
 
 
@@ -47,13 +47,13 @@ def symbol(unit: str) -> str:
     return _UNIT_SYMBOLS.get(unit, unit)
 
 
-def typed_units() -> dict[str, tuple[float, str]]:
+def list_typed_units() -> dict[str, tuple[float, str]]:
     """Returns every unit that a user may type, by name, as a pair: its size in the stored unit, and the stored unit."""
-    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in scales_of(base)}
+    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in list_unit_scales(base)}
     return {**units, "x": (1.0, "x"), "": (1.0, "")}
 
 
-def scales_of(unit: str) -> Sequence[tuple[float, str]]:
+def list_unit_scales(unit: str) -> Sequence[tuple[float, str]]:
     """Returns the scales of a unit with their symbols, the largest first: those in _UNIT_SCALES, or SI prefixes."""
     if unit == "B":
         return (*_BINARY_UNITS, (1, "B"))
@@ -151,7 +151,7 @@ def binary_unit(value: float) -> tuple[float, str]:
     return _choose_scale(value, 3, _BINARY_UNITS) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parses a size: '2GiB' -> 2147483648, '512MB' -> 512000000. K, M, G and T alone are binary. Raises ValueError
     for other text.
     """

@@ -410,6 +410,6 @@ def test_content_that_is_nested_too_deeply_is_a_value_error_both_ways() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    for act in (lambda: files.parse_json("[" * 100_000), lambda: files.compact(deep)):
+    for act in (lambda: files.parse_json("[" * 100_000), lambda: files.format_compact_json(deep)):
         with pytest.raises(ValueError, match="nested too deeply"):
             act()

@@ -24,7 +24,7 @@ from fp8bench.cli.outputs import CommandResult, write_outputs
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import RequestOption, name_fields, options_of
+from fp8bench.model.request import RequestOption, list_request_options, name_fields
 
 # The options that determine how a result is printed. A call has none of them, because it returns the result.
 _PRINT_OPTIONS = {"help", "help_all", "json", "csv", "md", "all", "explain"}
@@ -158,7 +158,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
         for kind in classes:
             for word, field in fields_by_keyword(kind).items():
                 if word not in parameters and word not in excluded:
-                    annotation = _name_field_type(str(field.type), options_of(kind).get(field.name))
+                    annotation = _name_field_type(str(field.type), list_request_options(kind).get(field.name))
                     parameters[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
                     )
@@ -187,7 +187,7 @@ def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     field_values: dict[str, Any] = {}
     for word, value in keywords.items():
         field = field_by_keyword[word]
-        match options_of(kind)[field.name].parse:
+        match list_request_options(kind)[field.name].parse:
             case "memory":
                 field_values[field.name] = types.memory_as_bytes(value)
             case "axis":

@@ -19,7 +19,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import read_file
 from fp8bench.model.request import ALL_MEMORY, ALL_MEMORY_WORD, REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_DESTINATIONS, LogTarget
-from fp8bench.units import bytes_of, number_of, number_or_text_of
+from fp8bench.units import parse_number, parse_number_or_text, parse_size
 
 T = TypeVar("T")
 _SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
@@ -104,11 +104,11 @@ def whole(rule: Rule) -> Callable[[str], int]:
 
 
 def number(rule: Rule) -> Callable[[str], float]:
-    return lambda text: _check_rule(rule, text, number_of(text))
+    return lambda text: _check_rule(rule, text, parse_number(text))
 
 
 def number_or_text_parser(rule: Rule) -> Callable[[str], float | str]:
-    return lambda text: _check_rule(rule, text, number_or_text_of(text))
+    return lambda text: _check_rule(rule, text, parse_number_or_text(text))
 
 
 def text_parser(rule: Rule) -> Callable[[str], str]:
@@ -119,14 +119,16 @@ def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]
     """Returns a parser of texts like 'NAME=NUMBER,...'. The parser checks the pairs of names and numbers by the
     rule.
     """
-    return lambda text: _check_rule(rule, text, tuple((name, number_of(value)) for name, value in parse_layers(text)))
+    return lambda text: _check_rule(
+        rule, text, tuple((name, parse_number(value)) for name, value in parse_layers(text))
+    )
 
 
 def memory(text: str) -> int:
     if text == ALL_MEMORY_WORD:
         return ALL_MEMORY
     try:
-        value = bytes_of(text)
+        value = parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
     # In a request, the number 0 means ALL_MEMORY. So replace a 0 that a user typed by a number that the rule rejects.
@@ -142,7 +144,7 @@ def _check_rule(rule: Rule, text: str, value: T) -> T:
 def parse_duration(text: str) -> float:
     """Parses a duration in seconds, as '90s', '10m', '1.5h' or a bare number."""
     factor = _SECONDS_PER_UNIT.get(text[-1:])
-    seconds = number_of(text[:-1]) * factor if factor else number_of(text)
+    seconds = parse_number(text[:-1]) * factor if factor else parse_number(text)
     # The comparison also rejects NaN.
     if not 0 <= seconds < _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")

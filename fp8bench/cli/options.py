@@ -12,7 +12,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import RequestOption, Rule, options_of
+from fp8bench.model.request import RequestOption, Rule, list_request_options
 from fp8bench.plan.asked_suites import suite_files
 from fp8bench.registry import AUTO, backends
 
@@ -52,7 +52,7 @@ def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, d
     """
     arguments = {}
     for field in fields(request_class):
-        option = options_of(request_class).get(field.name)
+        option = list_request_options(request_class).get(field.name)
         if option is None or not option.group:
             continue
         option_name = (option.called or field.name).replace("_", "-")

@@ -28,7 +28,7 @@ from fp8bench.report.elements import Page
 from fp8bench.report.notebook import page_as_html
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
-from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.listing import find_store_of_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -221,9 +221,9 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
     from fp8bench.report.terminal.run import answer_page
 
     verdicts = findings(run)
-    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), in_store(run))
+    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), format_store_option(run))
     rows = partial(run_rows, [(run, verdicts)])
-    repeat_hint = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
+    repeat_hint = f" `fp8bench show {run.id}{format_store_option(run)} --csv FILE` repeats it."
     # The file of --md gets the report of the run, so stdout gets the normal output.
     print_arguments = argparse.Namespace(**{**vars(arguments), "md": None})
     try:
@@ -232,14 +232,14 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
-def in_store(run_or_store: Run | Path) -> str:
+def format_store_option(run_or_store: Run | Path) -> str:
     """Returns the option ' --store DIR' with which another command finds this store or the store of this run, where DIR
     is the user's spelling. Returns '' for the default store.
     """
     path = run_or_store
     if isinstance(path, Run):
         run_path = Path(path.path)
-        store = store_of(run_path)
+        store = find_store_of_run(run_path)
         if store is None or store == Path(DEFAULT_STORE).resolve():
             return ""
         path = next((folder for folder in run_path.parents if folder.resolve() == store), store)
@@ -248,7 +248,9 @@ def in_store(run_or_store: Run | Path) -> str:
 
 def store_and_import_options(arguments: argparse.Namespace) -> str:
     """Returns the options with which another command finds the same results: ' --store DIR --import MODULE'."""
-    return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
+    return format_store_option(arguments.store) + "".join(
+        f" --import {shlex.quote(name)}" for name in arguments.imports
+    )
 
 
 def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:

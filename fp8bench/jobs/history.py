@@ -23,7 +23,7 @@ from fp8bench.analysis.steps.changes import (
     make_ack,
 )
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import keeping, lock, open_file
+from fp8bench.files import convert_write_errors, lock, open_file
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
@@ -90,7 +90,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
                         continue
             removable.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
-                with keeping(path, "It may be removed by hand."):
+                with convert_write_errors(path, "It may be removed by hand."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return removable
 

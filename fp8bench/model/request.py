@@ -141,7 +141,7 @@ def option(
     return field(default=default, metadata={"option": request_option})
 
 
-def options_of(kind: type) -> dict[str, RequestOption]:
+def list_request_options(kind: type) -> dict[str, RequestOption]:
     return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 
@@ -152,7 +152,7 @@ def name_fields(kind: type) -> dict[str, str]:
     names = [field.name for field in fields(kind)]
     option_name_by_field = {
         name: request_option.called
-        for name, request_option in options_of(kind).items()
+        for name, request_option in list_request_options(kind).items()
         if not keyword.iskeyword(request_option.called)
     }
     return {name: word if (word := option_name_by_field.get(name)) and word not in names else name for name in names}
@@ -403,4 +403,6 @@ class Request:
 NVTX = "nvtx"
 PROFILERS = ("nsys", "ncu")
 
-REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}
+REQUEST_RULES: Mapping[str, Rule] = {
+    name: request_option.rule for name, request_option in list_request_options(Request).items()
+}

@@ -305,7 +305,7 @@ CONDITIONS = (
 DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 
-def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
+def is_switched_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
     """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for a value other than
     `on` and `off`. Its message says 'Set it to `off` `purpose`'.
     """

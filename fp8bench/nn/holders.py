@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model.step import find_transformer_part
-from fp8bench.protocols import Layer, key_of, list_map_keys
+from fp8bench.protocols import Layer, find_map_key, list_map_keys
 
 LINEAR = "linear"
 CONV1D = "conv1d"
@@ -89,7 +89,7 @@ class ProductWeight:
         `keys` decide which one the layer gets: the one to which the longest key applies.
         """
         layers = list(_make_layers(self))
-        layers_with_keys = [(key_of(layer, keys) or "", layer) for layer in layers]
+        layers_with_keys = [(find_map_key(layer, keys) or "", layer) for layer in layers]
         matching_layers = [(len(key), layer) for key, layer in layers_with_keys if key not in (layer.kind, layer.group)]
         return max(matching_layers, key=lambda pair: pair[0])[1] if matching_layers else layers[0]
 

@@ -81,7 +81,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     Python's standard library.
     """
     if data is not None:
-        return read_user_text(Path(data), max_bytes=max_bytes), name_of(data)
+        return read_user_text(Path(data), max_bytes=max_bytes), name_user_text(data)
     text = read_standard_library()
     if len(text) < MIN_BYTES:
         raise UsageError(
@@ -90,7 +90,7 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     return text, f"python-{platform.python_version()}"
 
 
-def name_of(data: str) -> str:
+def name_user_text(data: str) -> str:
     """Returns how case ids name the file `data`. Characters that cannot be printed become '?'."""
     return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
 

@@ -296,10 +296,10 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
 
 
 def choose_devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
-    return list(dict.fromkeys(device_named(name, facts) for name in request.devices or ("",)))
+    return list(dict.fromkeys(find_device(name, facts) for name in request.devices or ("",)))
 
 
-def device_named(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
+def find_device(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     """Returns a device of this machine by its key. 'cuda' means the first CUDA device, and '' means the first GPU or,
     on a machine without GPUs, the CPU.
     """

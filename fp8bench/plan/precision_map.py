@@ -9,7 +9,7 @@ from itertools import chain
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Group, Level, PlannedCase, Request, Scalars, StaticScales, Support
 from fp8bench.plan.checked_workload import checked_layers, checked_products, checked_support
-from fp8bench.protocols import Layer, TensorScale, Workload, explain_missing_product, key_of, list_map_keys
+from fp8bench.protocols import Layer, TensorScale, Workload, explain_missing_product, find_map_key, list_map_keys
 from fp8bench.protocols.workload import kind_keys
 from fp8bench.registry import AUTO, backends, precisions, workloads
 
@@ -53,7 +53,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
             examples = ", ".join(names[:_MAX_EXAMPLES])
             choices_text = f"{kinds}; layers by name ({examples}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {owner}", key, keys, choices_text if layers else "")
-        has_elementwise = any(not layer.product and key_of(layer, [key]) for layer in layers)
+        has_elementwise = any(not layer.product and find_map_key(layer, [key]) for layer in layers)
         if has_elementwise and (reason := explain_missing_product(precisions.get(precision), key)):
             raise UsageError(f"--precision-map {key}={precision}: {reason}.")
 
@@ -101,7 +101,7 @@ def iterate_layer_supports(
             kinds = " and ".join(dict.fromkeys(layer.kind for layer in case_layers)) or "none that a map could name"
             reason = f"no layer is called {key} in this case, only {kinds}: leave {key} out of the map"
             yield Support(Level.REFUSED, reason)
-        mapped_layers = [layer for layer in case_layers if key_of(layer, keys) == key]
+        mapped_layers = [layer for layer in case_layers if find_map_key(layer, keys) == key]
         for kind, is_product in dict.fromkeys((layer.kind, layer.product) for layer in mapped_layers):
             support = checked_support(workload, params, precision, facts, kind)
             if not is_product and precisions.get(mode).unit_scaled:
@@ -119,7 +119,7 @@ def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
     high_precision = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in checked_products(workload, dict(case.params)):
-        key = key_of(layer, mode_by_key)
+        key = find_map_key(layer, mode_by_key)
         default_mode = high_precision if layer.high else case.precision
         modes[default_mode if key is None else mode_by_key[key]] = None
     return modes

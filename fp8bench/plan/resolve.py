@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fp8bench.model import Request
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import is_on
+from fp8bench.model.run import is_switched_on
 from fp8bench.plan.corpus import Corpus, prepare_corpus
 from fp8bench.plan.make import check_names
 from fp8bench.protocols import Workload
@@ -75,11 +75,11 @@ def read_switches(
     """Reads the switches from environment variables. In a quick run, or a run with a budget, fewer things are switched
     on. With `tape`, operators are recorded regardless of the variables.
     """
-    compiles_quantisers = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
+    compiles_quantisers = is_switched_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
     eager_reason = "--quick compiles none" if quick else ""
-    ceilings = is_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
-    warms_up = is_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
-    records_tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
+    ceilings = is_switched_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
+    warms_up = is_switched_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
+    records_tapes = is_switched_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
     warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or has_budget else WARM_UP_SECONDS
     return Switches(
         why_eager=eager_reason if compiles_quantisers else f"{QUANTISERS_VARIABLE}=eager compiles none",
@@ -87,5 +87,5 @@ def read_switches(
         warm_up_seconds=warm_up_seconds if warms_up else 0.0,
         tapes=tape or records_tapes,
         tapes_apart=tape or not quick,
-        second=is_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
+        second=is_switched_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
     )

@@ -27,7 +27,7 @@ from fp8bench.protocols.workload import (
     Setup,
     Workload,
     explain_missing_product,
-    key_of,
+    find_map_key,
     list_map_keys,
 )
 
@@ -35,5 +35,5 @@ __all__ = [
     "MEMORY_ROLES", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "CannotMark", "Covered", "Device", "Fused",
     "Grid", "Layer", "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "ReportingMarker", "Role",
     "ScaleBook", "Setup", "SilentObserver", "SilentPhases", "Stamper", "TensorScale", "WatchedArithmetic", "Workload",
-    "explain_missing_product", "float32_products", "key_of", "limit_to_one_thread", "list_map_keys",
+    "explain_missing_product", "find_map_key", "float32_products", "limit_to_one_thread", "list_map_keys",
 ]  # fmt: skip

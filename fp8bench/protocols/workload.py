@@ -58,7 +58,7 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
     return keys
 
 
-def key_of(layer: Layer, keys: Collection[str]) -> str | None:
+def find_map_key(layer: Layer, keys: Collection[str]) -> str | None:
     """Returns the key that applies to a layer, or None if no key does. Keys that are the layer's name or a beginning of
     it take precedence over keys for its kind, and among them the longest one applies.
     """
@@ -118,7 +118,7 @@ class Setup:
 
     def layer(self, layer: Layer) -> Arithmetic:
         """Returns the arithmetic of one layer, which is a separate instance if casts have state."""
-        key = key_of(layer, self.layers)
+        key = find_map_key(layer, self.layers)
         selected_arithmetic = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
         arithmetic = selected_arithmetic.layer(layer.name)
         # Static scales are stored by the name of their layer.
@@ -126,7 +126,9 @@ class Setup:
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
         """Returns the arithmetic of each layer without a product (embedding, norm) that the precision map names."""
-        return {layer.name: self.layers[key] for layer in layers if (key := key_of(layer, self.layers)) is not None}
+        return {
+            layer.name: self.layers[key] for layer in layers if (key := find_map_key(layer, self.layers)) is not None
+        }
 
     @property
     def settles(self) -> bool:

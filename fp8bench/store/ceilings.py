@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
 from fp8bench.model.file_names import make_safe
 from fp8bench.model.run import SWITCHES_SET
@@ -75,7 +75,7 @@ def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, 
         _open_log(store).append([stamped_ceilings])
     with contextlib.suppress(OSError):  # the run can use the ceilings even if they cannot be stored
         log = _open_log(store, ceilings_file_name(environment, device))
-        write_whole(log.path, f"{sealed_line(log.encode_value(stamped_ceilings))}\n")
+        write_whole(log.path, f"{format_checksummed_line(log.encode_value(stamped_ceilings))}\n")
     return stamped_ceilings
 
 
@@ -93,7 +93,7 @@ def _read_ceilings(log: Log[Ceilings]) -> Ceilings | None:
     again.
     """
     try:
-        return log.decode_value(unsealed_line(read_file(log.path).strip())[0])
+        return log.decode_value(parse_checksummed_line(read_file(log.path).strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 

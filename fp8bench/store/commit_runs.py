@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
-from fp8bench.files import is_no_folder
+from fp8bench.files import is_not_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, parse_identity
 from fp8bench.store.points import RunPoints, extract_points, merge_points
@@ -71,7 +71,7 @@ class CommitRuns(NamedTuple):
     suites: frozenset[str] = frozenset()
 
 
-def commit_prefix_of(path: Path) -> str:
+def find_commit_prefix(path: Path) -> str:
     """Returns the first 8 digits of the commit of a run file, from the file's name or header. Returns 'nocommit' for
     a run without a commit.
     """
@@ -96,7 +96,7 @@ def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     """
     commits: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
-        commits.setdefault(commit_prefix_of(path), []).append(path)
+        commits.setdefault(find_commit_prefix(path), []).append(path)
     return commits
 
 
@@ -146,7 +146,7 @@ def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
         return None, DIRTY_FILES
     if explain_outside_history(run):
         return None, NO_COMMIT
-    if commit_prefix_of(path) != commit[:8]:
+    if find_commit_prefix(path) != commit[:8]:
         return None, NAMED_FOR_OTHER_COMMIT
     try:
         tracked_run = make_tracked_run(run)
@@ -267,7 +267,7 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
     try:
         if Path(word).is_dir():
             return _find_newest_runs(Path(word))
-        is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_no_folder(Path(word))
+        is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_not_folder(Path(word))
         runs = Listing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
         raise make_search_error(word, store, error) from None
@@ -300,7 +300,7 @@ def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
     """Returns the run files of a commit, oldest first. A run is left out if its source files differed from the
     commit, or if it is unknown whether they did.
     """
-    candidate_files = [path for path in reversed(runs.all_files) if commit_prefix_of(path).startswith(commit[:8])]
+    candidate_files = [path for path in reversed(runs.all_files) if find_commit_prefix(path).startswith(commit[:8])]
     headers = {}
     for path in candidate_files:
         header = _load_header_or_none(path) if runs.is_counted(path) else None

@@ -16,7 +16,16 @@ from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK_FILE_NAME as LOCK_FILE
-from fp8bench.files import Damaged, is_locked, open_file, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    Damaged,
+    add_checksum,
+    is_locked,
+    open_file,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
@@ -38,7 +47,7 @@ _OUTPUT_TAIL_BYTES = 4000
 
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
-    write_whole(path, json.dumps(seal({"schema": _PLAN_SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
+    write_whole(path, json.dumps(add_checksum({"schema": _PLAN_SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
 def read_plan(path: Path) -> FleetPlan:
@@ -57,7 +66,7 @@ def read_plan(path: Path) -> FleetPlan:
             "with this version."
         )
     try:
-        plan = decode(FleetPlan, unseal(content)["fleet"])
+        plan = decode(FleetPlan, remove_checksum(content)["fleet"])
     except Damaged as error:
         raise _invalid_plan_error(path, f"{error}; delete the line 'sum' if you changed the plan on purpose") from None
     except Malformed as error:

@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, append_lines, digest_checksums, keeping, read_file, sealed_line, unsealed_line
+from fp8bench.files import (
+    Damaged,
+    append_lines,
+    convert_write_errors,
+    digest_checksums,
+    format_checksummed_line,
+    parse_checksummed_line,
+    read_file,
+)
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
@@ -101,7 +109,7 @@ class Log(Generic[T]):
         for number, line in enumerate(content.split(b"\n"), 1):
             try:
                 if line.strip():
-                    values.append(self.decode_value(unsealed_line(line)[0]))
+                    values.append(self.decode_value(parse_checksummed_line(line)[0]))
             except Damaged as error:
                 troubles.append(f"line {number} was changed after it was written: {error}")
             except Malformed as error:
@@ -112,8 +120,8 @@ class Log(Generic[T]):
 
     def append(self, values: Iterable[T]) -> None:
         """Appends values and syncs the file to the disk. Raises StoreError."""
-        with keeping(self.path, self.remedy):
-            append_lines(self.path, [sealed_line(self.encode_value(value)) for value in values])
+        with convert_write_errors(self.path, self.remedy):
+            append_lines(self.path, [format_checksummed_line(self.encode_value(value)) for value in values])
 
     def merge(self, other_values: Iterable[T]) -> list[T]:
         """Appends the values that a second log has and this log lacks, and returns them. Raises StoreError."""
@@ -176,7 +184,7 @@ def parse_file_lines(content: bytes) -> FileLines:
         if not line or line.isspace():
             continue
         try:
-            content_of_line, checksum = unsealed_line(line)
+            content_of_line, checksum = parse_checksummed_line(line)
             if (written_number := content_of_line.pop("line", 0)) and checksum:
                 sealed_lines.append(_SealedLine(written_number, number, content_of_line, checksum))
             elif sealed_lines:  # versions that write no checksums never append to a file with checksums

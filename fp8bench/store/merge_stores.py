@@ -14,20 +14,20 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append, is_locked, keeping, lock_folder, open_file, read_file, write_whole
+from fp8bench.files import append, convert_write_errors, is_locked, lock_folder, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.view import define_series, results_folder, write_interpreter_results
 from fp8bench.store.commit_runs import (
     collect_series,
-    commit_prefix_of,
+    find_commit_prefix,
     group_by_interpreter,
     list_files_by_commit,
     read_runs,
 )
 from fp8bench.store.figures.cache import delete_cache
 from fp8bench.store.figures.history import read_and_cache
-from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
+from fp8bench.store.runs.listing import Listing, find_run_id, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
 
@@ -72,7 +72,7 @@ def find_store(folder: Path, our_store: Path) -> Path:
 def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
     merge_result = MergeResult()
     our_runs, their_runs = listing(our_store), listing(their_store)
-    path_by_id = {id_of(path): path for path in (*our_runs.refused, *our_runs.files)}
+    path_by_id = {find_run_id(path): path for path in (*our_runs.refused, *our_runs.files)}
     merge_result.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
     merge_result.failed += copy_each_run(their_runs, partial(_copy_into_store, path_by_id, our_store, merge_result))
     return merge_result
@@ -94,7 +94,7 @@ def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[s
 def _copy_into_store(path_by_id: Mapping[str, Path], our_store: Path, merge_result: MergeResult, path: Path) -> None:
     content = _read_whole_lines(path, merge_result)
     load_run(path)  # raises an error if the file is not a run
-    target = path_by_id.get(id_of(path)) or our_store / "runs" / machine_folder(path) / path.name
+    target = path_by_id.get(find_run_id(path)) or our_store / "runs" / machine_folder(path) / path.name
     copy_outcome = copy_run(path, content, target)
     if copy_outcome is CopyOutcome.SAME:
         merge_result.same += 1
@@ -118,12 +118,12 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
     If `target` exists, it must be a file of the same run, and one of the two files must begin with the other one.
     Otherwise raises StoreError.
     """
-    with keeping(target, "Make room, and try again."):
+    with convert_write_errors(target, "Make room, and try again."):
         # 1. Copy a new run.
         if not target.exists():
             write_whole(target, content)
             return CopyOutcome.NEW
-        if id_of(target) != id_of(path):
+        if find_run_id(target) != find_run_id(path):
             raise StoreError(f"{path} was not copied: {target} is a different run. Rename one of them.")
         # 2. Keep our file if it has all lines. Otherwise append the lines that it lacks.
         if is_beginning(content, read_file(target)):
@@ -136,8 +136,8 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
                     append(file, content[len(stored_content) :])
                     return CopyOutcome.LONGER
     raise StoreError(
-        f"run {id_of(path)} differs between {path} and {target}, which is unchanged: each was resumed separately, "
-        "or one was changed. Keep the correct file, and move the other away."
+        f"run {find_run_id(path)} differs between {path} and {target}, which is unchanged: each was resumed "
+        "separately, or one was changed. Keep the correct file, and move the other away."
     )
 
 
@@ -234,5 +234,5 @@ def merge_store(store: Path, their_store: Path) -> tuple[MergeResult, RebuildRes
         except (StoreError, OSError) as error:
             merge_result.failed.append(str(error))
     return merge_result, rebuild_asv_view(
-        store, {commit_prefix_of(path) for path in (*merge_result.copied, *merge_result.extended)}
+        store, {find_commit_prefix(path) for path in (*merge_result.copied, *merge_result.extended)}
     )

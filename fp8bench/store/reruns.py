@@ -20,7 +20,7 @@ from pathlib import Path
 from fp8bench.analysis.labels import DISTURBED_RATIO, count_disturbed_slots
 from fp8bench.analysis.verdicts import log_of_best_ratio
 from fp8bench.errors import StoreError
-from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.model.run import BENCH
 from fp8bench.store.ceilings import ceilings_file_name
@@ -159,7 +159,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
         for name, log_ratio in log_ratio_by_key.items():
             runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log_ratio)
         cases = {name: astuple(runs) for name, runs in runs_by_case.items()}
-        write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
+        write_whole(path, f"{format_checksummed_line({'version': _VERSION, 'cases': cases})}\n")
 
 
 def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
@@ -209,7 +209,7 @@ def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:
 
 def _read_case_runs(path: Path) -> dict[str, CaseRuns]:
     try:
-        content, _ = unsealed_line(read_file(path).strip())
+        content, _ = parse_checksummed_line(read_file(path).strip())
         if content["version"] != _VERSION:
             return {}
         rows = content["cases"].items()

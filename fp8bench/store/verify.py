@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL_SUFFIX, is_locked, parse_json, read_file, unseal
+from fp8bench.files import PARTIAL_SUFFIX, is_locked, parse_json, read_file, remove_checksum
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_path, load_acks
 from fp8bench.store.kept_lines import SEALED_FILE_PATTERNS, parse_file_lines
@@ -129,7 +129,7 @@ def _check_seal(path: Path) -> Iterator[Fault]:
             problems = [*broken, *file_lines.troubles]
         else:
             document = parse_json(read_file(path))
-            unseal(document if isinstance(document, dict) else {})
+            remove_checksum(document if isinstance(document, dict) else {})
             return
     except OSError as error:
         problems = [f"it cannot be read ({error.strerror})"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, subcommands
-from fp8bench.cli.outputs import check_outputs, in_store, print_lines, store_and_import_options, tell
+from fp8bench.cli.outputs import check_outputs, format_store_option, print_lines, store_and_import_options, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
@@ -154,7 +154,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         except StoreError:
             skipped_counts[UNREADABLE_FILE] += 1
             continue
-        row = run_row(run, not run.finished and is_locked(path), in_store(store))
+        row = run_row(run, not run.finished and is_locked(path), format_store_option(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
     # 2. List other stored results, such as duels of two revisions, studies and ablations.
@@ -164,7 +164,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
             other_results[name] = matching_lines
     if not rows and not other_results and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), skipped_counts, in_store(store), other_results))
+    tell(arguments, partial(runs_page, rows, str(store), skipped_counts, format_store_option(store), other_results))
     return EXIT_OK
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench.analysis.tapes import list_step_shares, require_shares
 from fp8bench.cli.options import add_common
-from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_format, tell
+from fp8bench.cli.outputs import check_outputs, format_store_option, print_run, stdout_format, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, find_results
@@ -131,7 +131,7 @@ def _detail_view(name: str, run: Run, store: Path) -> View:
     from fp8bench.report.terminal.run import detail_page
 
     results = findings(run)
-    page = partial(detail_page, name, run, results, stdout_format()[0], find_report_page(run), in_store(run))
+    page = partial(detail_page, name, run, results, stdout_format()[0], find_report_page(run), format_store_option(run))
     return View(page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
 
 

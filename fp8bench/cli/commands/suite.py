@@ -18,7 +18,14 @@ from typing import cast
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import add_common, add_request_options, make_request, refuse_other_options
-from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, requested_outputs, tell
+from fp8bench.cli.outputs import (
+    check_outputs,
+    format_store_option,
+    import_renderers,
+    print_run,
+    requested_outputs,
+    tell,
+)
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
@@ -334,7 +341,7 @@ def _explain_resume(run: Run) -> None:
     interrupt may cut off the table.
     """
     if not run.finished:
-        resume_command = f"fp8bench suite --resume {run.id}{in_store(run)}"
+        resume_command = f"fp8bench suite --resume {run.id}{format_store_option(run)}"
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}")
 
 

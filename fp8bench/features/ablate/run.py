@@ -16,7 +16,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import find_common_rounds
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import FILE_NAME, AblatedArm, AblatedOption, Ablation, iterate_arms
-from fp8bench.files import compact, keeping, seal, write_whole
+from fp8bench.files import add_checksum, convert_write_errors, format_compact_json, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
@@ -257,6 +257,6 @@ def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: fl
 def store_ablation(ablation: Ablation, store: Path) -> Ablation:
     """Writes the ablation into the store, and returns it with its path."""
     path = store / "ablations" / f"{format_start_time(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
-    with keeping(f"the ablation {path}", "Choose another --store DIR."):
-        write_whole(path, compact(seal(encode(replace(ablation, path="")))) + "\n")
+    with convert_write_errors(f"the ablation {path}", "Choose another --store DIR."):
+        write_whole(path, format_compact_json(add_checksum(encode(replace(ablation, path="")))) + "\n")
     return replace(ablation, path=str(path))

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL_SUFFIX, is_locked, keeping, lock_folder, make_store, read_file
+from fp8bench.files import PARTIAL_SUFFIX, convert_write_errors, is_locked, lock_folder, make_store, read_file
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import find_cell_number, store_plan
 from fp8bench.store.merge_stores import CopyOutcome, copy_each_run, copy_run, find_store
-from fp8bench.store.runs.listing import collected_folder, id_of, listing
+from fp8bench.store.runs.listing import collected_folder, find_run_id, listing
 from fp8bench.store.runs.run_file import folder_name, load_run
 
 _STILL_RUNNING = "still being measured: collect again after they end"
@@ -50,12 +50,12 @@ def collect(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> Colle
             stores[find_store(folder, out).resolve()] = None
         except StoreError as error:  # continue with the other stores
             collected.failed.append(str(error))
-    with keeping(f"the store {out}", "Choose another --store DIR."):
+    with convert_write_errors(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
         with lock_folder(out):
             if plan is not None:
                 store_plan(plan, out)
-            targets = {id_of(path): path for path in listing(out).all_files}
+            targets = {find_run_id(path): path for path in listing(out).all_files}
             for store in stores:
                 _collect_store(store, plan, out, targets, collected)
             files = listing(out)

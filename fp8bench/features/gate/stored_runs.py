@@ -49,7 +49,7 @@ from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import CODE_FACT, describe_difference, describe_side
 from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import find_commit, find_runs
-from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.listing import find_store_of_run
 from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
@@ -238,7 +238,7 @@ class Remeasurer:
 
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
         """Measures cases of a run again. Returns the new run, or None and the reason."""
-        store = store_of(Path(run.path)) or self.store
+        store = find_store_of_run(Path(run.path)) or self.store
         run = replace(run, request=_with_full_rounds(run.request))
         try:
             with self.observer.measuring() as progress:

@@ -26,7 +26,15 @@ from fp8bench.features.sensitivity.study import (
     make_map_of_one,
     shorten_map,
 )
-from fp8bench.files import compact, keeping, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    add_checksum,
+    convert_write_errors,
+    format_compact_json,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker, claim_process
@@ -81,8 +89,8 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
 def store_study(study: Study, store: Path) -> Study:
     """Writes the study into the store, and returns it with its path."""
     path = store / "sensitivity" / f"{format_start_time(study.started)}-{secrets.token_hex(4)}.json"
-    with keeping(f"the study {path}", "Choose another --store DIR."):
-        write_whole(path, compact(seal(encode_study(study))) + "\n")
+    with convert_write_errors(f"the study {path}", "Choose another --store DIR."):
+        write_whole(path, format_compact_json(add_checksum(encode_study(study))) + "\n")
     return replace(study, path=str(path))
 
 
@@ -91,7 +99,7 @@ def read_studies(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            studies.append(decode(Study, {**unseal(parse_json(read_file(path))), "path": str(path)}))
+            studies.append(decode(Study, {**remove_checksum(parse_json(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, Malformed) as error:
             troubles.append(f"{path} is not a study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles
@@ -106,7 +114,7 @@ def write_map(study: Study, path: Path) -> None:
         f"`fp8bench sensitivity` suggests {study.low} in {trial.name}: the loss gap is within {study.tolerance:.2%}"
     )
     precision_map = study.explicit_map(trial) or tuple((name, study.low) for name in trial.low)
-    with keeping(f"--write-map {path}", "Give another file."):
+    with convert_write_errors(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {header}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 
 

@@ -34,15 +34,15 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.files import (
     LineWriter,
-    compact,
+    add_checksum,
+    convert_write_errors,
     digest_checksums,
-    keeping,
+    format_compact_json,
     lock,
     open_file,
     parse_json,
     read_file,
-    seal,
-    unseal,
+    remove_checksum,
     write_whole,
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
@@ -96,7 +96,7 @@ class TrainingWriter(LineWriter):
     def make_checkpoint_folder(self, number: int, step: int) -> Path:
         """Returns a path for a checkpoint before a step. Nothing exists at this path."""
         folder = _checkpoints_folder(self.path) / f"{number}-{step}"
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
@@ -116,13 +116,13 @@ class TrainingWriter(LineWriter):
         earlier_points = [old for old in self.points if old.number == number and old.step < step]
         first_point = earlier_points[:1]
         checkpoints = earlier_points[1:][1 - _CHECKPOINT_COUNT :]
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             self._write_points((*first_point, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
         """Cuts the stream at a point. Events that belong to no step, such as 'resumed', stay in the stream."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # points after this one belong to steps that will be repeated
                 self._write_points(points)
             lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
@@ -134,7 +134,7 @@ class TrainingWriter(LineWriter):
         self._append_numbered_lines(events)
 
     def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES_FILE), compact(seal({"places": encode(places)})))
+        write_whole(self.path.with_name(_PLACES_FILE), format_compact_json(add_checksum({"places": encode(places)})))
         self.points = places
         remove_old_checkpoints(self.path.parent, places)
 
@@ -176,7 +176,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
     """
     file = path.with_name(_PLACES_FILE)
     try:
-        points = decode(tuple[ResumePoint, ...], unseal(parse_json(read_file(file)))["places"])
+        points = decode(tuple[ResumePoint, ...], remove_checksum(parse_json(read_file(file)))["places"])
     except FileNotFoundError:
         points = ()
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -23,7 +23,7 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
-from fp8bench.files import keeping, read_file, write_whole
+from fp8bench.files import convert_write_errors, read_file, write_whole
 from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
@@ -85,7 +85,7 @@ def write_object(path: Path, content: Mapping[str, Any], indent: int | None = No
     """
     text = json.dumps(content, indent=indent, sort_keys=indent is not None)
     remedy = "The previous file is unchanged; make room, or choose another --store DIR."
-    with keeping(path, remedy, AsvFileError):
+    with convert_write_errors(path, remedy, AsvFileError):
         write_whole(path, text)
 
 

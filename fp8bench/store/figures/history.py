@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fp8bench.errors import StoreError
 from fp8bench.store.commit_runs import (
     CommitRuns,
-    commit_prefix_of,
+    find_commit_prefix,
     group_by_commit,
     group_by_interpreter,
     list_files_by_commit,
@@ -101,7 +101,7 @@ def cache_figures(store: Path, run: Path) -> None:
     Never raises an error of the store.
     """
     with contextlib.suppress(OSError, StoreError):
-        commit = commit_prefix_of(run)
+        commit = find_commit_prefix(run)
         if paths := list_files_by_commit(store).get(commit):
             read_and_cache(store, commit, paths)
 

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import check_file, is_locked, is_no_folder, open_file, read_file
+from fp8bench.files import check_file, is_locked, is_not_folder, open_file, read_file
 from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import find_files_by_name
@@ -99,7 +99,7 @@ class Listing:
 
 def describe_refusal(group: Sequence[Path]) -> str:
     files = " and ".join(map(str, group))
-    return f"{files} have the id {id_of(group[0])} but different contents, so none of them counts"
+    return f"{files} have the id {find_run_id(group[0])} but different contents, so none of them counts"
 
 
 def remove_copies(paths: Iterable[Path]) -> Listing:
@@ -110,7 +110,7 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
     files = list(dict.fromkeys(paths))
     paths_by_id: dict[str, list[Path]] = {}
     for path in files:
-        paths_by_id.setdefault(id_of(path), []).append(path)
+        paths_by_id.setdefault(find_run_id(path), []).append(path)
     # 2. Choose the file of each group that counts, or none if the files differ.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
@@ -145,7 +145,7 @@ def _choose_file(group: Sequence[Path]) -> Path | None:
     return min(complete_files, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
 
 
-def id_of(path: Path) -> str:
+def find_run_id(path: Path) -> str:
     """Returns the id of the run in a file. If the file has no header, its id is a digest of its content. If it cannot
     be read, its id is its path.
     """
@@ -244,7 +244,7 @@ def list_unreadable_folders(store: Path) -> list[Path]:
     return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
-def store_of(path: Path) -> Path | None:
+def find_store_of_run(path: Path) -> Path | None:
     """Returns the store that contains a run file, or None."""
     resolved_path = path.resolve()
     folder = (
@@ -260,7 +260,7 @@ def find_run(word: str, store: Path) -> Path:
     # 1. Try the word as a path.
     given_path = Path(word)
     try:
-        if is_no_folder(given_path):
+        if is_not_folder(given_path):
             return given_path
         runs = listing(store)
     except (OSError, ValueError) as error:
@@ -292,7 +292,7 @@ def make_search_error(word: str, store: Path, error: OSError | ValueError) -> Ru
 def list_running_stems(path: Path) -> list[str]:
     """Returns the file stems of the other runs that are being measured into the same store."""
     path = path.resolve()
-    store = store_of(path)
+    store = find_store_of_run(path)
     if store is None:
         return []
     oldest_time = time.time() - _MAX_AGE_SECONDS

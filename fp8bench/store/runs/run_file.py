@@ -22,7 +22,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_last_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
+from fp8bench.files import (
+    LineWriter,
+    convert_write_errors,
+    end_last_line,
+    lock,
+    make_store,
+    open_file,
+    parse_checksummed_line,
+    try_writing,
+)
 from fp8bench.model import (
     CELL_PHASES,
     Environment,
@@ -127,7 +136,7 @@ def load_header(path: Path) -> Run:
     """
     try:
         with open_file(path) as file:
-            content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
+            content, _ = parse_checksummed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
         if "schema" in content:
             return replace(_parse_header(content, path), path=str(path))
     except OSError as error:
@@ -281,7 +290,7 @@ class RunWriter(LineWriter):
 def check_store(store: Path) -> None:
     """Raises StoreError if runs cannot be written to the store, or if little space is left."""
     folder = store / "runs"
-    with keeping(f"the store {store}", "Choose another --store DIR."):
+    with convert_write_errors(f"the store {store}", "Choose another --store DIR."):
         make_store(store)
         try_writing(folder)
         free_bytes = shutil.disk_usage(folder).free

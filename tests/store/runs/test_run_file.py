@@ -15,7 +15,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import sealed_line
+from fp8bench.files import format_checksummed_line
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -195,7 +195,7 @@ def test_the_work_of_reading_a_file_grows_as_its_lines_do() -> None:
     """Counted in executed lines of code, which a busy machine does not change."""
 
     def done(count: int) -> int:
-        content = "\n".join(sealed_line({"line": number}) for number in range(1, count + 1)).encode()
+        content = "\n".join(format_checksummed_line({"line": number}) for number in range(1, count + 1)).encode()
         steps = 0
 
         def step(*_: object) -> object:

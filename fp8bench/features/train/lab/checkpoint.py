@@ -27,12 +27,12 @@ from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
 from fp8bench.files import (
     MEMORY_BYTES,
     PARTIAL_SUFFIX,
-    keeping,
+    add_checksum,
+    convert_write_errors,
     open_file,
     parse_json,
     read_file,
-    seal,
-    unseal,
+    remove_checksum,
     write_whole,
 )
 from fp8bench.model import StaticScales
@@ -75,13 +75,13 @@ def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State],
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         # The user can make room on a full disk, as the error asks, and resume the training.
-        with keeping(f"the checkpoint {target}", "Make room, and resume."):
+        with convert_write_errors(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
             for number, (name, memory) in enumerate(memories.items()):
                 files[name] = _write_arm(partial / f"{number}.pt", memory)
             head = {"task": _task_digest(task, rank), "arms": files}
-            write_whole(partial / _HEAD_FILE, json.dumps(seal(head), indent=1))
+            write_whole(partial / _HEAD_FILE, json.dumps(add_checksum(head), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
@@ -125,7 +125,7 @@ def read_weights(folder: str, arm: str) -> list[Tensor]:
 
 def _read_head(path: Path) -> State:
     try:
-        return unseal(parse_json(read_file(path / _HEAD_FILE)))
+        return remove_checksum(parse_json(read_file(path / _HEAD_FILE)))
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} holds no complete checkpoint ({error}). Choose another.") from None
 
