@@ -174,7 +174,7 @@ SHARE_OF_STEP = _add_spec(
 WORK_RATES: Mapping[str, MetricSpec] = {
     count: _add_spec(
         f"{count}_per_second", unit,
-        f"{count} of a step's work per second; for a phase, the {count} that its operators had",
+        f"{count} of a step's work per second; for a phase, those of its operators",
         better=_HIGHER
     )
     for count, unit in (("tokens", "tok/s"), ("flops", "FLOP/s"), ("bytes", "B/s"))
