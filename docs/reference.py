@@ -15,7 +15,7 @@ import torch
 
 from fp8bench import units
 from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, subparsers_by_name
+from fp8bench.cli.main import COMMAND_VERBS, Parser, build_parser, command_module, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.features.train.health.health import RULES
 from fp8bench.formats.codes import encode
@@ -93,7 +93,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
         for group in whole._subparsers._group_actions  # type: ignore[union-attr]
         for action in group._choices_actions  # type: ignore[attr-defined]
     }
-    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in VERBS}
+    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in COMMAND_VERBS}
     for name, parser in subparsers_by_name(whole).items():
         verb, _, words = helps[name].partition(": ")
         by_verb[verb].append((f"[{name}](command-{name}.md)", plain(words)))

@@ -15,7 +15,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import accept_fields_of, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_pairs, parse_folder, parse_sessions, split_names
-from fp8bench.cli.outputs import CommandResult, format_store_option, log_targets
+from fp8bench.cli.outputs import CommandResult, format_store_option, parse_log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import RequestedOutputs, after_run
@@ -55,13 +55,13 @@ class Run(model.Run):
     """A run as the Python calls return it, with pandas frames and a display for notebooks."""
 
     def __str__(self) -> str:
-        return layout.render(replace(self._page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
+        return layout.render(replace(self._answer_page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return page_as_html(self._page, find_report_page(self))
+        return page_as_html(self._answer_page, find_report_page(self))
 
     @property
-    def _page(self) -> Page:
+    def _answer_page(self) -> Page:
         return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), format_store_option(self))
 
     @cached_property
@@ -124,7 +124,7 @@ def _measure_run(
     report: bool,
     log: str | Iterable[str],
 ) -> Run:
-    targets = log_targets(log)
+    targets = parse_log_targets(log)
     folder_of_runs = parse_folder("store", store)
     with _choose_observer(observer, progress) as chosen_observer:
         measured_run = measure(folder_of_runs, chosen_observer, command_line())

@@ -26,17 +26,17 @@ from fp8bench.registry import workloads
 from fp8bench.store.series import class_name, make_series
 from fp8bench.user_code import import_user_modules
 
-CONFIGURATION = "asv.conf.json"
+CONFIGURATION_FILE = "asv.conf.json"
 # These patterns match options of `asv run` in every spelling that asv's parser accepts: abbreviated, or as one of
 # several short options in one word.
-_QUICK_OPTION = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
-_APPEND_OPTION = re.compile(r"--ap[a-z-]*")
-_COMMIT_OPTION = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
+_QUICK_OPTION_PATTERN = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
+_APPEND_OPTION_PATTERN = re.compile(r"--ap[a-z-]*")
+_COMMIT_OPTION_PATTERN = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
 _MAX_ANCESTORS = 4
 _ARGUMENTS_BEFORE_ASV = 8  # the word `asv` is among the first 8 words: python -X dev -W error -m asv
 # asv's configuration file is JSON5. These patterns match its texts and comments, and the value of results_dir.
-_TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
-_RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
+_TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+_RESULTS_DIR_PATTERN = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
 # What was measured in a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
@@ -72,9 +72,9 @@ class Suite:
                 return self.measure()
 
             vars(setup_cache).update(timeout=3600)
-            cls.setup_cache = _name_as_method(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
+            cls.setup_cache = _give_method_name(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
-        import_user_modules(_absolute_imports(cls))
+        import_user_modules(_make_imports_absolute(cls))
         leaf = workloads.get(cls.workload)
         series = make_series(leaf, default_corpus_identity() if leaf.uses_corpus else None)
         cls.params = [list(values) for values in series[0].params]
@@ -96,7 +96,7 @@ class Suite:
             raise UsageError("the runs of a commit are always combined. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
-        imports = _absolute_imports(type(self))
+        imports = _make_imports_absolute(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
         return measure_for_asv(request, find_store(project_folder), project_folder, SilentObserver(), commit)
 
@@ -106,14 +106,16 @@ def find_project(file: Path) -> Path:
     because asv runs benchmarks in a temporary folder.
     """
     parents = file.absolute().parents
-    return next((folder for folder in parents if (folder / CONFIGURATION).is_file()), parents[min(1, len(parents) - 1)])
+    return next(
+        (folder for folder in parents if (folder / CONFIGURATION_FILE).is_file()), parents[min(1, len(parents) - 1)]
+    )
 
 
 def find_store(project_folder: Path) -> Path:
     """Returns the store that contains asv's results_dir (<store>/asv/results). Returns the default store if none
     does.
     """
-    path = project_folder / _read_results_dir(project_folder / CONFIGURATION)
+    path = project_folder / _read_results_dir(project_folder / CONFIGURATION_FILE)
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else project_folder / DEFAULT_STORE
 
 
@@ -122,7 +124,9 @@ def _read_results_dir(configuration: Path) -> str:
         text = read_file(configuration).decode()
     except (OSError, ValueError):
         return ""
-    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda text_or_comment: text_or_comment[1] or " ", text))
+    match = _RESULTS_DIR_PATTERN.search(
+        _TEXT_OR_COMMENT_PATTERN.sub(lambda text_or_comment: text_or_comment[1] or " ", text)
+    )
     return match[2] if match else ""
 
 
@@ -142,9 +146,11 @@ def parse_asv_options(arguments: Sequence[str]) -> tuple[bool, bool, str]:
     """Returns whether asv was called with --quick, whether with --append-samples, and the commit under which it saves
     results ('' if none was given).
     """
-    quick, appends_samples = (any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION, _APPEND_OPTION))
+    quick, appends_samples = (
+        any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION_PATTERN, _APPEND_OPTION_PATTERN)
+    )
     for index, argument in enumerate(arguments):
-        match = _COMMIT_OPTION.fullmatch(argument)
+        match = _COMMIT_OPTION_PATTERN.fullmatch(argument)
         if match is not None:
             return (
                 quick,
@@ -185,7 +191,7 @@ def _check_class(cls: type[Suite]) -> None:
         )
 
 
-def _absolute_imports(cls: type[Suite]) -> tuple[str, ...]:
+def _make_imports_absolute(cls: type[Suite]) -> tuple[str, ...]:
     """Returns the `imports` of a suite class, with absolute paths for files."""
     project_folder = find_project(_find_suite_file(cls))
     return tuple(str(project_folder / name) if name.endswith(".py") else name for name in cls.imports)
@@ -195,7 +201,7 @@ def _find_suite_file(cls: type) -> Path:
     return Path(str(sys.modules[cls.__module__].__file__))
 
 
-def _name_as_method(method: Callable[..., _Result], cls: type, name: str) -> Callable[..., _Result]:
+def _give_method_name(method: Callable[..., _Result], cls: type, name: str) -> Callable[..., _Result]:
     """Returns the function, after giving it the name of a method of the class: asv finds methods by their `__name__`
     and `__qualname__`.
     """
@@ -215,4 +221,4 @@ def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)
-    return _name_as_method(track, cls, series.name.rpartition(".")[2])
+    return _give_method_name(track, cls, series.name.rpartition(".")[2])

@@ -18,18 +18,18 @@ _FOLDER = Path(__file__).parent / "features"
 
 
 @cache
-def feature_names() -> tuple[str, ...]:
+def list_features() -> tuple[str, ...]:
     """Returns the sorted names of all features, or () if the folder of features is missing."""
     return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/__init__.py")))
 
 
-def feature_help(name: str) -> str:
+def read_feature_help(name: str) -> str:
     sentence = (importlib.import_module(f"fp8bench.features.{name}").__doc__ or "").partition("\n")[0]
     return sentence[:1].lower() + sentence[1:].rstrip(".")
 
 
 def import_feature_modules(part: str) -> Iterator[ModuleType]:
     """Imports and yields the module named `part` of each feature that has such a module."""
-    for name in feature_names():
+    for name in list_features():
         if (_FOLDER / name / f"{part}.py").is_file():
             yield importlib.import_module(f"fp8bench.features.{name}.{part}")

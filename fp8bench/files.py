@@ -29,7 +29,7 @@ from fp8bench.errors import OpenStore, StoreError, UsageError
 LOCK_FILE_NAME = ".lock"
 LOCK_SECONDS = 60.0
 PARTIAL_SUFFIX = ".partial"
-_PAUSE_SECONDS = 0.02
+_LOCK_PAUSE_SECONDS = 0.02
 _CHECKSUM_KEY = "sum"
 # Matches the end of every line that has a checksum.
 _CHECKSUM_FIELD = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
@@ -43,7 +43,7 @@ _NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', r
 LARGEST_FILE = 1 << 30
 # The limit for files of weights, in bytes: a larger file cannot be loaded.
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_STREAMS = ("/dev/stdin", "/dev/fd/")
+_STREAM_PATHS = ("/dev/stdin", "/dev/fd/")
 _SPECIAL_FILES = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
@@ -66,10 +66,10 @@ def remove_checksum(content: dict[str, Any]) -> dict[str, Any]:
     """Returns an object without its checksum, if it has one. Raises Damaged if the checksum does not match."""
     if _CHECKSUM_KEY not in content:
         return content
-    unsealed = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
-    if content[_CHECKSUM_KEY] != _checksum(format_compact_json(unsealed).encode()):
+    content_without_checksum = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
+    if content[_CHECKSUM_KEY] != _checksum(format_compact_json(content_without_checksum).encode()):
         raise Damaged("its checksum does not match its content")
-    return unsealed
+    return content_without_checksum
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -134,7 +134,7 @@ def convert_write_errors(subject: object, remedy: str = "", kind: type[StoreErro
 
 def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
     """Reads a regular file, or a stream like /dev/stdin, of at most `most` bytes. Raises OSError."""
-    is_stream = str(path).startswith(_STREAMS)
+    is_stream = str(path).startswith(_STREAM_PATHS)
     with open_file(path, most=most) as file:
         content = file.read(most + 1 if is_stream else -1)
     _require_size(len(content), most)
@@ -147,7 +147,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     Raises OSError for anything else, for example for a named pipe, which would block forever. The error's `strerror`
     explains what to do.
     """
-    if str(path).startswith(_STREAMS):
+    if str(path).startswith(_STREAM_PATHS):
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
@@ -203,8 +203,8 @@ def make_store(store: Path) -> None:
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
         if store.stat().st_mode & stat.S_IWOTH:
-            warning = f"every user of this machine can change the new store {store}, because umask allows it."
-            warnings.warn(f"{warning} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
+            warning_text = f"every user of this machine can change the new store {store}, because umask allows it."
+            warnings.warn(f"{warning_text} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -214,7 +214,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     the file.
     """
     target = Path(os.path.realpath(path))  # keep a symbolic link, and replace its target
-    with replacing(target, sync) as partial_path:
+    with replace_atomically(target, sync) as partial_path:
         with partial_path.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
@@ -222,7 +222,7 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+def replace_atomically(path: Path, sync: bool = True) -> Iterator[Path]:
     """Yields a temporary path that replaces `path` at the end. On failure, the temporary file is removed.
 
     Without `sync`, a power failure may restore the old file.
@@ -290,7 +290,7 @@ class LineWriter:
     _last_number: int = 0
 
     def __post_init__(self) -> None:
-        self._recount()
+        self._count_lines()
 
     @classmethod
     def start(cls, path: Path, header: dict[str, Any]) -> Self:
@@ -332,7 +332,7 @@ class LineWriter:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _recount(self) -> None:
+    def _count_lines(self) -> None:
         """Reads the number of the last line from the file, so that the next line gets the right number."""
         position = self._file.tell()
         self._file.seek(0)
@@ -355,7 +355,7 @@ class LineWriter:
         except OSError as error:
             # Find out how many of the lines reached the file, so that the next line gets the right number.
             with contextlib.suppress(OSError):
-                self._recount()
+                self._count_lines()
             has_lines = os.path.isfile(self.path) and self._last_number > 1  # noqa: PTH113 - is_file raises where it may not look
             advice = "Finished results are in it; make room" if has_lines else "Make room"
             raise StoreError(
@@ -382,7 +382,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
                 return False
         except OSError:
             return True
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_LOCK_PAUSE_SECONDS)
 
 
 def _is_lock_only_shared(file: IO[Any]) -> bool:

@@ -186,7 +186,7 @@ def _measure_groups(
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
-            budget = budget_share(run.request.budget, resources.start, len(groups) - index)
+            budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
             untimed = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
             records = _measure_group(group, run, method, budget, resources, untimed)
             # Add how much earlier runs of the same cases differ, which widens the intervals. Below, this run is added
@@ -310,7 +310,7 @@ def _prepare_run(
         if not begun and write:
             begun = stack.enter_context(start_workers_early(request, resolved_request.switches.second))
         timing, untimed = (
-            stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
+            stack.enter_context(open_worker(request, corpus, worker)) for worker in (*begun, None, None)[:2]
         )
         counting = None
         if request.counters and write:
@@ -327,7 +327,7 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 
 @contextmanager
-def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
+def open_worker(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
     """A context with the worker for a request, which is closed at the end. `begun` is a worker that was started
     earlier.
     """
@@ -423,7 +423,7 @@ def _choose_counting_worker(
     return resources.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else resources.untimed
 
 
-def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
+def divide_budget(budget: float | None, start: float, remaining_parts: int) -> float | None:
     """Returns the seconds for each of the remaining parts of a run: an equal share of what is left of the budget. The
     budget began at the time `start`. Returns None without a budget.
     """

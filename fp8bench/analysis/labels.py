@@ -20,7 +20,7 @@ from fp8bench.model.consumed import (
     THROTTLE_REASONS,
     list_throttle_reasons,
 )
-from fp8bench.model.run import BUSY_CORES, PROFILE_ORIGIN
+from fp8bench.model.run import BUSY_CORES_FACT, PROFILE_ORIGIN
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # These labels can be hard, which removes the verdict. All other labels only cast doubt.
@@ -101,7 +101,7 @@ def describe_load(run: Run) -> str:
     low or is unknown.
     """
     facts = run.environment.facts
-    load, cores, busy = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES_FACT))
     if not cores:
         return ""
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]

@@ -245,20 +245,20 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
 def _list_value_words(action: argparse.Action, value: Any) -> list[str]:
     """Returns the words that stand for a value of a file on the command line."""
     if isinstance(value, dict) and _is_mapping_option(action):
-        return [f"{_check_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
+        return [f"{_require_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
     if isinstance(value, list) and (_is_repeatable(action) or "," in str(action.metavar)):
         return _list_values(value)
-    text = _check_text(value)
+    text = _require_text(value)
     if _is_repeatable(action) and not _is_mapping_option(action):
         return [part.strip() for part in text.split(",")]
     return [text]
 
 
 def _list_values(value: Any) -> list[str]:
-    return [_check_text(part) for part in value] if isinstance(value, list) else [_check_text(value)]
+    return [_require_text(part) for part in value] if isinstance(value, list) else [_require_text(value)]
 
 
-def _check_text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected one value, got {value!r:.80}")
     return value

@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, repair_streams, say, silence_stdout
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, OpenStore, UnknownName, UsageError
-from fp8bench.feature_list import feature_help, feature_names
+from fp8bench.feature_list import list_features, read_feature_help
 from fp8bench.measure.interrupts import treat_end_signals_as_interrupts
 from fp8bench.suggestions import meant_name
 
 DEFAULT_STORE = ".fp8bench"
 # The help groups commands by these verbs. The description of a command begins with its verb.
-VERBS = ("measure", "understand", "decide", "guard", "machine")
+COMMAND_VERBS = ("measure", "understand", "decide", "guard", "machine")
 # Each core command is a module of cli/commands with the functions add(parser) and run(arguments). The module may have
 # EXAMPLES. If the command has many options, it may have FIRST_OPTIONS: --help then shows only these.
 _CORE_COMMANDS = {
@@ -48,7 +48,7 @@ _CORE_COMMANDS = {
 }
 # The package to install for a missing module, if the package has a different name than the module.
 _PACKAGE_OF_MODULE = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
-_FEATURE_BY_COMMAND = {name.replace("_", "-"): name for name in feature_names()}
+_FEATURE_BY_COMMAND = {name.replace("_", "-"): name for name in list_features()}
 COMMANDS = (*_CORE_COMMANDS, *_FEATURE_BY_COMMAND)
 
 
@@ -69,7 +69,7 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:
-        help_text = _CORE_COMMANDS.get(name) or feature_help(_FEATURE_BY_COMMAND[name])
+        help_text = _CORE_COMMANDS.get(name) or read_feature_help(_FEATURE_BY_COMMAND[name])
         command = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=name in requested)
         if name in requested:
             module = command_module(name)
@@ -107,8 +107,8 @@ class Parser(argparse.ArgumentParser):
             # The user may have left out the only possible word, such as `suite` in `duel suite gemm`.
             if len(choices) == 1 and wrong_word not in COMMANDS:
                 nearest_word = f"{choices[0]} {wrong_word}"
-        example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
-        suggestion = shlex.split(example)
+        first_example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
+        suggestion = shlex.split(first_example)
         # If only an option is missing, suggest the command that the user typed with this option added.
         if " are required: --" in message:
             suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
@@ -168,11 +168,11 @@ class _HelpAllAction(argparse.Action):
 
 def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
     """Yields each verb with its commands. Subcommands have no verb, and come under the title "commands"."""
-    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
+    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*COMMAND_VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
-        command.help = words if verb in VERBS else command.help
-        commands_by_verb[verb if verb in VERBS else "commands"].append(command)
+        command.help = words if verb in COMMAND_VERBS else command.help
+        commands_by_verb[verb if verb in COMMAND_VERBS else "commands"].append(command)
     yield from commands_by_verb.items()
 
 

@@ -113,7 +113,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_target(target)
 
 
-def log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
+def parse_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
     """Parses and checks the targets that a Python caller passes as `log`."""
     texts = [target_texts] if isinstance(target_texts, str) else target_texts
     try:
@@ -165,7 +165,7 @@ def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], r
         raise UsageError(failure)
 
 
-def requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
+def read_requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
     from fp8bench.jobs.after_run import RequestedOutputs
     from fp8bench.jobs.report_files import Pages
 

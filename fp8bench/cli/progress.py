@@ -37,7 +37,7 @@ _CLEAR_SCREEN = "\x1b[2J\x1b[H"
 # With wrapping disabled, the terminal itself cuts long lines: it knows how wide letters are.
 _DISABLE_WRAP, _ENABLE_WRAP = "\x1b[?7l", "\x1b[?7h"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
-_NO_SIZE = (0, 0)
+_UNKNOWN_SIZE = (0, 0)
 
 
 class _TerminalWriter:
@@ -67,14 +67,14 @@ class LiveLine(_TerminalWriter):
         self._is_drawn = False
 
     @property
-    def room(self) -> int:
+    def num_columns(self) -> int:
         """The number of usable columns of the terminal: one less than its width, because some terminals wrap after the
         last column.
         """
         return (terminal_width(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
-        self._write(_ERASE_LINE + printable(text)[: self.room])
+        self._write(_ERASE_LINE + printable(text)[: self.num_columns])
         self._is_drawn = True
 
     def close(self) -> None:
@@ -93,16 +93,16 @@ class LiveBlock(_TerminalWriter):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._height = 0
-        self._size = _NO_SIZE
+        self._size = _UNKNOWN_SIZE
 
     @property
-    def room(self) -> int:
+    def num_columns(self) -> int:
         return _terminal_size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
         """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        erase_codes = self._make_erase_codes() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
+        erase_codes = self._make_erase_codes() if old_size in (self._size, _UNKNOWN_SIZE) else _CLEAR_SCREEN
         # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
@@ -112,7 +112,7 @@ class LiveBlock(_TerminalWriter):
         """Erases the lines. A second call does nothing."""
         if self._height:
             self._write(self._make_erase_codes())
-        self._height, self._size = 0, _NO_SIZE
+        self._height, self._size = 0, _UNKNOWN_SIZE
 
     def _make_erase_codes(self) -> str:
         """Returns the control codes that move the cursor to the first line and erase everything from there."""
@@ -127,7 +127,7 @@ def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
     return _FALLBACK_COLUMNS, _FALLBACK_LINES
 
 
-def show_time_left(seconds: float, share: float) -> str:
+def describe_time_left(seconds: float, share: float) -> str:
     """Returns the remaining time as ', about 42 s left', estimated from the elapsed seconds and the finished share.
     Returns '' if it is too early for an estimate.
     """
@@ -203,7 +203,7 @@ class RunProgress(_PlanProgress, LiveLine):
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
-        self._remaining.follow(case.setting, doing, share, now)
+        self._remaining.record_activity(case.setting, doing, share, now)
         # Show a new activity at once, because it may take long.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._activity:
             self._activity, self._shown_at = doing, now
@@ -253,7 +253,7 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
             self._print(note)
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        self._remaining.follow(case.setting, doing, share, self._clock())
+        self._remaining.record_activity(case.setting, doing, share, self._clock())
         self._activity = f"{doing}, {self._describe_case(case)}"
         self.print_if_due()
 
@@ -298,7 +298,7 @@ class CountedLines(_LogLines):
         self.print_if_due()
 
     def _describe_time_left(self, now: float) -> str:
-        return show_time_left(now - self._start_time, self._share)
+        return describe_time_left(now - self._start_time, self._share)
 
 
 class TerminalJob:
@@ -327,7 +327,9 @@ class TerminalJob:
         line, start_time = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:
-            line.show(f"{done}/{total} {things}{show_time_left(time.monotonic() - start_time, done / total)}, {doing}")
+            line.show(
+                f"{done}/{total} {things}{describe_time_left(time.monotonic() - start_time, done / total)}, {doing}"
+            )
 
         with closing(line):
             yield tell

@@ -54,7 +54,7 @@ class RemainingTime:
     _rounds_seconds: float = _ROUNDS_SECONDS
     _passes_seconds: float = _PASSES_SECONDS
 
-    def follow(self, setting: str, activity: str, share: float, now: float) -> None:
+    def record_activity(self, setting: str, activity: str, share: float, now: float) -> None:
         """Records what a run is doing now: its group (`setting`), the activity, and the finished share of the
         rounds.
         """

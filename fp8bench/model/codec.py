@@ -87,11 +87,11 @@ def collect_ignored_names() -> Iterator[set[str]]:
     field. Empty fields are not collected.
     """
     names: set[str] = set()
-    token = _ignored_names.set(names)
+    context_token = _ignored_names.set(names)
     try:
         yield names
     finally:
-        _ignored_names.reset(token)
+        _ignored_names.reset(context_token)
 
 
 @cache
@@ -138,20 +138,20 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
 
 def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wraps `decode` so that equal input gives the same frozen object. 1, 1.0 and True count as different input."""
-    cache: dict[bytes, tuple[Any, set[str]]] = {}
+    decoded_values: dict[bytes, tuple[Any, set[str]]] = {}
 
     def decode_once(json_value: Any) -> Any:
         try:
             key = marshal.dumps(json_value, 2)  # later versions of marshal encode the same text in several ways
         except ValueError:  # the value is nested too deeply
             return decode(json_value)
-        if key not in cache:
+        if key not in decoded_values:
             # Clear a full cache completely. This costs little, because values repeat within a few records.
-            if len(cache) >= _MAX_SHARED_VALUES:
-                cache.clear()
+            if len(decoded_values) >= _MAX_SHARED_VALUES:
+                decoded_values.clear()
             with collect_ignored_names() as names:
-                cache[key] = decode(json_value), names
-        value, names = cache[key]
+                decoded_values[key] = decode(json_value), names
+        value, names = decoded_values[key]
         if names:
             _ignored_names.get(set()).update(names)
         return value

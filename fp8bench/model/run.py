@@ -259,7 +259,7 @@ class CellState:
 
 
 # Environment variables that torch and its libraries read. Variables that torch itself sets are left out.
-READ_BY_TORCH = (
+TORCH_VARIABLES = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
     "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_VERBOSE",
@@ -282,10 +282,10 @@ PRECISION_LOWERING_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_M
 SWITCH_PREFIX = "switch "
 SWITCHES_SET = "switches_set"
 # The name of a fact: the number of cores that other processes used when a run began.
-BUSY_CORES = "busy_cores"
+BUSY_CORES_FACT = "busy_cores"
 # The facts about software and settings that affect times. If one of them differs, comparisons and histories give no
 # verdict.
-CONDITIONS = (
+TIME_CONDITIONS = (
     "fp8bench",
     "python",
     "torch",

@@ -125,7 +125,7 @@ def has_reference_added(plan: Plan) -> bool:
     return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 
 
-def check_names(request: Request) -> tuple[Workload, ...]:
+def check_request(request: Request) -> tuple[Workload, ...]:
     """Returns the suites of a request. Raises UsageError for unknown names and impossible values. Called before
     anything slow starts.
     """

@@ -13,7 +13,7 @@ from fp8bench.model import Request
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.run import is_switched_on
 from fp8bench.plan.corpus import Corpus, prepare_corpus
-from fp8bench.plan.make import check_names
+from fp8bench.plan.make import check_request
 from fp8bench.protocols import Workload
 from fp8bench.user_code import import_user_modules
 
@@ -61,7 +61,7 @@ class Resolved:
 def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
     import_user_modules(request.imports)
-    suites = check_names(request)
+    suites = check_request(request)
     is_hurried = request.brisk or request.budget is not None
     switches = read_switches(environ, request.quick, is_hurried, request.tape)
     if request.brisk:  # a brisk group takes less time than measuring ceilings

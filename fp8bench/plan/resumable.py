@@ -30,7 +30,7 @@ def refuse_lost_header(run: Run) -> None:
     """Raises UsageError if the header of the run's file was lost."""
     if not run.devices:
         reason = "its header is lost, so it is unknown which cases are missing"
-        raise resume_error(f"the run {run.id}", reason, "Start a new run.")
+        raise make_resume_error(f"the run {run.id}", reason, "Start a new run.")
 
 
 def refuse_missing_files(run: Run) -> None:
@@ -58,11 +58,11 @@ def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
             raise _make_missing_file_error(subject, name)
         if _is_owned_by_others(file):
             reason = f"{file} belongs to another user, in a folder where every user may create files"
-            raise resume_error(subject, reason, "The code may have been replaced; start a new run.")
+            raise make_resume_error(subject, reason, "The code may have been replaced; start a new run.")
 
 
 def _make_missing_file_error(subject: str, name: str) -> UsageError:
-    return resume_error(
+    return make_resume_error(
         subject, f"it reads {name}, which does not exist here", "Resume it in the folder where it was started."
     )
 
@@ -82,14 +82,16 @@ def _is_owned_by_others(file: Path) -> bool:
     return False
 
 
-def resume_error(subject: str, reason: str, advice: str) -> UsageError:
+def make_resume_error(subject: str, reason: str, advice: str) -> UsageError:
     return UsageError(f"{subject} cannot be resumed here: {reason}. {advice}")
 
 
 def refuse_changed_conditions(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raises UsageError if the machine, software, devices or plan differ from those at the start of the run."""
     if difference := find_difference(run, plan, facts, environment):
-        raise resume_error(f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run.")
+        raise make_resume_error(
+            f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run."
+        )
 
 
 def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:

@@ -15,7 +15,7 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ack
 from fp8bench.store.kept_lines import Log
 
-VERSION = 1
+ACKS_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def acks_path(store: Path) -> Path:
 
 def load_acks(store: Path) -> Acks:
     try:
-        lines, troubles = _open_log(store).lines()
+        lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
         reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
@@ -55,16 +55,16 @@ def load_acks(store: Path) -> Acks:
 
 
 def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
-    _open_log(store).append(lines)
+    _open_acks_log(store).append(lines)
 
 
 def merge_acks(store: Path, theirs: Path) -> int:
     """Adds the acknowledgements of a second store that this store lacks. Returns the number of added lines. Raises
     StoreError.
     """
-    return len(_open_log(store).merge(_open_log(theirs).lines()[0]))
+    return len(_open_acks_log(store).merge(_open_acks_log(theirs).lines()[0]))
 
 
-def _open_log(store: Path) -> Log[Ack | Undo]:
+def _open_acks_log(store: Path) -> Log[Ack | Undo]:
     remedy = "Make room, or acknowledge in a store that is writable."
-    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", VERSION, remedy)
+    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", ACKS_VERSION, remedy)

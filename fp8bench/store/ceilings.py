@@ -21,7 +21,7 @@ from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
 
 # Increase this version when a rate is measured differently under the same name.
-_VERSION = 2
+_CEILINGS_VERSION = 2
 MAX_CEILINGS_AGE_DAYS = 7
 # Facts of the environment and of a device. Ceilings measured with other values of these facts are stored separately.
 _DISTINGUISHING_FACTS = (
@@ -47,7 +47,7 @@ def find_or_measure_ceilings(
     Holds a lock, so that the second of two simultaneous runs uses the measurement of the first.
     """
     with lock_folder(store / "ceilings"):
-        stored_ceilings = _read_ceilings(_open_log(store, ceilings_file_name(environment, device)))
+        stored_ceilings = _read_ceilings(_open_ceilings_log(store, ceilings_file_name(environment, device)))
         if stored_ceilings is not None and _are_ceilings_current(stored_ceilings):
             return stored_ceilings
         return None if measure is None else _store_ceilings(store, environment, device, measure())
@@ -72,20 +72,20 @@ def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, 
     )
     stamped_ceilings = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=settings)
     with contextlib.suppress(StoreError):
-        _open_log(store).append([stamped_ceilings])
+        _open_ceilings_log(store).append([stamped_ceilings])
     with contextlib.suppress(OSError):  # the run can use the ceilings even if they cannot be stored
-        log = _open_log(store, ceilings_file_name(environment, device))
+        log = _open_ceilings_log(store, ceilings_file_name(environment, device))
         write_whole(log.path, f"{format_checksummed_line(log.encode_value(stamped_ceilings))}\n")
     return stamped_ceilings
 
 
 def load_ceilings_history(store: Path) -> list[Ceilings]:
     """Returns all ceilings that were measured in a store, oldest first. Raises StoreError."""
-    return _open_log(store).lines()[0]
+    return _open_ceilings_log(store).lines()[0]
 
 
-def _open_log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
-    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _VERSION)
+def _open_ceilings_log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
+    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _CEILINGS_VERSION)
 
 
 def _read_ceilings(log: Log[Ceilings]) -> Ceilings | None:

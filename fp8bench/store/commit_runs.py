@@ -26,8 +26,8 @@ from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 NO_REPOSITORY = "not measured in a git repository"
 OUTSIDE_REPOSITORY = f"this was {NO_REPOSITORY}"
 DIRTY_FILES = "the files differed from their commit"
-NO_COMMIT = "their commit or start is not valid"
-NO_MACHINE = "they do not name their machine"
+INVALID_COMMIT_OR_START = "their commit or start is not valid"
+UNNAMED_MACHINE = "they do not name their machine"
 NO_TRACKED_CASE = "the history tracks none of their cases"
 NAMED_FOR_OTHER_COMMIT = "their files are named for another commit; `fp8bench history verify` names them"
 DAMAGED_LINES = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
@@ -94,10 +94,10 @@ def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     """Groups run files by commit. The files must be sorted newest first. The groups are in the same order as those of
     list_files_by_commit.
     """
-    commits: dict[str, list[Path]] = {}
+    files_by_commit: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
-        commits.setdefault(find_commit_prefix(path), []).append(path)
-    return commits
+        files_by_commit.setdefault(find_commit_prefix(path), []).append(path)
+    return files_by_commit
 
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
@@ -145,7 +145,7 @@ def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     if run.environment.get("dirty") is not False:
         return None, DIRTY_FILES
     if explain_outside_history(run):
-        return None, NO_COMMIT
+        return None, INVALID_COMMIT_OR_START
     if find_commit_prefix(path) != commit[:8]:
         return None, NAMED_FOR_OTHER_COMMIT
     try:
@@ -153,7 +153,7 @@ def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
     if tracked_run is None:
-        return None, NO_MACHINE
+        return None, UNNAMED_MACHINE
     if not tracked_run.content.points:
         return None, tracked_run.content.why or NO_TRACKED_CASE
     # Drop the records, so that all runs of a commit fit into memory.
@@ -301,19 +301,19 @@ def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
     commit, or if it is unknown whether they did.
     """
     candidate_files = [path for path in reversed(runs.all_files) if find_commit_prefix(path).startswith(commit[:8])]
-    headers = {}
+    header_by_path = {}
     for path in candidate_files:
         header = _load_header_or_none(path) if runs.is_counted(path) else None
         if header is not None and str(header.environment.get("commit")).startswith(commit):
-            headers[path] = header
-    matching_commits = sorted({str(header.environment.get("commit")) for header in headers.values()})
+            header_by_path[path] = header
+    matching_commits = sorted({str(header.environment.get("commit")) for header in header_by_path.values()})
     if len(matching_commits) > 1:
         raise RunNotFound(
             f"{len(matching_commits)} commits start with {commit}: "
             f"{', '.join(matching_commits[:4])}. Give more digits of one."
         )
-    clean_files = [path for path, header in headers.items() if header.environment.get("dirty") is False]
-    if headers and not clean_files:
+    clean_files = [path for path, header in header_by_path.items() if header.environment.get("dirty") is False]
+    if header_by_path and not clean_files:
         raise RunNotFound(
             f"all runs of {commit[:12]} had files that differed from it, so they are not its runs. "
             "Name them by their ids to compare them anyway."

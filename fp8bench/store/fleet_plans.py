@@ -57,9 +57,9 @@ def read_plan(path: Path) -> FleetPlan:
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except ValueError as error:
-        raise _invalid_plan_error(path, f"it is not JSON ({error})") from None
+        raise _make_invalid_plan_error(path, f"it is not JSON ({error})") from None
     if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
-        raise _invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
+        raise _make_invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
     if content["schema"] != _PLAN_SCHEMA:
         raise UsageError(
             f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_PLAN_SCHEMA}. Write it again "
@@ -68,16 +68,18 @@ def read_plan(path: Path) -> FleetPlan:
     try:
         plan = decode(FleetPlan, remove_checksum(content)["fleet"])
     except Damaged as error:
-        raise _invalid_plan_error(path, f"{error}; delete the line 'sum' if you changed the plan on purpose") from None
+        raise _make_invalid_plan_error(
+            path, f"{error}; delete the line 'sum' if you changed the plan on purpose"
+        ) from None
     except Malformed as error:
-        raise _invalid_plan_error(path, str(error)) from None
+        raise _make_invalid_plan_error(path, str(error)) from None
     fault = _find_plan_fault(plan)
     if fault:
-        raise _invalid_plan_error(path, fault)
+        raise _make_invalid_plan_error(path, fault)
     return plan
 
 
-def _invalid_plan_error(path: Path, reason: str) -> UsageError:
+def _make_invalid_plan_error(path: Path, reason: str) -> UsageError:
     reason = reason.removesuffix(".")
     return UsageError(
         f"{path} is not a plan of a fleet: {reason}. `suite NAME --dry-run --write-plan FILE` writes one."

@@ -25,7 +25,7 @@ from fp8bench.files import (
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
-Content = dict[str, Any]
+LineContent = dict[str, Any]
 # Errors that content from other programs may cause when it is decoded. Malformed is a ValueError.
 _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 # The numbers of characters that are shown of an error and of a broken line.
@@ -78,7 +78,7 @@ class Log(Generic[T]):
     version: int | None = None
     remedy: str = "Make room, or choose another --store DIR."
 
-    def decode_value(self, content: Content) -> T:
+    def decode_value(self, content: LineContent) -> T:
         """Returns the value in the content of a line. Raises Malformed."""
         if content.get("version") != self.version:
             raise Malformed(f"has version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
@@ -90,7 +90,7 @@ class Log(Generic[T]):
         except Malformed as error:
             raise Malformed(f"is not a valid {self.called} ({error})") from None
 
-    def encode_value(self, value: T) -> Content:
+    def encode_value(self, value: T) -> LineContent:
         key = next(key for key, kind in self.kinds.items() if isinstance(value, kind))
         return {"version": self.version, key: encode(value)} if key else encode(value)
 
@@ -148,7 +148,7 @@ class FileLines:
     line has a checksum and contains its number. Lines of files of older versions have neither.
     """
 
-    lines: tuple[tuple[int, Content], ...]
+    lines: tuple[tuple[int, LineContent], ...]
     broken: tuple[BrokenLine, ...]
     troubles: tuple[str, ...]
     lost: bool
@@ -163,7 +163,7 @@ class _SealedLine(NamedTuple):
 
     written_number: int
     number: int
-    content: Content
+    content: LineContent
     sum: str
 
 
@@ -243,8 +243,8 @@ def _describe_missing_lines(lines: Sequence[_SealedLine], broken_lines: Sequence
             - sum(number < broken_line.number < line.number for broken_line in broken_lines)
         )
         if missing_count > 0:
-            lines_are = "line is" if missing_count == 1 else "lines are"
-            yield f"before line {line.number} {missing_count} {lines_are} missing"
+            verb_phrase = "line is" if missing_count == 1 else "lines are"
+            yield f"before line {line.number} {missing_count} {verb_phrase} missing"
         written_number, number = line.written_number, line.number
 
 
@@ -258,7 +258,7 @@ def _is_digest_correct(lines: Sequence[_SealedLine], last_line: _SealedLine) -> 
     )
 
 
-def check_schema(content: Content, path: Path) -> None:
+def check_schema(content: LineContent, path: Path) -> None:
     """Raises StoreError if a newer version wrote the file, and Malformed if its header names no version."""
     schema = content.get("schema")
     if type(schema) is not int:
@@ -295,7 +295,9 @@ def read_header(file_lines: FileLines, path: Path, key: str, make_result: Callab
         ) from None
 
 
-def process_lines(file_lines: FileLines, process_content: Callable[[Content], None], except_line: int = 0) -> list[str]:
+def process_lines(
+    file_lines: FileLines, process_content: Callable[[LineContent], None], except_line: int = 0
+) -> list[str]:
     """Calls `process_content` with the content of every line of a file, except the line with the number
     `except_line`. Returns sentences: one for each broken line, one for each line for which `process_content` raises
     an error, and those in `file_lines.troubles`.

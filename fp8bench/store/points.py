@@ -24,7 +24,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import BENCH, CONDITIONS, DEVICE_SETTINGS
+from fp8bench.model.run import BENCH, DEVICE_SETTINGS, TIME_CONDITIONS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
@@ -80,13 +80,13 @@ def extract_points(run: Run) -> RunPoints:
     reason = _explain_untracked_run(run)
     if reason:
         return RunPoints(untracked_cases=len(run.records), why=reason)
-    by_workload: dict[str, list[Record]] = {}
+    records_by_workload: dict[str, list[Record]] = {}
     for record in run.records:
-        by_workload.setdefault(record.case.workload, []).append(record)
+        records_by_workload.setdefault(record.case.workload, []).append(record)
     points: list[Point] = []
     series: list[Series] = []
     untracked_cases = 0
-    for name, records in by_workload.items():
+    for name, records in records_by_workload.items():
         workload_points = _extract_workload_points(name, records, run)
         points += workload_points.points
         series += workload_points.series
@@ -123,11 +123,11 @@ def _merge_points_of_cell(points: Sequence[Point]) -> Point:
         return replace(points[-1], runs=len(points))
     complete_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
     newest_point = complete_points[-1]
-    same_conditions = [point for point in complete_points if point.under == newest_point.under]
+    comparable_points = [point for point in complete_points if point.under == newest_point.under]
     if metric_of_point(newest_point) in COUNTS:  # the median of two counts need not be an integer
-        return replace(newest_point, runs=len(same_conditions))
-    samples = chain.from_iterable(point.samples for point in same_conditions)
-    return replace(newest_point, samples=tuple(samples), runs=len(same_conditions))
+        return replace(newest_point, runs=len(comparable_points))
+    samples = chain.from_iterable(point.samples for point in comparable_points)
+    return replace(newest_point, samples=tuple(samples), runs=len(comparable_points))
 
 
 def _explain_untracked_run(run: Run) -> str:
@@ -223,7 +223,7 @@ def _collect_conditions(workload: Workload, run: Run) -> Conditions:
     """
     facts = run.environment.facts
     # Figures of one commit cannot be compared if one of these facts or a recorded environment variable differs.
-    names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
+    names = [*TIME_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
     is_built_in = type(workload).__module__.startswith("fp8bench.")
     names += [] if is_built_in else ["imports_sha256"]
     conditions = [(name, facts.get(name)) for name in names]
@@ -305,7 +305,7 @@ def _make_points(
     is_hasty: bool,
     conditions: Conditions,
 ) -> Iterator[Point]:
-    title = f"{workload.name}.{class_name(workload.name)}.track_"
+    class_path = f"{workload.name}.{class_name(workload.name)}.track_"
     version = join_versions(record.case.version, _find_data_identity(workload, record.case))
     metrics_by_name = _collect_metrics(workload, record, reference)
     for metric in _cached_metrics(type(workload)):
@@ -313,7 +313,7 @@ def _make_points(
         if metric.unit not in _UNITS_WITH_FEW_DIGITS and not metric.counted:
             values = tuple(float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values)
         yield Point(
-            title + metric.name,
+            class_path + metric.name,
             cell,
             version,
             values,

@@ -40,7 +40,7 @@ _MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2
 # Increase this version when the same runs give different numbers.
-_VERSION = 2
+_RERUNS_VERSION = 2
 # If two runs differ in one of these facts, the second one measured different code and is not a rerun.
 _CODE_VERSION_KEYS = ("commit", "imports_sha256", "fp8bench")
 # The suffix of the keys of A/A ratios: the time of the control over the time of the reference.
@@ -159,7 +159,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
         for name, log_ratio in log_ratio_by_key.items():
             runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log_ratio)
         cases = {name: astuple(runs) for name, runs in runs_by_case.items()}
-        write_whole(path, f"{format_checksummed_line({'version': _VERSION, 'cases': cases})}\n")
+        write_whole(path, f"{format_checksummed_line({'version': _RERUNS_VERSION, 'cases': cases})}\n")
 
 
 def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
@@ -210,7 +210,7 @@ def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:
 def _read_case_runs(path: Path) -> dict[str, CaseRuns]:
     try:
         content, _ = parse_checksummed_line(read_file(path).strip())
-        if content["version"] != _VERSION:
+        if content["version"] != _RERUNS_VERSION:
             return {}
         rows = content["cases"].items()
         return {str(name): CaseRuns(int(runs), *map(float, numbers)) for name, (runs, *numbers) in rows}

@@ -75,10 +75,10 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
     """Returns all series of a workload. Raises UsageError if check_grid() refuses its grid."""
     check_grid(workload)
     params = list_parameters(workload)
-    title = f"{workload.name}.{class_name(workload.name)}"
+    class_path = f"{workload.name}.{class_name(workload.name)}"
     return tuple(
         Series(
-            f"{title}.track_{metric.name}",
+            f"{class_path}.track_{metric.name}",
             workload.name,
             metric.name,
             metric.unit,

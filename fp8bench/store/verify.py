@@ -151,6 +151,6 @@ def _to_fault(path: Path, error: StoreError, remedy: str) -> Fault:
     """Returns a fault with the problem that an error describes. The file and the remedy in the error's text are
     removed.
     """
-    words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
-    problem = words.partition(". ")[0].rstrip(".")
+    error_text = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
+    problem = error_text.partition(". ")[0].rstrip(".")
     return Fault(str(path), f"it {problem}" if problem.startswith(_VERBS_AFTER_FILE_NAME) else problem, remedy)

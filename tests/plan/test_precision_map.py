@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import UsageError
 from fp8bench.model import Case, Params, Plan, Request, StaticScales
 from fp8bench.plan.checked_workload import merge_layers
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import check_request, make_plan
 from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, find_map_key, list_map_keys
 from fp8bench.registry import workloads
 from tests.counts import for_each
@@ -141,4 +141,4 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
 @for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=r"Add --static-scales N, or omit --(refresh-scales|saturation-bound)"):
-        check_names(Request("mlp", **options))  # type: ignore[arg-type]
+        check_request(Request("mlp", **options))  # type: ignore[arg-type]

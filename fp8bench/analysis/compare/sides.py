@@ -22,17 +22,17 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, mean_seconds
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET
+from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET, TIME_CONDITIONS
 from fp8bench.model.specs import RELATIVE_TIME, STEP, TIME, Better, Rank
 
 # Facts of a run that are not compared: they change every minute, or the comparison is about them.
 _IGNORED_FACTS = frozenset(
-    {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
+    {"load_1min", BUSY_CORES_FACT, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
 # The machine's name in histories: its entry in ~/.asv-machine.json, or the host's name.
 _MACHINE_FACT = "asv_machine"
 _HARDWARE_FACTS = frozenset({_MACHINE_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
-_FACTS_THAT_CHANGE_TIMES = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
+_FACTS_THAT_CHANGE_TIMES = frozenset({*TIME_CONDITIONS, "threads", "torch_threads", "asked: isolation"})
 # Prefixes of the names of facts that change measured times. Signal handlers have the same prefix as torch's switches,
 # but cost no time.
 _PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH_PREFIX, "driver's cuda", "rank ")

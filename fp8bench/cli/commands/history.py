@@ -209,9 +209,7 @@ def _acknowledge_changes(arguments: argparse.Namespace, store: Path) -> int:
 
     acknowledged_changes = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
     changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in acknowledged_changes)
-    print_lines(
-        (f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes)
-    )
+    print_lines((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
 
 

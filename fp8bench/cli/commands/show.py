@@ -102,7 +102,7 @@ def _refuse_ambiguous(word: str, candidates: Sequence[tuple[Kind[Any], Path]], s
         raise RunNotFound(f"{word!r} fits {other_names[0]} and the {kind.name} {names[-1]}. Give more of the id.")
 
 
-def _tape_view(run: Run, store: Path) -> View:
+def _make_tape_view(run: Run, store: Path) -> View:
     from fp8bench.jobs.tape import read_tapes
     from fp8bench.report.topics import tape
 
@@ -111,7 +111,7 @@ def _tape_view(run: Run, store: Path) -> View:
     return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
-def _shares_view(run: Run, store: Path) -> View:
+def _make_shares_view(run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.report.topics import shares
 
@@ -124,7 +124,7 @@ def _shares_view(run: Run, store: Path) -> View:
     )
 
 
-def _detail_view(name: str, run: Run, store: Path) -> View:
+def _make_detail_view(name: str, run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import find_report_page
     from fp8bench.report.data.run import run_document, run_rows
@@ -136,7 +136,7 @@ def _detail_view(name: str, run: Run, store: Path) -> View:
 
 
 _RUN_TABLES = (
-    *(KeptTable(name, f"run: {words}", partial(_detail_view, name)) for name, words in _DETAIL_OPTIONS.items()),
-    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _tape_view),
-    KeptTable("shares", "run: the share of each module and each kind of work in a step", _shares_view),
+    *(KeptTable(name, f"run: {words}", partial(_make_detail_view, name)) for name, words in _DETAIL_OPTIONS.items()),
+    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _make_tape_view),
+    KeptTable("shares", "run: the share of each module and each kind of work in a step", _make_shares_view),
 )

@@ -23,7 +23,7 @@ from fp8bench.cli.outputs import (
     format_store_option,
     import_renderers,
     print_run,
-    requested_outputs,
+    read_requested_outputs,
     tell,
 )
 from fp8bench.cli.progress import TERMINAL
@@ -38,7 +38,7 @@ from fp8bench.model.request import HOW_TO_MEASURE, NVTX, PROFILERS, WHAT_TO_MEAS
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
-from fp8bench.plan.make import check_names
+from fp8bench.plan.make import check_request
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     # 1. Handle the options that need no suite.
     check_outputs(arguments)
     if arguments.resume is not None:
-        return _resume(arguments)
+        return _resume_run(arguments)
     if arguments.plan is not None or arguments.cell is not None:
         return _measure_cell(arguments)
     if arguments.write_plan is not None and not arguments.dry_run:
@@ -140,7 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _measure_ceilings(request, arguments)
-    check_names(request)
+    check_request(request)
     if request.trace in PROFILERS:
         return _run_under_profiler(request.trace, arguments)
     # 3. For a dry run, only make and print the plan.
@@ -153,14 +153,14 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.write_plan is not None:
             from fp8bench.jobs.several_runs import cut_into_cells
 
-            cells, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
+            fleet_plan, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
             try:
-                write_plan(cells, file)
+                write_plan(fleet_plan, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
-            cells_text = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+            cells_text = "1 cell" if len(fleet_plan.cells) == 1 else f"{len(fleet_plan.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {cells_text} in {file}; one of them: {command}")
+            complain(f"plan {fleet_plan.id}: {cells_text} in {file}; one of them: {command}")
         return EXIT_OK
     # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
     if arguments.sessions.runs == 1:
@@ -213,10 +213,10 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
 def measure_and_print(
     request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
 ) -> int:
-    return _measure(arguments, lambda *where: (True, execute(request, *where)))
+    return _measure_and_store(arguments, lambda *where: (True, execute(request, *where)))
 
 
-def _measure(
+def _measure_and_store(
     arguments: argparse.Namespace,
     measure: Callable[[Path, Observer, str], tuple[bool, Run]],
     why_unmeasured: Callable[[Run], str] = str,
@@ -298,16 +298,18 @@ def _measure_cell(arguments: argparse.Namespace) -> int:
     # Refuse other options, because they would have no effect: the plan has the request.
     refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
-    return _measure(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
+    return _measure_and_store(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
 
 
-def _resume(arguments: argparse.Namespace) -> int:
+def _resume_run(arguments: argparse.Namespace) -> int:
     """Resumes an interrupted run. The run's file has the request."""
     from fp8bench.pipeline import resume
 
     refuse_other_options(arguments.words, {"--resume", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     path = find_run(arguments.resume, arguments.store)
-    return _measure(arguments, partial(resume, path), lambda run: f"run {run.id} is finished; nothing was missing")
+    return _measure_and_store(
+        arguments, partial(resume, path), lambda run: f"run {run.id} is finished; nothing was missing"
+    )
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
@@ -318,7 +320,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
 
     complain(reason)
     print_run(run, arguments)
-    outputs = requested_outputs(arguments)
+    outputs = read_requested_outputs(arguments)
     # Write no report to the store, because it already has one.
     if outputs.pages is not None and not outputs.pages.asked:
         outputs = replace(outputs, pages=None)
@@ -354,5 +356,5 @@ def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the interrupt cuts off the table, but nothing else
         code = EXIT_INTERRUPTED
     finally:  # Add the run to the history even if stdout cannot be written.
-        is_complete = after_run(run, arguments.store, requested_outputs(arguments), complain)
+        is_complete = after_run(run, arguments.store, read_requested_outputs(arguments), complain)
     return code if is_complete else EXIT_INTERRUPTED

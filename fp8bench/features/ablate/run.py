@@ -29,7 +29,7 @@ from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, R
 from fp8bench.model.codec import encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.model.stopping import make_stopping_rule
-from fp8bench.pipeline import examine, now, worker_for
+from fp8bench.pipeline import examine, now, open_worker
 from fp8bench.plan.checked_workload import checked_axes
 from fp8bench.plan.make import choose_devices, make_plan
 from fp8bench.plan.resolve import resolve
@@ -113,7 +113,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
             "--import FILE loads the suites of a file."
         )
     corpus, switches = resolved.corpus(store), resolved.switches
-    with claim_process(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+    with claim_process(request.isolation), open_worker(request, corpus) as worker, Meters(request.energy) as meters:
         # 2. Plan a case for each arm. An arm that the device refuses is dropped, with its reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)

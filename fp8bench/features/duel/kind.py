@@ -16,7 +16,7 @@ from fp8bench.files import LineWriter
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import format_start_time
-from fp8bench.store.kept_lines import Content, UnknownKind, process_lines, read_file_lines, read_header
+from fp8bench.store.kept_lines import LineContent, UnknownKind, process_lines, read_file_lines, read_header
 from fp8bench.store.runs.run_file import explain_invalid_record
 
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
@@ -76,7 +76,7 @@ class DuelKind(Kind[Duel]):
         end_lines = []
 
         # Lines are read one by one, so a truncated file lacks only its last line.
-        def parse_line(content: Content) -> None:
+        def parse_line(content: LineContent) -> None:
             if "result" in content:
                 result = _require_sound(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result

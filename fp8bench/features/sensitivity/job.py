@@ -43,9 +43,9 @@ from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.pipeline import examine, now, worker_for
+from fp8bench.pipeline import examine, now, open_worker
 from fp8bench.plan.checked_workload import checked_products
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import check_request, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
@@ -71,7 +71,7 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
     request = question.request
     check_precisions(request)
     corpus = resolve(request, os.environ).corpus(store)
-    with claim_process(request.isolation), worker_for(request, corpus) as worker:
+    with claim_process(request.isolation), open_worker(request, corpus) as worker:
         runs = open_study(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         runs.add(started=now(), environment=environment)
@@ -119,7 +119,7 @@ def write_map(study: Study, path: Path) -> None:
 
 
 def check_precisions(request: Request) -> None:
-    check_names(request)
+    check_request(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
     # Without these checks, a wrong request would fail only after minutes of training.
     if low.mode == reference.mode:

@@ -50,7 +50,7 @@ from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import (
-    Content,
+    LineContent,
     UnknownKind,
     parse_file_lines,
     process_lines,
@@ -128,7 +128,7 @@ class TrainingWriter(LineWriter):
             lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
-            self._recount()
+            self._count_lines()
         # Events such as 'resumed' stay, because repeated steps do not write them again.
         events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
         self._append_numbered_lines(events)
@@ -254,7 +254,7 @@ def load_training(path: Path) -> KeptTraining:
     lines: list[StreamLine] = []
     end_words = []
 
-    def take_line(content: Content) -> None:
+    def take_line(content: LineContent) -> None:
         ((name, value),) = content.items()
         if name == "end":
             end_words.append(value)

@@ -49,7 +49,7 @@ from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
-from fp8bench.plan.resumable import check_files_exist, describe_environment_changes, resume_error
+from fp8bench.plan.resumable import check_files_exist, describe_environment_changes, make_resume_error
 from fp8bench.report.panels import together
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
@@ -89,7 +89,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     check_files_exist(title, request.imports, request.data)
     with _prepare(request, store) as (worker, text):
         for difference in _list_differences(training, _plan_arms(request, worker, text)):
-            raise resume_error(title, difference, "The two parts would not form one training; start a new one.")
+            raise make_resume_error(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
         point = writer.points[-1]
         writer.go_back(point)

@@ -113,7 +113,7 @@ def resolve_interpreter(python: str) -> str:
     return python
 
 
-def to_facts(identity: Identity) -> dict[str, Scalar | None]:
+def list_identity_facts(identity: Identity) -> dict[str, Scalar | None]:
     return {_FACT_PREFIX + name: value for name, value in identity.params.items()} | {
         _INTERPRETER_FACT: identity.interpreter
     }

@@ -43,7 +43,7 @@ MAX_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
-class Stats:
+class AsvStats:
     """asv's statistics of one combination of parameters: the 99% interval of the median, the quartiles, and the number
     of samples.
     """
@@ -67,7 +67,7 @@ class AsvRow:
     params: tuple[tuple[str, ...], ...]
     version: str | None
     values: tuple[float | None, ...]
-    stats: tuple[Stats | None, ...]
+    stats: tuple[AsvStats | None, ...]
     samples: tuple[tuple[float, ...] | None, ...]
     started_at: int | None = None
     duration: float | None = None
@@ -83,7 +83,7 @@ class AsvRow:
 
 
 # The value, statistics and samples of one combination of parameters.
-Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
+Figures = tuple[float | None, AsvStats | None, tuple[float, ...] | None]
 NOT_MEASURED: Figures = (math.nan, None, None)
 
 
@@ -131,7 +131,7 @@ def import_asv_statistics() -> ModuleType:
     return cast(ModuleType, statistics)
 
 
-def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
+def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats | None]:
     """Returns the value and the statistics that asv computes from samples, or (None, None) without samples.
 
     For some samples, like values of 1e-313, asv's computation divides by zero. Then the returned interval is infinite.
@@ -139,7 +139,7 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | N
     if not samples:
         return None, None
     if len(samples) == 1:
-        return samples[0], Stats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
+        return samples[0], AsvStats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
     sorted_samples = sorted(samples)
     count = len(sorted_samples)
     low, high = _interval_indices(count)
@@ -147,7 +147,7 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | N
         median, first_quartile, third_quartile = (
             _interpolate(sorted_samples, index, fraction) for index, fraction in _quartile_positions(count)
         )
-        return median, Stats(
+        return median, AsvStats(
             sorted_samples[int(low)], sorted_samples[int(high)], first_quartile, third_quartile, 1, count
         )
     asv = import_asv_statistics()
@@ -155,8 +155,8 @@ def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | N
         value, stats = asv.compute_stats(list(samples), 1)
     except ArithmeticError:
         value, low, high = (asv.quantile(list(samples), fraction) for fraction in (0.5, 0.25, 0.75))
-        return value, Stats(-math.inf, math.inf, low, high, 1, count)
-    return value, None if stats is None else Stats(**stats)
+        return value, AsvStats(-math.inf, math.inf, low, high, 1, count)
+    return value, None if stats is None else AsvStats(**stats)
 
 
 def _interpolate(sorted_samples: Sequence[float], index: int, fraction: float) -> float:
@@ -205,13 +205,13 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
 
     columns_of_stats = [
         read_column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
-        for field in fields(Stats)
+        for field in fields(AsvStats)
     ]
     stats = []
     for figures in zip(*columns_of_stats, strict=True):
         if 0 < figures.count(None) < len(figures):  # asv fails on a row that has only some of the statistics
             raise Malformed("some statistics of a value are missing")
-        stats.append(None if None in figures else Stats(*figures))
+        stats.append(None if None in figures else AsvStats(*figures))
     samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
@@ -271,7 +271,7 @@ def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
         "duration": _round_to_5_digits(row.duration),
         "profile": row.profile,
     }
-    for field in fields(Stats):
+    for field in fields(AsvStats):
         value_by_column[f"stats_{field.name}"] = [
             _round_to_5_digits(getattr(stat, field.name, None)) for stat in row.stats
         ]

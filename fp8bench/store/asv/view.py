@@ -149,8 +149,8 @@ def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], rena
         file = ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} has the results of a different commit, {file.commit_hash}. Move it away.")
-    dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
-    date = file.date or next((number for number in dates if type(number) is int), 0)
+    commit_dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
+    date = file.date or next((number for number in commit_dates if type(number) is int), 0)
     save_results(path, fill_rows(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         remove_abandoned_files(folder)

@@ -21,8 +21,8 @@ from fp8bench.model import Cell, Ending, Figure, Scalar, Status, Trend, trend_na
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.figures.tables import ROW, FigureFacts, FigureTable, Layout, Place, Rows, read_facts, read_layout
 
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+IntegerArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
@@ -66,14 +66,14 @@ class AllFacts:
         # The facts of figures that can be compared with each other have the same group number.
         self.group = np.array(numbers, np.int64)
 
-    def _make_flags(self, has_property: Callable[[FigureFacts], bool]) -> Flags:
+    def _make_flags(self, has_property: Callable[[FigureFacts], bool]) -> BoolArray:
         return np.array(list(map(has_property, self.facts)), bool)
 
 
-class Comparable(NamedTuple):
+class ComparableFigures(NamedTuple):
     """The figures of a line that can be compared with each other: their positions in the line and their values."""
 
-    places: Numbers
+    places: IntegerArray
     values: Floats
 
 
@@ -87,7 +87,7 @@ class Line:
 
     trend: Trend
     series_index: int
-    place_indices: Numbers
+    place_indices: IntegerArray
     rows: Rows
     places: Sequence[Place]
     facts: AllFacts
@@ -105,13 +105,14 @@ class Line:
         return Ending(self.trend, newest, earlier[0] if earlier else None, len(rows_with_value))
 
     @property
-    def comparable(self) -> list[Comparable]:
+    def comparable(self) -> list[ComparableFigures]:
         """The figures of complete measurements, grouped by version and conditions. Values may be infinite or NaN."""
         facts = self.rows["facts"]
         complete_rows = np.flatnonzero(self.facts.is_complete[facts])
         values, groups = self.rows["value"][complete_rows], self.facts.group[facts[complete_rows]]
         return [
-            Comparable(complete_rows[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())
+            ComparableFigures(complete_rows[groups == key], values[groups == key])
+            for key in dict.fromkeys(groups.tolist())
         ]
 
     def _make_figures(self, row_indices: Sequence[int]) -> tuple[Figure, ...]:
@@ -148,7 +149,7 @@ class Block:
     home: Home
     layout: Layout
     newest_place: Place
-    place_indices: Numbers
+    place_indices: IntegerArray
     rows: Rows
 
     @cached_property

@@ -48,8 +48,8 @@ from fp8bench.model import (
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import (
-    Content,
     FileLines,
+    LineContent,
     UnknownKind,
     check_schema,
     process_lines,
@@ -170,7 +170,7 @@ def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, st
     )
 
 
-def _add_line(reading: _RunReading, content: Content) -> None:
+def _add_line(reading: _RunReading, content: LineContent) -> None:
     """Adds the value in a line to what was read. Raises Malformed for a wrong value, and UnknownKind for a line of an
     unknown kind.
     """
@@ -228,7 +228,7 @@ def _to_run(reading: _RunReading, path: Path) -> Run:
     )
 
 
-def _parse_header(content: Content, path: Path) -> Run:
+def _parse_header(content: LineContent, path: Path) -> Run:
     check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):

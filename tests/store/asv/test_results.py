@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, summarize_samples
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, AsvStats, summarize_samples
 from tests.counts import for_each
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
@@ -92,7 +92,7 @@ def test_what_asv_wrote_is_read_and_written_again_unchanged(tmp_path: Path, keep
     row = file.rows["gemm.Gemm.track_time"]
     assert row.params == (("'fp8'", "'bf16'"), ("256", "1024")) and row.version == "1"
     assert row.values[:3] == (2e-3, 1e-3, None) and math.isnan(row.values[3] or 0)
-    assert row.stats[1] == Stats(1e-3, 1e-3, 1e-3, 1e-3, 1, 12) and row.stats[2:] == (None, None)
+    assert row.stats[1] == AsvStats(1e-3, 1e-3, 1e-3, 1e-3, 1, 12) and row.stats[2:] == (None, None)
     assert row.samples == (((1e-3, 2e-3, 3e-3), (1e-3,) * 12, None, None) if keep else (None,) * 4)
     assert (row.started_at, row.duration, row.profile) == (STARTED_MS, 0.12346, None)
     assert file.rows["gemm.Gemm.track_error"].values == (None,)
