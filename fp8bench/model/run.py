@@ -301,7 +301,7 @@ TIME_CONDITIONS = (
     "smt",
     "cgroup_cpu_max",
 )
-# The settings of a device that its driver reports.
+# The facts about a device that its driver reports as settings.
 DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 

@@ -16,7 +16,7 @@ from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]
-# The software, settings and device of a measurement, by name.
+# The conditions of a measurement: facts about its software, settings and device, by name.
 Conditions = tuple[tuple[str, Scalar | None], ...]
 # The name of a condition: the source of energies. Energies from different sources cannot be compared.
 ENERGY_SOURCE = "energy_source"

@@ -309,7 +309,7 @@ ENERGY = _add_spec(
 ENERGY_NET = _add_spec(
     "energy_net", "J", "energy of a step beyond idle power", rank=_MAIN, threshold=_ENERGY_THRESHOLD, heading="net/step"
 )
-# The energy of a step per amount of its work, the most useful amount first.
+# The energy of a step for a fixed amount of its work. The most useful amount comes first.
 ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
         _add_spec(f"energy_per_{word.lower()}", "J", f"energy for {amount_text} of the step's work", rank=_MAIN,

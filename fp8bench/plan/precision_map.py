@@ -146,7 +146,7 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
     if rule.source:
         _check_source(rule, scaled_cases)
 
-    # 3. Apply the rule to the cases that support it.
+    # 3. Give static scales to the cases that support them.
     changed_groups = []
     for group in groups:
         cases = (

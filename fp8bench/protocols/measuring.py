@@ -206,7 +206,7 @@ class Markers:
             setattr(self, name, make(str(name)))
 
 
-Phases = Markers  # the name that workloads use
+Phases = Markers  # workloads use this name
 
 
 @dataclass(slots=True, eq=False)

@@ -55,7 +55,8 @@ class Precision(ABC):
     # In a native product, the contraction must be a multiple of the first number, and the number of columns a multiple
     # of the second.
     multiples: ClassVar[tuple[int, int]] = (1, 1)
-    # In a graph that torch compiles, all contractions and columns must be multiples of this number.
+    # In a graph that torch compiles, the contraction and the number of columns of each product must be multiples of
+    # this number.
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False

@@ -273,7 +273,7 @@ def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
         raise make_search_error(word, store, error) from None
     if is_single_run or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.all_files):
         return ChosenRuns([find_run(word, store)])
-    # 2. Try the word as the digits of a measured commit.
+    # 2. Try the word as the first digits of a measured commit.
     if _COMMIT_PREFIX_PATTERN.fullmatch(word):
         chosen_runs = _find_runs_of_commit(word, runs)
         if chosen_runs.files:

@@ -197,7 +197,7 @@ def parse_file_lines(content: bytes) -> FileLines:
                     number, line[:_LINE_START_CHARACTERS].decode(errors="replace"), str(error)[:_MAX_ERROR_CHARACTERS]
                 )
             )
-    # 2. Check by the numbers and digests of lines that no line is missing.
+    # 2. Find out whether lines are missing, by the numbers that lines contain and by the digests of runs that ended.
     sorted_lines, troubles = _sort_lines(sealed_lines)
     troubles += _describe_missing_lines(sorted_lines, broken_lines)
     is_incomplete = bool(sorted_lines) and sorted_lines[-1].written_number > len(sorted_lines)

@@ -119,7 +119,7 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
     Otherwise raises StoreError.
     """
     with convert_write_errors(target, "Make room, and try again."):
-        # 1. Copy a new run.
+        # 1. If our store does not have the file, copy it.
         if not target.exists():
             write_whole(target, content)
             return CopyOutcome.NEW
@@ -129,7 +129,7 @@ def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
         if content.startswith(read_file(target)):
-            with open_file(target, "ab") as file:  # after a kill, the next merge appends the remaining lines
+            with open_file(target, "ab") as file:  # if this is killed, the next merge appends the rest
                 lock_run(file, target)
                 stored_content = read_file(target)
                 if content.startswith(stored_content):
@@ -179,7 +179,7 @@ def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Reb
     if commits is None:
         rebuild_result.left_out_reasons = listing(store).left_out_reasons
         delete_cache(store)
-    # 2. Write the files of each commit.
+    # 2. Write asv's files of each commit.
     series_by_name: dict[str, Series] = {}
     for commit, paths in list_files_by_commit(store).items():
         if commits is not None and commit not in commits:

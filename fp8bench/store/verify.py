@@ -94,7 +94,7 @@ def _make_line_fault(run: Run, lost: bool) -> Fault:
     if not run.environment.facts:
         return Fault(run.path, problem, "Its records belong to no commit; restore it from a copy")
     if run.finished and not find_incomplete_groups(run):
-        if lost and not run.resumptions:  # a resumption has measured the lost cases again
+        if lost and not run.resumptions:  # a resumed run has measured the lost cases again
             return Fault(run.path, problem, "Every case of its plan still has a record; restore it from a copy")
         return Fault(run.path, problem, "Nothing is missing: every case of its plan has a record", broken=False)
     return Fault(run.path, problem, f"`fp8bench suite --resume {run.id}` measures what is missing")

@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
             command = f"fp8bench suite --plan {file} --cell 0"
             complain(f"plan {fleet_plan.id}: {cells_text} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
+    # 4. Measure once or in several sessions. While workers import torch, this process imports the modules that print.
     if arguments.sessions.runs == 1:
         with start_workers_early(request, read_switches(os.environ).second) as early_workers:
             from fp8bench.pipeline import execute
