@@ -20,7 +20,7 @@ _RESET_HIGH_WATER = "5"
 
 
 def counters(proc: Path = PROC_FOLDER) -> Readings:
-    """Returns counters that only grow. `readings.grown` gives their growth over an interval.
+    """Returns counters that only grow. `readings.subtract_counters` gives their growth over an interval.
 
     `preemptions` counts how often the system took the core away from this process while it had work. `steal` is the
     time in which a hypervisor ran something else while this machine had work, summed over its processors. `waited` is
