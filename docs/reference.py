@@ -15,7 +15,7 @@ import torch
 
 from fp8bench import units
 from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, subparsers_by_name
+from fp8bench.cli.main import COMMAND_VERBS, Parser, build_parser, command_module, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.features.train.health.health import RULES
 from fp8bench.formats.codes import encode
@@ -23,7 +23,7 @@ from fp8bench.formats.grids import FORMATS, Format
 from fp8bench.model import CELL_PHASES, Record, Resumption, Run
 from fp8bench.model.codec import SCHEMA
 from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import REMARK_LABELS
 from fp8bench.report.panels import together
 from fp8bench.report.words.legend import WORDS_BY_LABEL
 from fp8bench.store.runs.run_file import _FIELDS_NOT_IN_HEADER
@@ -93,7 +93,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
         for group in whole._subparsers._group_actions  # type: ignore[union-attr]
         for action in group._choices_actions  # type: ignore[attr-defined]
     }
-    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in VERBS}
+    by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in COMMAND_VERBS}
     for name, parser in subparsers_by_name(whole).items():
         verb, _, words = helps[name].partition(": ")
         by_verb[verb].append((f"[{name}](command-{name}.md)", plain(words)))
@@ -179,7 +179,7 @@ def metrics_page() -> str:
 
 def labels_page() -> str:
     def grade(label: Any) -> str:
-        return "remark" if label in REMARKS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
+        return "remark" if label in REMARK_LABELS else "doubt, or hard" if label in CAN_BE_HARD else "doubt"
 
     rows = [
         (code(label), grade(label), words.meaning, words.cause, words.remedy) for label, words in WORDS_BY_LABEL.items()

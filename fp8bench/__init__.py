@@ -40,7 +40,7 @@ _MODULE_OF_NAME = {
     "watch": "features.train.api",
 }
 
-# Commands that can also be called from Python. The parser of the command defines the options, defaults and errors of
+# The commands that can also be called from Python. The parser of a command defines the options, defaults and errors of
 # the call.
 _COMMAND_CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
 __all__ = [*sorted(("__version__", *_MODULE_OF_NAME, *_COMMAND_CALLS))]  # noqa: PLE0604

@@ -1,4 +1,4 @@
-"""The program that `python -m fp8bench` and the installed command `fp8bench` run."""
+"""The entry point of `python -m fp8bench` and of the installed command `fp8bench`."""
 
 import contextlib
 import signal
@@ -15,7 +15,7 @@ def run() -> int:
 
         code = main()
     with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on only the interpreter shuts down
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the shutdown of the interpreter follows
     return code
 
 

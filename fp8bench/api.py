@@ -1,4 +1,4 @@
-"""The commands of fp8bench as Python calls, for scripts and notebooks."""
+"""Defines Python calls for the commands that measure and read runs, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8bench.analysis.findings import findings as findings_of
 from fp8bench.cli.calls import accept_fields_of, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_pairs, parse_folder, parse_sessions, split_names
-from fp8bench.cli.outputs import CommandResult, in_store, log_targets
+from fp8bench.cli.outputs import CommandResult, format_store_option, parse_log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
 from fp8bench.jobs.after_run import RequestedOutputs, after_run
@@ -52,17 +52,17 @@ _DISPLAY_WIDTH = 100
 
 
 class Run(model.Run):
-    """A stored run as the Python calls return it, with a display for notebooks."""
+    """A run as the Python calls return it, with pandas frames and a display for notebooks."""
 
     def __str__(self) -> str:
-        return layout.render(replace(self._page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
+        return layout.render(replace(self._answer_page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return page_as_html(self._page, find_report_page(self))
+        return page_as_html(self._answer_page, find_report_page(self))
 
     @property
-    def _page(self) -> Page:
-        return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), in_store(self))
+    def _answer_page(self) -> Page:
+        return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), format_store_option(self))
 
     @cached_property
     def results(self) -> pd.DataFrame:
@@ -107,8 +107,7 @@ def run(
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
-    # 2. If there are several sessions, each session is stored as a run. The last run combines the intervals of all
-    # sessions.
+    # 2. Measure. Of several sessions, each one is stored as a run, and the last run combines the intervals of all.
     measure = partial(execute_sessions, request, sessions=count, pause=pause)
     measure = measure if count > 1 else partial(execute, request)
     return _measure_run(measure, store, observer, progress, report, log)
@@ -125,10 +124,10 @@ def _measure_run(
     report: bool,
     log: str | Iterable[str],
 ) -> Run:
-    targets = log_targets(log)
+    targets = parse_log_targets(log)
     folder_of_runs = parse_folder("store", store)
-    with _choose_observer(observer, progress) as observing:
-        measured_run = measure(folder_of_runs, observing, command_line())
+    with _choose_observer(observer, progress) as chosen_observer:
+        measured_run = measure(folder_of_runs, chosen_observer, command_line())
     _write_outputs(measured_run, folder_of_runs, progress and observer is None, report, targets)
     return _to_frame_run(measured_run)
 
@@ -142,14 +141,14 @@ def _choose_observer(observer: Observer | None, progress: bool) -> AbstractConte
 def _write_outputs(
     run: model.Run, store: Path, prints_notes: bool, report: bool, log: Sequence[LogTarget] = ()
 ) -> None:
-    """Writes what the command line also writes after a run: history, report and logged scalars. A run that was not
+    """Writes the history, the report and the logged figures after a run, as the command line does. A run that was not
     stored gets no report.
     """
     outputs = RequestedOutputs(Pages() if report and run.path else None, log)
     after_run(run, store, outputs, TERMINAL.note if prints_notes else SILENT.note)
 
 
-# Fields of `Request` that `profile` does not accept, or accepts under another name.
+# The keywords of `run` that `profile` does not accept, or for which it declares its own parameter.
 _FIELDS_NOT_IN_PROFILE = {
     "suite",
     "dtypes",
@@ -187,7 +186,7 @@ def profile(
     store: str | Path = DEFAULT_STORE,
     progress: bool = True,
     observer: Observer | None = None,
-    **how: Any,
+    **options: Any,
 ) -> Run:
     """Measures an unchanged model next to copies whose products are in other precisions; returns the Run.
 
@@ -198,14 +197,14 @@ def profile(
     batch: what the forward of a live model takes
     loss: a function of a live model's output, if its forward returns no loss
     """
-    # A live model is sent to the worker. A model that is given by name is made in the worker.
+    # A live model is sent to the worker. A model that is named by its function is made in the worker.
     is_live = not isinstance(model, str)
     if is_live == (batch is None) or (loss is not None and not is_live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
     target = type(model).__name__ if is_live else check_function_name(str(model))
     request = Request(
         **profile_dtypes(split_names(dtypes), reference),
-        **request_fields(Request, how),
+        **request_fields(Request, options),
         axes=profile_axes(target, forward, optimizer, compile, split_names(skip)),
         precision_map=as_pairs(precision_map),
         isolation=isolation,
@@ -234,9 +233,9 @@ def resume(
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
     folder_of_runs = parse_folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
-    with _choose_observer(observer, progress) as observing:
-        resumed, resulting_run = resume_run(path, folder_of_runs, observing, command_line())
-    if resumed:
+    with _choose_observer(observer, progress) as chosen_observer:
+        was_resumed, resulting_run = resume_run(path, folder_of_runs, chosen_observer, command_line())
+    if was_resumed:
         _write_outputs(resulting_run, folder_of_runs, progress and observer is None, report)
     return _to_frame_run(resulting_run)
 

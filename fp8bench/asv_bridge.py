@@ -1,9 +1,9 @@
-"""The base class of suite files for asv (airspeed velocity). It measures all cases once, and asv then reads one
-metric at a time.
+"""Defines the base class of suite files for asv (airspeed velocity). The class measures all cases once, and asv then
+reads one metric at a time.
 
-asv starts a process for every metric of every combination. So that cases are measured only once, `setup_cache`
-measures the declared grid of a workload, as `fp8bench suite` would, and the other methods only read the results.
-torch and numpy are imported only when something is measured.
+asv starts a process for every metric of every combination of parameters. So that each case is measured only once,
+`setup_cache` measures the declared grid of a workload, as `fp8bench suite` would, and the other methods only read the
+results. torch and numpy are imported only when something is measured.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ from fp8bench.registry import workloads
 from fp8bench.store.series import class_name, make_series
 from fp8bench.user_code import import_user_modules
 
-CONFIGURATION = "asv.conf.json"
-# Options of `asv run`, in every spelling that asv's parser accepts: abbreviated options, and several short options in
-# one word.
-_QUICK_OPTION = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
-_APPEND_OPTION = re.compile(r"--ap[a-z-]*")
-_COMMIT_OPTION = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
+CONFIGURATION_FILE = "asv.conf.json"
+# These patterns match options of `asv run` in every spelling that asv's parser accepts: abbreviated, or as one of
+# several short options in one word.
+_QUICK_OPTION_PATTERN = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
+_APPEND_OPTION_PATTERN = re.compile(r"--ap[a-z-]*")
+_COMMIT_OPTION_PATTERN = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
 _MAX_ANCESTORS = 4
-_ARGUMENTS_BEFORE_ASV = 8  # as in the command line `python -X dev -W error -m asv`
+_ARGUMENTS_BEFORE_ASV = 8  # the word `asv` is among the first 8 words: python -X dev -W error -m asv
 # asv's configuration file is JSON5. These patterns match its texts and comments, and the value of results_dir.
-_TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
-_RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
+_TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
+_RESULTS_DIR_PATTERN = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
-# The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+# What was measured in a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
-Measured = dict[str, dict[Cell, Outcome]]
+MeasuredOutcomes = dict[str, dict[Cell, Outcome]]
 _Result = TypeVar("_Result")
 
 
 class CaseFailed(Fp8benchError):
-    """Tells asv that a case failed, so that asv shows the case as failed."""
+    """Raised in a method that asv calls, so that asv shows the case as failed."""
 
 
 class Suite:
-    """Base class of the classes in suite files. asv finds the metrics of a class as methods `track_...`.
+    """The base class of the classes in suite files for asv. asv finds the metrics of a class as its methods
+    `track_...`.
 
-    A suite file imports this module instead of the class, because asv would take an imported class for a benchmark.
-    asv identifies caches by the module and line of `setup_cache`. If several classes shared one `setup_cache`, all
-    would silently get the numbers of the first class. So each class needs a `setup_cache` in its file, or else gets
-    one here.
+    A suite file imports this module and not this class, because asv would take an imported class for a benchmark. asv
+    identifies the cached results of a class by the module and line of `setup_cache`. If several classes shared one
+    `setup_cache`, all of them would silently get the numbers of the first class. So each class needs its
+    own `setup_cache`: one that is defined in its file, or one that `__init_subclass__` makes.
     """
 
     workload: ClassVar[str]
@@ -67,49 +68,55 @@ class Suite:
         super().__init_subclass__(**arguments)
         if not hasattr(cls, "setup_cache"):
 
-            def setup_cache(self: Suite) -> Measured:
+            def setup_cache(self: Suite) -> MeasuredOutcomes:
                 return self.measure()
 
             vars(setup_cache).update(timeout=3600)
-            cls.setup_cache = _name_as_method(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
+            cls.setup_cache = _give_method_name(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
-        import_user_modules(_absolute_imports(cls))
+        import_user_modules(_make_imports_absolute(cls))
         leaf = workloads.get(cls.workload)
         series = make_series(leaf, default_corpus_identity() if leaf.uses_corpus else None)
         cls.params = [list(values) for values in series[0].params]
         cls.param_names = list(series[0].param_names)
         cls.version = series[0].version
-        for followed in series:
-            setattr(cls, followed.name.rpartition(".")[2], _make_reader(cls, followed))
+        for tracked_series in series:
+            setattr(cls, tracked_series.name.rpartition(".")[2], _make_reader(cls, tracked_series))
 
-    def measure(self) -> Measured:
-        """Measures all cases of the workload's grid, stores the run, and returns all results of this commit."""
-        # This import is slow, and the many processes that only read results do not need it.
+    def measure(self) -> MeasuredOutcomes:
+        """Measures all cases of the workload's grid, stores the run, and returns the results of all runs of the
+        commit.
+        """
+        # Import this late, because it is slow and the many processes that only read results do not need it.
         from fp8bench.jobs.asv import measure_for_asv
 
-        root, asv_arguments = find_project(_find_suite_file(type(self))), read_asv_arguments()
-        quick, appending, commit = parse_asv_options(asv_arguments)
-        if appending:
+        project_folder, asv_arguments = find_project(_find_suite_file(type(self))), read_asv_arguments()
+        quick, appends_samples, commit = parse_asv_options(asv_arguments)
+        if appends_samples:
             raise UsageError("the runs of a commit are always combined. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
-        imports = _absolute_imports(type(self))
+        imports = _make_imports_absolute(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
-        return measure_for_asv(request, find_store(root), root, SilentObserver(), commit)
+        return measure_for_asv(request, find_store(project_folder), project_folder, SilentObserver(), commit)
 
 
 def find_project(file: Path) -> Path:
-    """Returns the folder of asv.conf.json above a suite file. The working directory would be wrong: asv runs
-    benchmarks in a temporary folder.
+    """Returns the folder of asv.conf.json above a suite file. The file is not searched from the working directory,
+    because asv runs benchmarks in a temporary folder.
     """
     parents = file.absolute().parents
-    return next((folder for folder in parents if (folder / CONFIGURATION).is_file()), parents[min(1, len(parents) - 1)])
+    return next(
+        (folder for folder in parents if (folder / CONFIGURATION_FILE).is_file()), parents[min(1, len(parents) - 1)]
+    )
 
 
-def find_store(root: Path) -> Path:
-    """Returns the store that contains asv's results_dir (<store>/asv/results), or else the default store."""
-    path = root / _read_results_dir(root / CONFIGURATION)
-    return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
+def find_store(project_folder: Path) -> Path:
+    """Returns the store that contains asv's results_dir (<store>/asv/results). Returns the default store if none
+    does.
+    """
+    path = project_folder / _read_results_dir(project_folder / CONFIGURATION_FILE)
+    return path.parent.parent if path.parts[-2:] == ("asv", "results") else project_folder / DEFAULT_STORE
 
 
 def _read_results_dir(configuration: Path) -> str:
@@ -117,13 +124,15 @@ def _read_results_dir(configuration: Path) -> str:
         text = read_file(configuration).decode()
     except (OSError, ValueError):
         return ""
-    match = _RESULTS_DIR.search(_TEXT_OR_COMMENT.sub(lambda text_or_comment: text_or_comment[1] or " ", text))
+    match = _RESULTS_DIR_PATTERN.search(
+        _TEXT_OR_COMMENT_PATTERN.sub(lambda text_or_comment: text_or_comment[1] or " ", text)
+    )
     return match[2] if match else ""
 
 
 def read_asv_arguments() -> tuple[str, ...]:
-    """Returns the command line of the asv process above this one, because asv does not pass its options to
-    `setup_cache`.
+    """Returns the command line of asv, which is an ancestor of this process. It is read from the system, because asv
+    does not pass its options to `setup_cache`.
     """
     pid = os.getppid()
     for _ in range(_MAX_ANCESTORS):
@@ -134,20 +143,26 @@ def read_asv_arguments() -> tuple[str, ...]:
 
 
 def parse_asv_options(arguments: Sequence[str]) -> tuple[bool, bool, str]:
-    """Returns whether asv was given --quick and --append-samples, and the commit under which it saves results ('' for
-    none).
+    """Returns whether asv was called with --quick, whether with --append-samples, and the commit under which it saves
+    results ('' if none was given).
     """
-    quick, append = (any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION, _APPEND_OPTION))
+    quick, appends_samples = (
+        any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION_PATTERN, _APPEND_OPTION_PATTERN)
+    )
     for index, argument in enumerate(arguments):
-        match = _COMMIT_OPTION.fullmatch(argument)
+        match = _COMMIT_OPTION_PATTERN.fullmatch(argument)
         if match is not None:
-            return quick, append, match[1] if match[1] is not None else "".join(arguments[index + 1 : index + 2])
-    return quick, append, ""
+            return (
+                quick,
+                appends_samples,
+                match[1] if match[1] is not None else "".join(arguments[index + 1 : index + 2]),
+            )
+    return quick, appends_samples, ""
 
 
 def _read_process(pid: int) -> tuple[list[str], int]:
-    """Returns the command line of a process and the id of its parent. Returns ([], 0) if the system does not report
-    them.
+    """Returns the command line of a process and the id of its parent process. Returns ([], 0) if the system does not
+    report them.
     """
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
@@ -158,7 +173,7 @@ def _read_process(pid: int) -> tuple[list[str], int]:
 
 
 def _check_class(cls: type[Suite]) -> None:
-    # asv leaves the first folder out of names.
+    # asv's names of benchmarks do not contain the first part of the module's name.
     module, name = cls.__module__.partition(".")[2] or cls.__module__, cls.__name__
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
@@ -176,26 +191,26 @@ def _check_class(cls: type[Suite]) -> None:
         )
 
 
-def _absolute_imports(cls: type[Suite]) -> tuple[str, ...]:
-    """Returns the `imports` of a suite class. Names of files become absolute paths."""
-    root = find_project(_find_suite_file(cls))
-    return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
+def _make_imports_absolute(cls: type[Suite]) -> tuple[str, ...]:
+    """Returns the `imports` of a suite class, with absolute paths for files."""
+    project_folder = find_project(_find_suite_file(cls))
+    return tuple(str(project_folder / name) if name.endswith(".py") else name for name in cls.imports)
 
 
 def _find_suite_file(cls: type) -> Path:
     return Path(str(sys.modules[cls.__module__].__file__))
 
 
-def _name_as_method(method: Callable[..., _Result], cls: type, name: str) -> Callable[..., _Result]:
-    """Gives a function the name of a method of the class, because asv finds methods by their `__name__` and
-    `__qualname__`.
+def _give_method_name(method: Callable[..., _Result], cls: type, name: str) -> Callable[..., _Result]:
+    """Returns the function, after giving it the name of a method of the class: asv finds methods by their `__name__`
+    and `__qualname__`.
     """
     method.__name__, method.__qualname__, method.__module__ = name, f"{cls.__qualname__}.{name}", cls.__module__
     return method
 
 
 def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
-    """Returns a method that reads one metric from the measured results."""
+    """Returns a method that returns the samples of one metric from the measured results."""
 
     def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
         kind, content = measured[series.name].get(cell, ("none", "not on this machine"))
@@ -206,4 +221,4 @@ def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)
-    return _name_as_method(track, cls, series.name.rpartition(".")[2])
+    return _give_method_name(track, cls, series.name.rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""Errors whose messages are written for users. Each error has the exit code with which it ends a command.
+"""The errors whose messages are written for users. Each error has the exit code with which a command then ends.
 
 A message says what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
-verdicts of the gate, not errors.
+verdicts of the gate and not errors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXIT_INTERRUPTED = 130
 
 
 class Fp8benchError(Exception):
-    """Base of all errors whose text is meant for users.
+    """The base of all errors whose text is meant for users.
 
-    `given` is the wrong name, and `nearest` a likely correction. `instead` is a command line that the user can paste:
-    the corrected command, or a command that lists valid names.
+    `given` is the wrong name that the user gave, and `nearest` a likely correction. `instead` is a command line that
+    the user can paste: the corrected command, or a command that lists valid names.
     """
 
     exit_code = EXIT_USAGE
@@ -39,7 +39,7 @@ class UsageError(Fp8benchError):
 
 
 class UnknownName(UsageError):
-    """A name that is not registered. `shown` replaces the list of known names if that list is too long."""
+    """A name that is not registered. In the message, `shown` replaces the list of known names if that is too long."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
@@ -83,7 +83,7 @@ class OpenStore(UserWarning):
 
 
 class NotKept(StoreError):
-    """The store failed while a run was measured. `run` holds everything that was measured until then."""
+    """The store could not be written while a run was measured. `run` has everything that was measured until then."""
 
     def __init__(self, message: str, run: object) -> None:
         super().__init__(message)
@@ -120,8 +120,8 @@ class AsvFileTorn(AsvFileBroken):
 class WorkerError(Fp8benchError):
     """The measuring process cannot be used.
 
-    With several ranks, `rank` is the rank that failed (fp8bench.model.FailedRank), and `undecided` is True if it is
-    unknown.
+    With several ranks, `rank` describes the rank that failed (fp8bench.model.FailedRank). `undecided` is True if it is
+    unknown which rank failed.
     """
 
     exit_code = EXIT_FAILED
@@ -157,16 +157,17 @@ class WorkerFault(WorkerError):
 
 
 class RanksDisagree(Fp8benchError):
-    """Several ranks gave different answers to a question whose answers must be equal."""
+    """Several ranks gave different answers to a question that all ranks must answer equally."""
 
 
 class NotSent(UsageError):
     """A user's model cannot be sent to another process."""
 
 
-def as_usage(fault: WorkerFault) -> Fp8benchError:
-    """Returns the error of the worker from which a fault was made, in two cases. The worker refused the request
-    (UsageError or NotSent), or lost a child process (WorkerLost or WorkerHung). Returns other faults unchanged.
+def to_original_error(fault: WorkerFault) -> Fp8benchError:
+    """Returns the error that the worker raised and that became a fault on the way here. Only errors of two kinds are
+    converted back: the worker refused the request (UsageError, NotSent), or the worker lost a child process
+    (WorkerLost, WorkerHung). Other faults are returned unchanged.
     """
     message = str(fault).removeprefix(f"{fault.kind}: ")
     for kind in (WorkerLost, WorkerHung):

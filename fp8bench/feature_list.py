@@ -1,8 +1,9 @@
-"""Finds the features: the folders in fp8bench/features. No other code names them.
+"""Finds the features, which are the folders in fp8bench/features. No other code names a feature.
 
-A feature is a command or a group of commands that the core of fp8bench does not need. Its docstring is the command's
-help. Modules with fixed names extend the core: `command` adds a command line, `kind` adds a kind of result that is
-stored and shown, `section` adds a section to the reports of runs, and `glossary` explains names in `fp8bench list`.
+A feature is a command or a group of commands that the core of fp8bench does not need. The docstring of its package is
+the help of the command. Modules with fixed names extend the core: `command` adds a command line, `kind` adds a kind of
+result that is stored and shown, `section` adds a section to the reports of runs, and `glossary` explains names in
+`fp8bench list`.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ _FOLDER = Path(__file__).parent / "features"
 
 
 @cache
-def feature_names() -> tuple[str, ...]:
-    """Returns the names of all features, sorted. Returns none if the folder is missing."""
+def list_features() -> tuple[str, ...]:
+    """Returns the sorted names of all features, or () if the folder of features is missing."""
     return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/__init__.py")))
 
 
-def feature_help(name: str) -> str:
+def read_feature_help(name: str) -> str:
     sentence = (importlib.import_module(f"fp8bench.features.{name}").__doc__ or "").partition("\n")[0]
     return sentence[:1].lower() + sentence[1:].rstrip(".")
 
 
-def feature_parts(part: str) -> Iterator[ModuleType]:
-    """Imports and yields the module `part` of each feature that has one."""
-    for name in feature_names():
+def import_feature_modules(part: str) -> Iterator[ModuleType]:
+    """Imports and yields the module named `part` of each feature that has such a module."""
+    for name in list_features():
         if (_FOLDER / name / f"{part}.py").is_file():
             yield importlib.import_module(f"fp8bench.features.{name}.{part}")

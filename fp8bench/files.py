@@ -1,7 +1,7 @@
-"""Reads and writes files that several processes share. Files are replaced atomically, or locked, appended to and
-synced.
+"""Reads and writes files that several processes share. A file is either replaced atomically, or locked, appended to
+and synced.
 
-Lines and objects can have checksums, so that a digit that changes on a disk is detected.
+Lines and JSON objects can have checksums, so that damage on the disk is detected.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from typing import IO, Any, Self, cast
 from fp8bench import units
 from fp8bench.errors import OpenStore, StoreError, UsageError
 
-# asv warns about *.json files of other programs, so these names have other endings.
-LOCK = ".lock"
+# These names do not end in .json, because asv warns about *.json files of other programs.
+LOCK_FILE_NAME = ".lock"
 LOCK_SECONDS = 60.0
-PARTIAL = ".partial"
-_PAUSE_SECONDS = 0.02
+PARTIAL_SUFFIX = ".partial"
+_LOCK_PAUSE_SECONDS = 0.02
 _CHECKSUM_KEY = "sum"
-# These patterns match the end of a line with a checksum: the first with or without a line number before it, the
-# second only with one.
+# Matches the end of every line that has a checksum.
 _CHECKSUM_FIELD = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
-_MAX_FIELD_BYTES = 40  # longer than any checksum field
+_MAX_FIELD_BYTES = 40  # no checksum field is longer
+# Matches the end of every line that has a line number and a checksum.
 _NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)
 
 
@@ -43,7 +43,7 @@ _NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', r
 LARGEST_FILE = 1 << 30
 # The limit for files of weights, in bytes: a larger file cannot be loaded.
 MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-_STREAMS = ("/dev/stdin", "/dev/fd/")
+_STREAM_PATHS = ("/dev/stdin", "/dev/fd/")
 _SPECIAL_FILES = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"))
 
 
@@ -51,25 +51,25 @@ class Damaged(ValueError):
     """The content that was read differs from what was written."""
 
 
-def seal(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object with a checksum of its content. The checksum does not depend on how the JSON is formatted."""
-    return {**content, _CHECKSUM_KEY: _checksum(compact(content).encode())}
+def add_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object with a checksum added. The checksum does not depend on how the JSON text is formatted."""
+    return {**content, _CHECKSUM_KEY: _checksum(format_compact_json(content).encode())}
 
 
-def sealed_line(content: dict[str, Any]) -> str:
-    """Returns the object with a checksum, as a line of JSON."""
-    text = compact(content)
+def format_checksummed_line(content: dict[str, Any]) -> str:
+    """Returns an object with a checksum added, as a line of JSON."""
+    text = format_compact_json(content)
     return f'{text[:-1]},"{_CHECKSUM_KEY}":"{_checksum(text.encode())}"}}'
 
 
-def unseal(content: dict[str, Any]) -> dict[str, Any]:
-    """Returns the object without its checksum, if it has one. Raises Damaged if the checksum does not match."""
+def remove_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """Returns an object without its checksum, if it has one. Raises Damaged if the checksum does not match."""
     if _CHECKSUM_KEY not in content:
         return content
-    unsealed = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
-    if content[_CHECKSUM_KEY] != _checksum(compact(unsealed).encode()):
+    content_without_checksum = {name: value for name, value in content.items() if name != _CHECKSUM_KEY}
+    if content[_CHECKSUM_KEY] != _checksum(format_compact_json(content_without_checksum).encode()):
         raise Damaged("its checksum does not match its content")
-    return unsealed
+    return content_without_checksum
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -80,33 +80,36 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def unsealed_line(line: bytes) -> tuple[dict[str, Any], str]:
-    """Returns the object that a line of JSON contains, and its checksum ('' if it has none). Raises ValueError if the
-    line is not such an object.
+def parse_checksummed_line(line: bytes) -> tuple[dict[str, Any], str]:
+    """Returns the object in a line of JSON, and its checksum ('' if it has none). Raises ValueError if the line is not
+    a JSON object or was changed.
     """
-    seal = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_FIELD_BYTES))
-    if seal is not None and _checksum(plain := line[: seal.start()] + b"}") == seal[1].decode():
-        return parse_json(plain), seal[1].decode()  # fast: compares the line's own text, without formatting it again
+    checksum_match = _CHECKSUM_FIELD.search(line, max(0, len(line) - _MAX_FIELD_BYTES))
+    if (
+        checksum_match is not None
+        and _checksum(plain := line[: checksum_match.start()] + b"}") == checksum_match[1].decode()
+    ):
+        return parse_json(plain), checksum_match[1].decode()  # fast, because the object is not formatted again
     content = parse_json(line)
     if not isinstance(content, dict):
         raise Damaged("expected an object")
-    return unseal(content), str(content.get(_CHECKSUM_KEY, ""))
+    return remove_checksum(content), str(content.get(_CHECKSUM_KEY, ""))
 
 
-def compact(content: object) -> str:
+def format_compact_json(content: object) -> str:
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
 
-def sums_of(text: bytes) -> list[str]:
-    """Returns the checksums of a file's numbered lines, in order."""
-    return [seal[2].decode() for seal in _NUMBERED_LINE_END.finditer(text)]
+def find_checksums(text: bytes) -> list[str]:
+    """Returns the checksums of the numbered lines in a file's content, in order."""
+    return [checksum_match[2].decode() for checksum_match in _NUMBERED_LINE_END.finditer(text)]
 
 
-def digest_of(sums: Iterable[str]) -> str:
-    """Returns one digest for all lines of a file, from the checksums of the lines in order."""
+def digest_checksums(sums: Iterable[str]) -> str:
+    """Returns one digest for several lines, computed from the checksums of the lines in order."""
     from hashlib import blake2b
 
     return blake2b("".join(sums).encode(), digest_size=16).hexdigest()
@@ -119,9 +122,9 @@ def _checksum(text: bytes) -> str:
 
 
 @contextlib.contextmanager
-def keeping(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """If the body raises OSError, raises an error of type `kind` instead, which explains that `subject` cannot be
-    written.
+def convert_write_errors(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
+    """A context that turns an OSError of its body into an error of type `kind`, whose message says that `subject`
+    cannot be written and what to do (`remedy`).
     """
     try:
         yield
@@ -131,7 +134,7 @@ def keeping(subject: object, remedy: str = "", kind: type[StoreError] = StoreErr
 
 def read_file(path: Path, most: int = LARGEST_FILE) -> bytes:
     """Reads a regular file, or a stream like /dev/stdin, of at most `most` bytes. Raises OSError."""
-    is_stream = str(path).startswith(_STREAMS)
+    is_stream = str(path).startswith(_STREAM_PATHS)
     with open_file(path, most=most) as file:
         content = file.read(most + 1 if is_stream else -1)
     _require_size(len(content), most)
@@ -144,7 +147,7 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
     Raises OSError for anything else, for example for a named pipe, which would block forever. The error's `strerror`
     explains what to do.
     """
-    if str(path).startswith(_STREAMS):
+    if str(path).startswith(_STREAM_PATHS):
         return cast(BufferedRandom, path.open(mode))
 
     def open_regular(name: str, flags: int) -> int:
@@ -163,12 +166,12 @@ def open_file(path: Path, mode: str = "rb", most: int | None = LARGEST_FILE) -> 
 
 
 def check_file(path: Path, most: int | None = LARGEST_FILE) -> None:
-    """Raises OSError if `open_file` would refuse the file. For files that a library opens itself."""
+    """Raises OSError if `open_file` would refuse the file. This is for files that a library opens by itself."""
     _require_regular_file(path.stat(), most)
 
 
-def is_no_folder(path: Path) -> bool:
-    """Returns whether the path exists and is not a folder. `open_file` either opens such a path, or explains why not.
+def is_not_folder(path: Path) -> bool:
+    """Returns whether the path exists and is not a folder, so that `open_file` either opens it or explains why not.
     Raises OSError.
     """
     return path.exists() and not path.is_dir()
@@ -200,8 +203,8 @@ def make_store(store: Path) -> None:
         store.mkdir(parents=True, exist_ok=True)
         write_whole(store / ".gitignore", "*\n")
         if store.stat().st_mode & stat.S_IWOTH:
-            warning = f"every user of this machine can change the new store {store}, because umask allows it."
-            warnings.warn(f"{warning} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
+            warning_text = f"every user of this machine can change the new store {store}, because umask allows it."
+            warnings.warn(f"{warning_text} Set umask 022, and run chmod -R o-w {store}", OpenStore, stacklevel=2)
 
 
 def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
@@ -211,35 +214,35 @@ def write_whole(path: Path, content: str | bytes, sync: bool = True) -> None:
     the file.
     """
     target = Path(os.path.realpath(path))  # keep a symbolic link, and replace its target
-    with replacing(target, sync) as partial:
-        with partial.open("xb") as file:
+    with replace_atomically(target, sync) as partial_path:
+        with partial_path.open("xb") as file:
             append(file, content, sync)
         with contextlib.suppress(OSError):
-            partial.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
+            partial_path.chmod(stat.S_IMODE(target.stat().st_mode))  # keep the old file's permissions
 
 
 @contextlib.contextmanager
-def replacing(path: Path, sync: bool = True) -> Iterator[Path]:
+def replace_atomically(path: Path, sync: bool = True) -> Iterator[Path]:
     """Yields a temporary path that replaces `path` at the end. On failure, the temporary file is removed.
 
     Without `sync`, a power failure may restore the old file.
     """
-    partial = path.with_name(f".{secrets.token_hex(8)}{PARTIAL}")
+    partial_path = path.with_name(f".{secrets.token_hex(8)}{PARTIAL_SUFFIX}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        yield partial
-        partial.replace(path)
+        yield partial_path
+        partial_path.replace(path)
         if sync:
             sync_folder(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            partial_path.unlink()
         raise
 
 
 def sync_folder(folder: Path) -> None:
-    """Writes the entries of a folder to the disk. Otherwise a power failure may undo a rename. Does nothing if the
-    file system cannot do this.
+    """Syncs the entries of a folder to the disk. Without this, a power failure may undo a rename. Does nothing if the
+    file system cannot sync folders.
     """
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -257,20 +260,20 @@ def append(file: IO[bytes], content: str | bytes, sync: bool = True) -> None:
         os.fsync(file.fileno())
 
 
-def end_line(file: IO[bytes]) -> None:
-    """Writes a line end if the last line of a file was cut off, so that the next append starts a new line."""
+def end_last_line(file: IO[bytes]) -> None:
+    """Writes a line end if the last line of a file has none, so that the next append starts a new line."""
     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
     if file.read(1) not in (b"", b"\n"):
         file.write(b"\n")
 
 
 def append_lines(path: Path, lines: Sequence[str]) -> None:
-    """Appends lines while holding the file's lock, and syncs them. If the file's last line was cut off, the new lines
-    still start on their own line. Raises OSError.
+    """Appends lines while holding the lock of the file, and syncs them. If the last line of the file was cut off, it
+    gets a line end first. Raises OSError.
     """
     with open_file(path, "a+b") as file:
         lock(file, LOCK_SECONDS)
-        end_line(file)
+        end_last_line(file)
         append(file, "".join(line + "\n" for line in lines))
 
 
@@ -281,30 +284,32 @@ class LineWriter:
     path: Path
     _file: IO[bytes]
     called: str = "the file"
-    # `_sums` are the checksums of the file's lines, and `_last` is the number of the last line. A damaged line has a
-    # number, but no checksum here.
+    # `_sums` are the checksums of the file's lines, and `_last` is the number of the last line. A damaged line counts
+    # in `_last`, but is missing in `_sums`.
     _sums: list[str] = field(default_factory=list)
-    _last: int = 0
+    _last_number: int = 0
 
     def __post_init__(self) -> None:
-        self._recount()
+        self._count_lines()
 
     @classmethod
-    def start(cls, path: Path, head: dict[str, Any]) -> Self:
-        """Creates and locks a file together with its first line, so that no other process ever sees an empty file."""
-        partial = path.with_suffix(PARTIAL)
+    def start(cls, path: Path, header: dict[str, Any]) -> Self:
+        """Creates and locks a file that already has its first line, so that no other process ever sees an empty
+        file.
+        """
+        partial_path = path.with_suffix(PARTIAL_SUFFIX)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists():
                 raise FileExistsError(17, "it exists already")
-            with contextlib.ExitStack() as undone:
-                writer = cls(path, undone.enter_context(partial.open("x+b")))
-                undone.callback(partial.unlink, missing_ok=True)
+            with contextlib.ExitStack() as cleanup:
+                writer = cls(path, cleanup.enter_context(partial_path.open("x+b")))
+                cleanup.callback(partial_path.unlink, missing_ok=True)
                 lock(writer._file, 0)
-                writer._append_numbered_lines([head])
-                partial.rename(path)
+                writer._append_numbered_lines([header])
+                partial_path.rename(path)
                 sync_folder(path.parent)
-                undone.pop_all()
+                cleanup.pop_all()
                 return writer
         except OSError as error:
             raise StoreError(
@@ -314,41 +319,44 @@ class LineWriter:
     def note(self, text: str) -> None:
         self._append_numbered_lines([{"note": text}])
 
-    def finish(self, how: str) -> None:
-        """Writes the end line, 'finished' or 'interrupted', and closes the file."""
+    def finish(self, end_kind: str) -> None:
+        """Writes the last line, which says 'finished' or 'interrupted', and closes the file."""
         try:
             if not self._file.closed:
-                self._append_numbered_lines([{"end": how, "digest": digest_of(self._sums)}])
+                self._append_numbered_lines([{"end": end_kind, "digest": digest_checksums(self._sums)}])
         finally:
             self.close()
 
     def close(self) -> None:
-        """Closes the file, which releases its lock. May be called twice."""
+        """Closes the file and thereby releases its lock. May be called twice."""
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _recount(self) -> None:
-        """Counts the lines in the file, so that the next line gets the right number."""
+    def _count_lines(self) -> None:
+        """Reads the number of the last line from the file, so that the next line gets the right number."""
         position = self._file.tell()
         self._file.seek(0)
         content = self._file.read()
-        self._sums = sums_of(content)
-        self._last = max((int(seal[1]) for seal in _NUMBERED_LINE_END.finditer(content)), default=0)
+        self._sums = find_checksums(content)
+        self._last_number = max(
+            (int(add_checksum[1]) for add_checksum in _NUMBERED_LINE_END.finditer(content)), default=0
+        )
         self._file.seek(position)
 
     def _append_numbered_lines(self, values: Sequence[dict[str, Any]]) -> None:
         text = "".join(
-            sealed_line({**value, "line": number}) + "\n" for number, value in enumerate(values, self._last + 1)
+            format_checksummed_line({**value, "line": number}) + "\n"
+            for number, value in enumerate(values, self._last_number + 1)
         )
         try:
             append(self._file, text)
-            self._sums += sums_of(text.encode())
-            self._last += len(values)
+            self._sums += find_checksums(text.encode())
+            self._last_number += len(values)
         except OSError as error:
-            # Count again how many lines reached the file, so that the next line gets the right number.
+            # Find out how many of the lines reached the file, so that the next line gets the right number.
             with contextlib.suppress(OSError):
-                self._recount()
-            has_lines = os.path.isfile(self.path) and self._last > 1  # noqa: PTH113 - is_file raises where it may not look
+                self._count_lines()
+            has_lines = os.path.isfile(self.path) and self._last_number > 1  # noqa: PTH113 - is_file raises where it may not look
             advice = "Finished results are in it; make room" if has_lines else "Make room"
             raise StoreError(
                 f"{self.called} {self.path} cannot be written ({error.strerror}). {advice}, or choose another --store "
@@ -357,11 +365,11 @@ class LineWriter:
 
 
 def lock(file: IO[Any], seconds: float) -> bool:
-    """Waits up to `seconds` for a file's lock. Returns False if another process holds the lock.
+    """Locks a file. Waits up to `seconds` for the lock, and returns False if another process still holds it. Closing
+    the file releases the lock. Returns True on file systems without locks.
 
-    A process in `is_locked` also holds the lock for a moment, and may be suspended in that moment. So if only such a
-    process holds the lock, this function keeps waiting, up to LOCK_SECONDS. Returns True on file systems without
-    locks. Closing the file releases the lock.
+    A process that calls `is_locked` also holds a shared lock for a moment, and may be suspended in that moment. As
+    long as the lock is only shared, this function waits up to LOCK_SECONDS.
     """
     start = time.monotonic()
     while True:
@@ -369,16 +377,16 @@ def lock(file: IO[Any], seconds: float) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except BlockingIOError:
-            waited = time.monotonic() - start
-            if waited >= seconds and (waited >= LOCK_SECONDS or not _is_lock_only_shared(file)):
+            waited_seconds = time.monotonic() - start
+            if waited_seconds >= seconds and (waited_seconds >= LOCK_SECONDS or not _is_lock_only_shared(file)):
                 return False
         except OSError:
             return True
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_LOCK_PAUSE_SECONDS)
 
 
 def _is_lock_only_shared(file: IO[Any]) -> bool:
-    """Whether the lock is held only by a process in `is_locked`, or has just been released."""
+    """Returns whether the lock of a file is only shared (a process calls `is_locked`) or was just released."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         fcntl.flock(file, fcntl.LOCK_UN)
@@ -388,7 +396,7 @@ def _is_lock_only_shared(file: IO[Any]) -> bool:
 
 
 def is_locked(path: Path) -> bool:
-    """Returns whether another process holds the file's lock. Raises OSError."""
+    """Returns whether another process holds the lock of a file. Raises OSError."""
     with open_file(path, most=None) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -399,12 +407,12 @@ def is_locked(path: Path) -> bool:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
-    """Holds a folder's lock during the body, after waiting up to `seconds` for it.
+    """A context that holds the lock of a folder. It waits up to `seconds` for the lock, and then raises StoreError.
 
-    Read, merge and write a file within one body. The lock is not reentrant: a second one in the same process waits in
-    vain.
+    Code that reads, changes and writes a file must do all three in one such context. The lock is not reentrant: a
+    process that already holds it waits in vain.
     """
-    path = folder / LOCK
+    path = folder / LOCK_FILE_NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open_file(path, "ab", most=None)
@@ -421,20 +429,20 @@ def lock_folder(folder: Path, seconds: float = LOCK_SECONDS) -> Iterator[None]:
 
 
 def try_writing(folder: Path) -> None:
-    """Tries whether a folder is writable: creates it if necessary, writes a file in it, and removes the file. Raises
-    OSError if this fails.
+    """Raises OSError if a folder is not writable. Creates the folder if necessary, writes a file in it, and removes the
+    file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # random, because processes in different containers may have the same id
+    # The name is random, because processes in different containers may have the same process id.
     probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
         probe.write_text("probe")
-    finally:  # the file exists, empty, even if the disk is full
+    finally:  # a full disk still creates an empty file
         probe.unlink(missing_ok=True)
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Creates the folder if it does not exist. Raises UsageError if it is not writable."""
+    """Raises UsageError if the folder of an option is not writable. Creates the folder if it does not exist."""
     try:
         try_writing(folder)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The whole flow of a run: request -> device facts -> plan -> measurements -> history -> run.
+"""Measures a run from request to result: request -> device facts -> plan -> measurements -> stored run.
 
 Analysis and reports start from the returned Run, or from its stored file. This module prints nothing.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import find_fastest, is_decided
-from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, UsageError, WorkerError, WorkerFault, to_original_error
 from fp8bench.files import check_folder
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
@@ -48,7 +48,7 @@ from fp8bench.model import Case, Ceilings, DeviceFacts, Group, Interval, Plan, R
 from fp8bench.model.raw import Settings
 from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import BENCH, Cell
-from fp8bench.model.stopping import is_brisk, rule_for
+from fp8bench.model.stopping import is_run_brisk, make_stopping_rule
 from fp8bench.model.words import MEASURING_CEILINGS
 from fp8bench.plan.cells import make_cell, restrict_to_cell
 from fp8bench.plan.corpus import Corpus
@@ -59,12 +59,12 @@ from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import find_or_measure_ceilings
 from fp8bench.store.reruns import add_rerun_spreads, store_ratios
-from fp8bench.store.runs.listing import add_stored_scales, list_running_stems, store_of
+from fp8bench.store.runs.listing import add_stored_scales, find_store_of_run, list_running_stems
 from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete_groups, load_run, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
 NO_SESSIONS: Sessions = MappingProxyType({})
-# The origin of a run in which the gate measures selected cases of an earlier run again.
+# The `origin` of a run in which the gate measures selected cases of an earlier run again.
 REMEASURED_ORIGIN = "gate"
 
 
@@ -81,31 +81,31 @@ def execute(
     begun: Sequence[ProcessWorker] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Plans, measures and stores a run. Every group of cases is stored before the next one starts.
+    """Plans, measures and stores a run. Every group of cases is stored before the next group starts.
 
-    `origin` is the command that made the request. The run records the commit of the repository that contains
-    `folder`, by default the working directory. `note` is stored with the run. `cell` is a part of a fleet's plan with
-    its name. If it is given, only the group of this cell is measured. `sessions` holds for each case the ratios that
-    earlier sessions of the same request measured. `begun` are workers from `start_workers_early`, and `meanwhile` is
-    called while they import torch.
+    `origin` is the command that made the request. The run records the commit of the repository around `folder`, by
+    default the working directory. `note` is stored with the run. If `cell` is given, the name and content of a cell of
+    a fleet's plan, only the group of this cell is measured. `sessions` has the ratios that earlier sessions of the same
+    request measured, by case. `begun` are workers from `start_workers_early`, and `meanwhile` is called while they
+    import torch.
 
     An interrupt (Ctrl-C) ends the run early: finished work is stored and returned, with `finished` False. If the
-    store fails during the run, raises NotKept, which holds the run.
+    store cannot be written during the run, raises NotKept, which has the run.
     """
-    # 1. Refuse requests that cannot be measured, before any worker starts.
+    # 1. Refuse a request that cannot be measured, before any worker starts. Then make the plan.
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, observer, begun=begun) as ready:
+    with _prepare_run(request, store, observer, begun=begun) as resources:
         meanwhile()
-        run = replace(_open_run(request, ready, command, folder), origin=origin)
+        run = replace(_open_run(request, resources, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=restrict_to_cell(run.plan, cell[1]), cell=cell[0])
         # 2. Measure all groups of the plan.
-        return _measure_new_run(run, ready, filter(None, (note, *run.notes)), sessions)
+        return _measure_new_run(run, resources, filter(None, (note, *run.notes)), sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
     """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
-    unfinished after another interrupt. `store` is used if the run's file is not in a store.
+    unfinished if it is interrupted again. `store` is used only if the run's file is not in a store.
     """
     run = load_run(path)
     # Refuse a damaged file first, because resuming would append to it.
@@ -114,139 +114,153 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     if run.finished and not groups:
         return False, run
     refuse_missing_files(run)
-    store = store_of(path) or store
-    with _prepare_run(run.request, store, observer) as ready:
-        # Check that machine, versions and environment are the same: a run must not mix different conditions.
-        facts = ready.timing.probe()
-        environment = gather(ready.timing.software(), __version__, run.request.threads, _list_user_code(run.request))
-        plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
+    store = find_store_of_run(path) or store
+    with _prepare_run(run.request, store, observer) as resources:
+        # Check that machine, versions and environment are unchanged: a run must not mix different conditions.
+        facts = resources.timing.probe()
+        environment = gather(
+            resources.timing.software(), __version__, run.request.threads, _list_user_code(run.request)
+        )
+        plan = make_plan(run.request, facts, resources.text, has_reference_added(run.plan))
         plan = restrict_to_cell(plan, make_cell(run.plan.groups[0])) if run.cell else plan
         refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # load the run again: this leaves out the records of interrupted groups
-        return True, _measure_groups(run, find_incomplete_groups(run), writer, ready)
+        run = load_run(path)  # without the records of groups that are measured again
+        return True, _measure_groups(run, find_incomplete_groups(run), writer, resources)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
-    """Measures again all groups of a run that contain one of `cases`, in a fresh process. Returns a separate run in
-    `store`.
+    """Measures again all groups of a run that contain one of `cases`, in a fresh process. Returns a new run, which is
+    stored in `store`.
 
-    Raises UsageError if the conditions differ from those of the run, for example another machine, commit or torch.
+    Raises UsageError if the conditions differ from those of the earlier run: for example, another machine, commit or
+    version of torch.
     """
     refuse_lost_header(run)
     refuse_missing_files(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _prepare_run(request, store, observer) as ready:
-        repeated = replace(
-            _open_run(request, ready, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
+    with _prepare_run(request, store, observer) as resources:
+        repeated_run = replace(
+            _open_run(request, resources, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
         )
-        difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
+        difference = find_difference(run, repeated_run.plan, repeated_run.devices, repeated_run.environment)
         if difference:
             raise UsageError(
                 f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
             )
-        groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
-        return _measure_new_run(replace(repeated, plan=replace(repeated.plan, groups=groups)), ready)
+        groups = tuple(group for group in repeated_run.plan if any(planned.case.id in cases for planned in group.cases))
+        return _measure_new_run(replace(repeated_run, plan=replace(repeated_run.plan, groups=groups)), resources)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
-    """Returns the plan of a run, and the devices of this machine. Measures nothing."""
+    """Returns the plan that a run of the request would have, and the devices of this machine. Measures nothing."""
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, SilentObserver(), write=False) as ready:
-        facts = ready.timing.probe()
-    return make_plan(request, facts, ready.text), facts
+    with _prepare_run(request, store, SilentObserver(), write=False) as resources:
+        facts = resources.timing.probe()
+    return make_plan(request, facts, resources.text), facts
 
 
-def _measure_new_run(run: Run, ready: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS) -> Run:
-    """Shows the plan, stores the header of the run and measures all groups."""
-    ready.observer.planned(run.plan)
-    writer = start_run(run, ready.store)
+def _measure_new_run(
+    run: Run, resources: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS
+) -> Run:
+    """Reports the plan to the observer, stores the header of the run and measures all groups."""
+    resources.observer.planned(run.plan)
+    writer = start_run(run, resources.store)
     for text in notes:
         writer.note(text)
-    return _measure_groups(replace(run, path=str(writer.path)), run.plan.groups, writer, ready, sessions)
+    return _measure_groups(replace(run, path=str(writer.path)), run.plan.groups, writer, resources, sessions)
 
 
 def _measure_groups(
-    run: Run, groups: Sequence[Group], writer: RunWriter, ready: RunResources, sessions: Sessions = NO_SESSIONS
+    run: Run, groups: Sequence[Group], writer: RunWriter, resources: RunResources, sessions: Sessions = NO_SESSIONS
 ) -> Run:
-    """Measures the groups one by one. Each group is stored before the next one begins."""
+    """Measures the groups one after the other, each of which is stored before the next one begins. Returns the run."""
     noted_runs: set[str] = set()
-    measured: list[Record] = []
+    measured_records: list[Record] = []
     try:
-        ready.wait_for_second()
-        method = _choose_method(run, groups, ready)
+        resources.wait_for_second()
+        method = _choose_method(run, groups, resources)
         for index, group in enumerate(groups):
-            # Note other runs on this machine as soon as they appear, because two runs disturb each other.
+            # Note other runs that measure into this store at the same time, because two runs disturb each other.
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
-            budget = budget_share(run.request.budget, ready.start, len(groups) - index)
-            untimed = _choose_counting_worker(run, group, method.brisk, ready, is_last=group is groups[-1])
-            records = _measure_group(group, run, method, budget, ready, untimed)
-            # Differences between earlier runs of the same cases widen the intervals. This run becomes one of the
-            # earlier runs afterwards.
-            with_earlier = add_rerun_spreads(records, run, ready.store)
-            finished = [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
-            measured += finished
+            budget = divide_budget(run.request.budget, resources.start, len(groups) - index)
+            untimed = _choose_counting_worker(run, group, method.brisk, resources, is_last=group is groups[-1])
+            records = _measure_group(group, run, method, budget, resources, untimed)
+            # Add how much earlier runs of the same cases differ, which widens the intervals. Below, this run is added
+            # to the earlier runs.
+            records_with_spread = add_rerun_spreads(records, run, resources.store)
+            finished_records = [
+                replace(record, sessions=sessions.get(record.case.id, ())) for record in records_with_spread
+            ]
+            measured_records += finished_records
             with hold_back_interrupts():
-                writer.append(finished)
-            for record in finished:
-                ready.observer.finished(record)
-            store_ratios(records, run, ready.store)
+                writer.append(finished_records)
+            for record in finished_records:
+                resources.observer.finished(record)
+            store_ratios(records, run, resources.store)
         writer.finish("finished")
     except KeyboardInterrupt:
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # a run whose file has no end line also counts as unfinished
+        ):  # without this line, too, the run counts as unfinished
             writer.finish("interrupted")
     except StoreError as error:
-        raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
+        raise NotKept(
+            str(error), replace(run, records=(*run.records, *measured_records), troubles=(str(error),))
+        ) from None
     finally:
         writer.close()
     with ignore_interrupts():
         return load_run(writer.path)
 
 
-def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dict[str, Ceilings]:
-    """Returns the ceilings (highest measured rates) of each device for this run's number of threads. They are read
-    from the store or measured now. Devices for which neither is possible are left out.
+def _get_ceilings(run: Run, groups: Sequence[Group], resources: RunResources) -> dict[str, Ceilings]:
+    """Returns the ceilings (highest measured rates) by device, for this run's number of threads. They are read from the
+    store or measured now. A device for which neither is possible is left out.
     """
-    if run.request.ranks is not None:  # the ranks run in several processes, which would share a rate
+    if run.request.ranks is not None:  # one process reaches a ceiling that several ranks would share
         return {}
     first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
 
     def measure(device: DeviceFacts) -> Ceilings:
-        ready.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
-        return measure_ceilings(ready.timing, device)
+        resources.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
+        return measure_ceilings(resources.timing, device)
 
-    by_device = {}
+    ceilings_by_device = {}
     for device in run.devices:
         if device.key not in first_cases:
             continue
         try:
             ceilings = find_or_measure_ceilings(
-                ready.store, run.environment, device, partial(measure, device) if ready.switches.ceilings else None
+                resources.store,
+                run.environment,
+                device,
+                partial(measure, device) if resources.switches.ceilings else None,
             )
-        except WorkerError:  # continue without a ceiling, in a fresh worker
-            ready.timing.restart()
+        except WorkerError:  # continue without the ceilings of this device, in a fresh worker
+            resources.timing.restart()
             continue
         if ceilings is not None:
-            by_device[device.key] = ceilings
-    return by_device
+            ceilings_by_device[device.key] = ceilings
+    return ceilings_by_device
 
 
 def _list_running_cases(groups: Iterable[Group]) -> list[Case]:
-    """Returns the cases that are measured, without those that the plan skips."""
+    """Returns the cases of the groups that will be measured, without the cases that the plan skips."""
     return [planned.case for group in groups for planned in group.cases if planned.runs]
 
 
 class RunResources(NamedTuple):
-    """The store, the switches, the text, the meters and the workers of a run, which began at `start`.
+    """What a run needs while it is measured: the store, the switches, the text that suites read, the energy meters and
+    the workers. `start` is the time at which the run began.
 
-    `timing` is the worker that times steps, and `untimed` runs the untimed passes. `counting` counts allocations, if
-    that was requested. `second` is the same worker as `untimed`, if it may run while the timing worker works.
+    `timing` is the worker that times steps, and `untimed` is the worker that runs untimed passes. `counting` is a
+    worker that counts allocations, if this was requested. If untimed passes may run while `timing` works, `second` is
+    the worker `untimed`; otherwise it is None.
     """
 
     store: Path
@@ -267,7 +281,7 @@ class RunResources(NamedTuple):
     def wait_for_second(self) -> None:
         """Waits until the second worker has imported torch, so that its import does not disturb the timing."""
         if self.second is not None:
-            with contextlib.suppress(WorkerError):  # the next request to the worker reports the reason
+            with contextlib.suppress(WorkerError):  # the next request to the worker will report the error
                 self.second.within(START_SECONDS).versions(())
 
 
@@ -275,35 +289,37 @@ class RunResources(NamedTuple):
 def _prepare_run(
     request: Request, store: Path, observer: Observer, write: bool = True, begun: Sequence[ProcessWorker] = ()
 ) -> Iterator[RunResources]:
-    """Refuses impossible requests, then starts the workers, unless `begun` already holds them. During the body, no
-    other run measures in this process.
+    """A context with the resources for a run. Refuses an impossible request, then starts the workers, unless `begun`
+    already has them. In this context, no other run can measure in this process.
     """
     start = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
-        resolved = resolve(request, os.environ)
+        resolved_request = resolve(request, os.environ)
         if write:
             if request.trace in PROFILERS:
                 raise UsageError(
-                    f"{request.trace} has to be started around this process, which `fp8bench suite` does. Elsewhere, "
+                    f"{request.trace} must start this process, as `fp8bench suite` does. Elsewhere, "
                     f"start your script or command under {request.trace} and give --trace {NVTX} (trace={NVTX!r})."
                 )
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
-            check_store(store)  # create a new store before the corpus is written into it
-        corpus = resolved.corpus(store, write)
-        # Start the workers now. They import torch, which takes seconds, while this process continues.
+            check_store(store)  # creates a new store, into which the corpus is written
+        corpus = resolved_request.corpus(store, write)
+        # Start the workers now: they import torch, which takes seconds, while this process continues.
         if not begun and write:
-            begun = stack.enter_context(start_workers_early(request, resolved.switches.second))
+            begun = stack.enter_context(start_workers_early(request, resolved_request.switches.second))
         timing, untimed = (
-            stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
+            stack.enter_context(open_worker(request, corpus, worker)) for worker in (*begun, None, None)[:2]
         )
         counting = None
         if request.counters and write:
             counting = stack.enter_context(counting_worker(worker_settings(request, corpus)))
         meters = stack.enter_context(Meters(request.energy))
         second = untimed if len(begun) > 1 else None
-        yield RunResources(store, observer, start, corpus, resolved.switches, meters, timing, untimed, counting, second)
+        yield RunResources(
+            store, observer, start, corpus, resolved_request.switches, meters, timing, untimed, counting, second
+        )
 
 
 def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
@@ -311,8 +327,10 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 
 @contextmanager
-def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """Yields the worker for a request, and closes it at the end. `begun` is a worker that was started earlier."""
+def open_worker(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
+    """A context with the worker for a request, which is closed at the end. `begun` is a worker that was started
+    earlier.
+    """
     settings = worker_settings(request, corpus)
     if begun is not None:
         worker: Worker = begun
@@ -329,25 +347,29 @@ def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | N
 
 
 def _list_user_code(request: Request) -> tuple[str, ...]:
-    """Returns the modules and files whose code a run measures: imported ones, and those of callables."""
+    """Returns the modules and files with a user's code that a run uses: those of --import, and in `bench` the files of
+    the compared callables.
+    """
     callables = (request.reference or "", *request.dtypes) if request.suite == BENCH else ()
     files = (name.rpartition(":")[0] for name in callables)
     return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
 
 
-def _open_run(request: Request, ready: RunResources, command: str, folder: Path | None, compares: bool = True) -> Run:
-    """Returns a run with its header. Only the overheads of measuring have been measured by then."""
-    worker = ready.timing
+def _open_run(
+    request: Request, resources: RunResources, command: str, folder: Path | None, compares: bool = True
+) -> Run:
+    """Returns a new run without records: plans it, and collects its environment and the overheads of measuring."""
+    worker = resources.timing
     facts = worker.probe()
-    plan = make_plan(request, facts, ready.text, compares)
+    plan = make_plan(request, facts, resources.text, compares)
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
     used_devices = {case.device for case in _list_running_cases(plan)}
-    ready.wait_for_second()
+    resources.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
-        # Leave out settings of devices that the run does not use: they would make equal runs look different.
+        # Record the settings of used devices only: those of other devices would make equal runs look different.
         if fact.key in used_devices:
-            environment = environment.also(read_device_settings(fact, ready.meters.of(fact)))
+            environment = environment.also(read_device_settings(fact, resources.meters.of(fact)))
     return Run(
         id=secrets.token_hex(4),
         started=now(),
@@ -364,8 +386,8 @@ def _open_run(request: Request, ready: RunResources, command: str, folder: Path 
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
-    """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for
-    impossible cases, and returns remarks on the other cases.
+    """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for an
+    impossible case, and returns remarks on the other cases.
     """
     devices, remarks = {fact.key: fact for fact in facts}, list[str]()
     for planned in (case for group in plan for case in group.cases if case.runs):
@@ -380,7 +402,7 @@ def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Li
                         f"{planned.case.id} cannot be measured: not enough memory for it and a copy ({fault}). "
                         "Choose a smaller one."
                     ) from None
-                raise as_usage(fault) from None
+                raise to_original_error(fault) from None
     return remarks
 
 
@@ -389,38 +411,38 @@ def now() -> str:
 
 
 def _choose_counting_worker(
-    run: Run, group: Group, is_brisk_run: bool, ready: RunResources, is_last: bool
+    run: Run, group: Group, is_brisk_run: bool, resources: RunResources, is_last: bool
 ) -> Worker | None:
-    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually it is
-    the untimed worker. After the last group it may be the timing worker, which is then free.
+    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually this is
+    the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
-        return None  # the earlier run already counted the operators of these cases
+        return None  # counted in the earlier run, and not countable with ranks
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return ready.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else ready.untimed
+    return resources.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else resources.untimed
 
 
-def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
-    """Returns the seconds for each of `remaining_parts`: an equal part of what is left of the budget. The budget
-    started at `start`.
+def divide_budget(budget: float | None, start: float, remaining_parts: int) -> float | None:
+    """Returns the seconds for each of the remaining parts of a run: an equal share of what is left of the budget. The
+    budget began at the time `start`. Returns None without a budget.
     """
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> GroupMethod:
-    """Returns how the groups of a run are measured. `_measure_group` adds what differs between groups."""
-    request, switches = run.request, ready.switches
-    is_brisk_run = is_brisk(request.brisk, request.budget, len(run.plan.groups))
+def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -> GroupMethod:
+    """Returns how all groups of a run are measured. `_measure_group` changes this for single groups."""
+    request, switches = run.request, resources.switches
+    is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
     return GroupMethod(
-        rule=rule_for(request.quick, request.rounds, request.budget, is_brisk_run),
+        rule=make_stopping_rule(request.quick, request.rounds, request.budget, is_brisk_run),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
         quantisers=Quantisers(switches.why_eager),
         windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
         trace_folder=make_trace_folder(run),
-        ceilings=_get_ceilings(run, groups, ready),
+        ceilings=_get_ceilings(run, groups, resources),
         warm_up_seconds=switches.warm_up_seconds,
         choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,
@@ -432,19 +454,21 @@ def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Gr
 
 
 def _measure_group(
-    group: Group, run: Run, method: GroupMethod, budget: float | None, ready: RunResources, untimed: Worker | None
+    group: Group, run: Run, method: GroupMethod, budget: float | None, resources: RunResources, untimed: Worker | None
 ) -> tuple[Record, ...]:
-    """Measures one group. `budget` is the number of seconds for it, and `untimed` counts its operators."""
+    """Measures one group. `budget` is the number of seconds for the group, and `untimed` is the worker that counts the
+    operators of its steps.
+    """
     request, facts = run.request, {device.key: device for device in run.devices}
-    method = replace(method, rule=rule_for(request.quick, request.rounds, budget, method.brisk))
+    method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:
-        eager = Quantisers("the suite is about numbers, and compiles none")
-        method = replace(method, windows=None, quantisers=eager)
+        eager_quantisers = Quantisers("the suite is about numbers, and compiles none")
+        method = replace(method, windows=None, quantisers=eager_quantisers)
     if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
         method = replace(method, capacity=CapacityRule(request.memory_limit or None, with_batch))
     device = next((facts[case.device] for case in _list_running_cases([group])), None)
-    meter = ready.meters.of(device) if device is not None else None
-    second_worker = ready.second if device is not None and not device.accelerated else None
+    meter = resources.meters.of(device) if device is not None else None
+    second_worker = resources.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
-        group, facts, ready.timing, ready.observer, method, meter, untimed, ready.counting, second_worker
+        group, facts, resources.timing, resources.observer, method, meter, untimed, resources.counting, second_worker
     ).run()

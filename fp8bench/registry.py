@@ -1,7 +1,7 @@
-"""Registries of workloads, precisions, backends and devices: classes that are found by name ("leaves").
+"""The registries of workloads, precisions, backends and devices. A registered class is called a leaf.
 
-A leaf registers itself with a decorator. A registry finds leaves by importing every module of its package. Lists
-leave out names that start with an underscore, and leaves with `listed = False`.
+A decorator registers a leaf under its name. A registry finds its leaves by importing every module of its package.
+Lists leave out leaves with `listed = False`, and leaves whose names start with an underscore.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The leaves of one kind, in the order of their modules.
+    """The leaves (registered classes) of one kind, in the order of their modules.
 
-    `base` is their base class. `words` are the attributes that each leaf must have. The first of these attributes
-    holds the leaf's name. All are texts, except for `rank`, which is a number.
+    `base` is the base class of the leaves. `attributes` are the names of the attributes that each leaf must have. The
+    first one holds the leaf's name. All of them are texts, except for `rank`, which is a number.
     """
 
-    def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
+    def __init__(self, kind: str, package: str, base: type = object, attributes: tuple[str, ...] = ()) -> None:
         self.kind = kind
         self.package = package
         self._base = base
-        self._words = words
+        self._attributes = attributes
         self._leaves: dict[str, type[T]] = {}
         self._aliases: dict[str, str] = {}
         self._makers: list[Callable[[str], T | None]] = []
-        self._walked = False
-        self._walking = threading.RLock()
+        self._are_imported = False
+        self._import_lock = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
         """Returns a decorator that registers a class under a name. Raises Fp8benchError if another class has the
@@ -51,10 +51,10 @@ class Registry(Generic[T]):
             self._check_attributes(name, leaf)
             # Check all names before registering any, so that a failure leaves the registry unchanged.
             for registered_name in (name, *aliases):
-                existing = self._leaves.get(self._aliases.get(registered_name, registered_name))
-                if existing is not None and _qualified_name(existing) != _qualified_name(leaf):
+                existing_leaf = self._leaves.get(self._aliases.get(registered_name, registered_name))
+                if existing_leaf is not None and _qualified_name(existing_leaf) != _qualified_name(leaf):
                     raise Fp8benchError(
-                        f"two {self.kind}s are called {registered_name!r}: {_qualified_name(existing)} and "
+                        f"two {self.kind}s are called {registered_name!r}: {_qualified_name(existing_leaf)} and "
                         f"{_qualified_name(leaf)}. Rename one."
                     )
             self._leaves[name] = leaf
@@ -64,7 +64,7 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self, hidden: bool = False) -> list[str]:
-        """Returns names without aliases and, by default, without hidden ones."""
+        """Returns the names of the leaves, without aliases. Leaves out hidden leaves, unless `hidden` is True."""
         self._import_all_leaves()
         return [
             name
@@ -73,7 +73,7 @@ class Registry(Generic[T]):
         ]
 
     def names_in(self, module: str) -> list[str]:
-        """Returns the names that one module registered, without hidden ones."""
+        """Returns the names of the leaves that one module registered, without hidden leaves."""
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
@@ -81,7 +81,9 @@ class Registry(Generic[T]):
         return dict(self._aliases)
 
     def canonical(self, word: str) -> str:
-        """Returns the name for a name or alias. Raises UnknownName for other words, with the most similar name."""
+        """Returns the name of the leaf that `word` names, or of which it is an alias. Otherwise raises UnknownName,
+        which suggests the most similar name.
+        """
         self._import_all_leaves()
         name = self._aliases.get(word, word)
         if name not in self._leaves:
@@ -102,36 +104,38 @@ class Registry(Generic[T]):
             )
 
     def _check_attributes(self, name: str, leaf: type[T]) -> None:
-        """Raises an error at registration, not during a run, if an attribute is missing or has the wrong type."""
+        """Raises an error if an attribute is missing or has the wrong type, so that this is not noticed only in a
+        run.
+        """
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
                 f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_qualified_name(leaf)} from it."
             )
         missing_names = sorted(getattr(leaf, "__abstractmethods__", ()))
-        missing_names += [word for word in self._words if not hasattr(leaf, word)]
+        missing_names += [attribute for attribute in self._attributes if not hasattr(leaf, attribute)]
         if missing_names:
             raise Fp8benchError(
                 f"the {self.kind} {name!r} lacks {', '.join(missing_names)}: give them to {_qualified_name(leaf)}."
             )
-        if self._words and getattr(leaf, self._words[0]) != name:
+        if self._attributes and getattr(leaf, self._attributes[0]) != name:
             raise Fp8benchError(
-                f"{_qualified_name(leaf)} registers as {name!r} and has {self._words[0]} = "
-                f"{getattr(leaf, self._words[0])!r}. Use the same name in both places."
+                f"{_qualified_name(leaf)} registers as {name!r} and has {self._attributes[0]} = "
+                f"{getattr(leaf, self._attributes[0])!r}. Use the same name in both places."
             )
         # A wrong type would otherwise be noticed much later, in a report or a comparison.
-        for word in self._words:
-            value, kind = getattr(leaf, word), int if word == "rank" else str
+        for attribute in self._attributes:
+            value, kind = getattr(leaf, attribute), int if attribute == "rank" else str
             if type(value) is not kind:
                 raise Fp8benchError(
-                    f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
+                    f"the {self.kind} {name!r} has {attribute} = {value!r:.80}, and it must be "
                     f"{'text' if kind is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
                 )
 
     def _import_all_leaves(self) -> None:
-        with self._walking:  # another thread waits here until all modules are imported
-            if self._walked:
+        with self._import_lock:  # another thread waits here until all modules are imported
+            if self._are_imported:
                 return
-            self._walked = True
+            self._are_imported = True
             package = importlib.import_module(self.package)
             modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
             for name in modules:
@@ -143,7 +147,7 @@ class Registry(Generic[T]):
             self._leaves = dict(leaves)
 
 
-# The name of no particular backend: fp8bench chooses one.
+# The name of a backend that lets fp8bench choose.
 AUTO = "auto"
 _BACKEND_OPTION = "backend="
 _FLOAT64_NAMES = frozenset({"fp64", "float64", "double"})
@@ -153,8 +157,8 @@ class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, optionally with options: `fp8-delayed:history=16:margin=1`."""
 
     def add_maker(self, make: Callable[[str], Precision | None]) -> None:
-        """Adds a function that makes a precision from a name, for names that cannot be registered, such as those of
-        callables. It is called first, and returns None for other names.
+        """Adds a function that makes a precision from a name that cannot be registered, such as that of a callable.
+        `get` calls this function before it searches the leaves. For any other name, the function returns None.
         """
         self._makers.append(make)
 
@@ -165,8 +169,8 @@ class PrecisionRegistry(Registry[Precision]):
         return self.get(word).mode if ":" in word else self._expand_alias(word)
 
     def unit_scaled(self, word: str) -> bool:
-        """Returns whether a mode casts in a unit-scaled model. False for modes that this version of fp8bench does not
-        know.
+        """Returns whether a mode casts in a unit-scaled model. Returns False for a mode that this version of fp8bench
+        does not know.
         """
         try:
             return self.get(word).unit_scaled
@@ -186,13 +190,13 @@ class PrecisionRegistry(Registry[Precision]):
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """Returns the precision that a word names, with its options. Raises UsageError for options that the precision
-        does not have.
+        """Returns the precision with its options that a word such as `fp8-delayed:history=16` describes. Raises
+        UsageError for options that the precision does not have.
         """
-        # Makers come first: they handle names that are not registered, for example of callables.
+        # The makers come first: they handle names that are not registered, such as those of callables.
         for make in self._makers:
-            if (from_maker := make(word)) is not None:
-                return from_maker
+            if (made_precision := make(word)) is not None:
+                return made_precision
         name, *pairs = word.split(":")
         leaf = self._leaves[self._expand_alias(name)]
         backend_pairs = [pair for pair in pairs if pair.startswith(_BACKEND_OPTION)]
@@ -209,16 +213,16 @@ class PrecisionRegistry(Registry[Precision]):
 
     def _parse_options(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         values: dict[str, Scalar] = {}
-        by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
+        option_by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not key or not equals or not value:
                 raise UsageError(
-                    f"the dtype {word!r} has no OPTION=VALUE behind a colon but {pair!r}. {_describe_options(leaf)}"
+                    f"the dtype {word!r} has {pair!r} after a colon, expected OPTION=VALUE. {_describe_options(leaf)}"
                 )
-            if key not in by_name:
-                raise UnknownName(f"option of dtype {leaf.name}", key, by_name)
-            option = by_name[key]
+            if key not in option_by_name:
+                raise UnknownName(f"option of dtype {leaf.name}", key, option_by_name)
+            option = option_by_name[key]
             if option.name in values:
                 raise UsageError(f"the dtype {word!r} gives {option.name} twice. Keep one of the two.")
             values[option.name] = option.value(leaf.name, value)

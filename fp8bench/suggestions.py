@@ -1,5 +1,5 @@
-"""Finds the name that a user probably meant: the known name for another tool's word, or the known name with the most
-similar spelling.
+"""Finds the name that a user probably meant: fp8bench's name for a word of another tool, or the known name with the
+most similar spelling.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
-# For each kind: fp8bench's names, each with its names in other tools and in papers. An option that ends in "=" takes
-# over the value that the user gave to the other tool's option.
+# For each kind of name: fp8bench's names, and for each of them the names that other tools and papers use. If a name of
+# an option ends in "=", the value that the user gave to the other tool's option is appended.
 _OTHER_NAMES: dict[str, dict[str, str]] = {
     "command": {
         "suite": "benchmark measure run test",
@@ -78,7 +78,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "precisions": "formats"},
     "choice": {"product": "gemm matmul mm"},
 }
-# The command that lists the names of a kind. An error suggests it if no known name is similar.
+# The commands that list the names of a kind. An error suggests the command if no known name is similar.
 _EXPLAINING_COMMANDS = {
     "suite": "fp8bench list suites",
     "precision": "fp8bench list precisions",
@@ -90,8 +90,8 @@ _EXPLAINING_COMMANDS = {
 
 
 def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
-    """Returns the known name that the user probably meant; None if no name is similar. For an option, the beginning
-    of its value may be included.
+    """Returns the known name that the user probably meant, or None if no name is similar. The name of an option may
+    include the beginning of its value.
     """
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
@@ -108,5 +108,5 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
 
 
 def explaining_command(kind: str) -> str:
-    """Returns the command that lists the names of a kind; '' if there is none."""
+    """Returns the command that lists the names of a kind, or '' if there is none."""
     return _EXPLAINING_COMMANDS.get(kind, "")

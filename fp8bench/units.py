@@ -1,7 +1,7 @@
 """Formats all numbers as text.
 
-Inside the program, all values are in seconds, bytes and plain ratios. Only the functions of this module convert a
-value to the unit that the reader sees.
+All other modules use seconds, bytes and plain ratios. Only the functions of this module convert a value to the unit
+that a reader sees.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _UNIT_SCALES = {
 _BINARY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
-# Names of units in asv and in stored series, with the symbols that are shown.
+# The units that asv and stored series use, and the symbols that are shown for them.
 _UNIT_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
-# The highest SQNR (signal to quantisation noise) that is reported, in dB. It corresponds to an error of 1e-10. Values
-# without any error get it too.
+# The highest SQNR (signal to quantisation noise) that is reported, in dB. It corresponds to a relative error of 1e-10.
+# Values without any error also have this SQNR.
 EXACT_DB = 200.0
 
 
-def number_of(text: str) -> float:
+def parse_number(text: str) -> float:
     """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
     base, power, exponent = text.partition("^")
     try:
@@ -37,25 +37,25 @@ def number_of(text: str) -> float:
         return math.nan
 
 
-def number_or_text_of(text: str) -> float | str:
-    """Returns the number if the text is a number, else the text."""
-    number = number_of(text)
+def parse_number_or_text(text: str) -> float | str:
+    """Returns a number if the text is one, otherwise the text."""
+    number = parse_number(text)
     return text if math.isnan(number) else number
 
 
 def symbol(unit: str) -> str:
-    """Returns the displayed symbol of a unit: 'joules' -> 'J'. Other units are unchanged."""
+    """Returns the symbol that is shown for a unit: 'joules' -> 'J'. A unit without another symbol is unchanged."""
     return _UNIT_SYMBOLS.get(unit, unit)
 
 
-def typed_units() -> dict[str, tuple[float, str]]:
-    """Returns every unit that a user may type, with its factor to the stored unit, and the stored unit."""
-    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in scales_of(base)}
+def list_typed_units() -> dict[str, tuple[float, str]]:
+    """Returns every unit that a user may type, by name, as a pair: its size in the stored unit, and the stored unit."""
+    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in list_unit_scales(base)}
     return {**units, "x": (1.0, "x"), "": (1.0, "")}
 
 
-def scales_of(unit: str) -> Sequence[tuple[float, str]]:
-    """Returns the scales of a unit with their symbols, the largest first. Units without own scales get SI prefixes."""
+def list_unit_scales(unit: str) -> Sequence[tuple[float, str]]:
+    """Returns the scales of a unit with their symbols, the largest first: those in _UNIT_SCALES, or SI prefixes."""
     if unit == "B":
         return (*_BINARY_UNITS, (1, "B"))
     return _UNIT_SCALES.get(unit) or [(scale, f"{prefix}{unit}") for scale, prefix in _SI_PREFIXES]
@@ -70,15 +70,15 @@ def significant(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     text = f"{value:.{digits - 1}e}"
-    exponent = int(text.partition("e")[2])  # after rounding: 999.6 becomes 1.00e+03
+    exponent = int(text.partition("e")[2])  # of the rounded value: 999.6 becomes 1.00e+03
     if not -6 <= exponent < 6:
         return text
     return f"{float(text):.{max(0, digits - 1 - exponent)}f}"
 
 
 def _choose_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Returns the largest scale at which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' instead
-    of '1000 us'.
+    """Returns the largest scale in which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' and not
+    '1000 us'.
     """
     rounded_one = 1 - 0.5 * 10.0**-digits
     return next((scale for scale in scales if abs(value) >= scale[0] * rounded_one), scales[-1])
@@ -133,7 +133,7 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def whole(value: int) -> str:
-    """Formats a count: with all digits below 10,000, else with an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
+    """Formats a count, from 10,000 on with an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
     return str(value) if abs(value) < 10_000 else count(value)
 
 
@@ -152,7 +152,7 @@ def binary_unit(value: float) -> tuple[float, str]:
     return _choose_scale(value, 3, _BINARY_UNITS) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
-def bytes_of(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parses a size: '2GiB' -> 2147483648, '512MB' -> 512000000. K, M, G and T alone are binary. Raises ValueError
     for other text.
     """
@@ -185,8 +185,8 @@ def share(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Formats a ratio of times: 1.0312 -> '1.031x'. Ratios below 0.1 get three significant digits, ratios from 10 up
-    four.
+    """Formats a ratio of times: 1.0312 -> '1.031x'. A ratio below 0.1 gets three significant digits, a ratio of 10 or
+    more gets four.
     """
     if value is None:
         return NONE
@@ -196,8 +196,8 @@ def ratio(value: float | None) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """Formats a change, given as new value over old value: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'. From a factor of ten
-    up the text is the factor: 'x12.3'.
+    """Formats the ratio of a new value to an old value as a change: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'. A ratio of ten
+    or more is shown as a factor: 'x12.3'.
     """
     if ratio is None:
         return NONE
@@ -223,7 +223,7 @@ def percentage(value: float | None) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Formats a ratio of powers that is in decibels: 31.56 -> '31.6 dB', 'exact' if there is no noise."""
+    """Formats a ratio of powers in decibels: 31.56 -> '31.6 dB', or 'exact' from EXACT_DB on."""
     if value is None:
         return NONE
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
@@ -249,8 +249,8 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """Formats the range of values: '1.21x to 2.10x'. Returns only one text if both ends look equal, and '' without
-    values.
+    """Formats the range of several values: '1.21x to 2.10x', or one text if the lowest and the highest value look
+    equal. Returns '' if there are no values.
     """
     numbers = list(values)
     return " to ".join(dict.fromkeys((show(min(numbers)), show(max(numbers))))) if numbers else ""

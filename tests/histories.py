@@ -159,7 +159,7 @@ class Trends(NamedTuple):
 
 
 def trends_of(history: History, wanted: Callable[[str], bool]) -> Trends:
-    return Trends(history.trends(wanted), history.runs, history.commits, history.left)
+    return Trends(history.trends(wanted), history.runs, history.commits, history.left_out_reasons)
 
 
 def figure_of(tracked: TrackedRun, point: Point) -> Figure:
@@ -185,7 +185,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
     runs = commits = 0
     for paths in list_files_by_commit(store).values():
         read = read_runs(paths)
-        left.update(read.left)
+        left.update(read.left_out_reasons)
         runs += len(read.runs)
         commits += bool(read.runs)
         for members in group_by_interpreter(read.runs):
@@ -194,7 +194,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
             home = find_or_add_home(oldest.identity.home, homes)
             for (name, values), point in merge_commit_points(members).items():
                 figure, (rank, definition) = figure_of(oldest, point), series[name]
-                when = figure.date if figure.date is not None else oldest.order[0] * 1000
+                when = figure.date if figure.date is not None else oldest.sort_key[0] * 1000
                 trend = Trend(definition, values, newest.identity.machine, home.python, ())
                 if not wanted(trend.name):
                     continue

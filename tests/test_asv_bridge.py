@@ -156,7 +156,7 @@ def test_a_users_own_workload_is_imported_from_the_projects_root(
         "track_moved_bytes",
         "track_launches",
     }
-    assert asv_bridge._absolute_imports(made) == (str(project / "my_work.py"), "math")
+    assert asv_bridge._make_imports_absolute(made) == (str(project / "my_work.py"), "math")
 
 
 CELL = ("bf16", "512")

@@ -29,7 +29,7 @@ from fp8bench.files import (
     LineWriter,
     append_lines,
     check_folder,
-    end_line,
+    end_last_line,
     is_locked,
     lock,
     lock_folder,
@@ -39,7 +39,7 @@ from fp8bench.files import (
     write_whole,
 )
 from fp8bench.model import Case
-from fp8bench.model.file_names import name_of, safe
+from fp8bench.model.file_names import make_safe, name_case_file
 from fp8bench.store.asv.files import write_object
 from fp8bench.store.asv.view import remove_abandoned_files
 from tests.counts import for_each
@@ -235,8 +235,8 @@ def test_in_a_read_only_folder_nothing_is_left(read_only: Path) -> None:
 
 def test_lines_are_through_to_the_disk_and_stand_alone(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with old.open("a+b") as file:
-        end_line(file)
-        end_line(file)
+        end_last_line(file)
+        end_last_line(file)
         writer = LineWriter(old, file, "the list")
         writer.note("one")
         assert without_sums(old.read_bytes()).decode() == f'{OLD}\n{{"note":"one"}}\n'
@@ -289,28 +289,33 @@ WORDS = st.text(max_size=60)
 
 def test_what_is_lost_is_made_up_for() -> None:
     plain = Case("gemm", (("m", 64), ("product", "forward")), "bf16", "cpu")
-    assert name_of(plain) == "gemm-m=64,product=forward-cpu-bf16"
-    assert name_of(Case("data", (), "fp8", "cuda:1")).startswith("data-cuda1-fp8")
+    assert name_case_file(plain) == "gemm-m=64,product=forward-cpu-bf16"
+    assert name_case_file(Case("data", (), "fp8", "cuda:1")).startswith("data-cuda1-fp8")
     long = Case("gemm", tuple((f"parameter{number}", number) for number in range(20)), "bf16", "cpu")
-    assert len(name_of(long)) < 200 and name_of(long).startswith("gemm-parameter0=0,") and "-cpu-bf16-" in name_of(long)
+    assert (
+        len(name_case_file(long)) < 200
+        and name_case_file(long).startswith("gemm-parameter0=0,")
+        and "-cpu-bf16-" in name_case_file(long)
+    )
     mapped = Case("gemm", (), "fp8", "cpu", (("mlp", "bf16"),))
-    assert name_of(mapped).startswith("gemm-cpu-fp8_mlp=bf16_-")
+    assert name_case_file(mapped).startswith("gemm-cpu-fp8_mlp=bf16_-")
     names = {
-        safe(text) for text in ("a/b", "a_b", "A_b", "a\nb", "a b", "é", "ü", "..", ".", "-", "", "x" * 300, "x" * 301)
+        make_safe(text)
+        for text in ("a/b", "a_b", "A_b", "a\nb", "a b", "é", "ü", "..", ".", "-", "", "x" * 300, "x" * 301)
     }
     assert len(names) == 13
 
 
 @given(WORDS, WORDS, WORDS, WORDS)
 def test_any_words_are_one_part_of_a_path(workload: str, name: str, value: str, precision: str) -> None:
-    for part in (name_of(Case(workload, ((name, value),), precision, "cpu")), safe(value) or "_"):
+    for part in (name_case_file(Case(workload, ((name, value),), precision, "cpu")), make_safe(value) or "_"):
         assert Path(part).name == part and part not in (".", "..") and part[0] not in ".-" and len(part) < 200
         assert part.isascii() and part.isprintable() and not set(part) & set('/\\:*?"<>| ')
 
 
 @given(WORDS, WORDS)
 def test_different_words_have_different_names(first: str, other: str) -> None:
-    assert (safe(first).lower() == safe(other).lower()) == (first == other)
+    assert (make_safe(first).lower() == make_safe(other).lower()) == (first == other)
 
 
 @for_each("name", ["file", "file/below", "zero\0byte", "x" * 300])
@@ -369,9 +374,9 @@ def test_what_is_no_regular_file_of_a_plausible_size_is_a_sentence(
 
 
 def test_a_pipe_in_the_place_of_a_lock_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / files.LOCK)
+    os.mkfifo(tmp_path / files.LOCK_FILE_NAME)
     with pytest.raises(OSError, match="named pipe"):
-        is_locked(tmp_path / files.LOCK)
+        is_locked(tmp_path / files.LOCK_FILE_NAME)
     with pytest.raises(StoreError, match="named pipe"), lock_folder(tmp_path):
         pass
 
@@ -405,6 +410,6 @@ def test_content_that_is_nested_too_deeply_is_a_value_error_both_ways() -> None:
     deep: list[object] = []
     for _ in range(100_000):
         deep = [deep]
-    for act in (lambda: files.parse_json("[" * 100_000), lambda: files.compact(deep)):
+    for act in (lambda: files.parse_json("[" * 100_000), lambda: files.format_compact_json(deep)):
         with pytest.raises(ValueError, match="nested too deeply"):
             act()

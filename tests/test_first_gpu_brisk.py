@@ -23,7 +23,7 @@ from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.windows import WindowPass, window_rule_for
 from fp8bench.model import DeviceFacts, Group
 from fp8bench.model.codec import encode
-from fp8bench.model.stopping import rule_for
+from fp8bench.model.stopping import make_stopping_rule
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import precisions
@@ -212,7 +212,7 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
         scripts = {case.case.mode: lasting(1e3 * clock.step(case)) for case in group.cases}
         timing.scripts = untimed.scripts = scripts
         method = GroupMethod(
-            rule=rule_for(False, 24, None, True),
+            rule=make_stopping_rule(False, 24, None, True),
             judge=is_decided,
             seed=0,
             windows=window_rule_for(request, len(groups)),

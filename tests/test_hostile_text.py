@@ -137,6 +137,6 @@ def test_the_live_line_draws_letters_alone(monkeypatch: pytest.MonkeyPatch) -> N
     written: list[str] = []
     line = LiveLine(None, {})
     monkeypatch.setattr(line, "_write", written.append)
-    monkeypatch.setattr(LiveLine, "room", 80)
+    monkeypatch.setattr(LiveLine, "num_columns", 80)
     line.show(NASTY)
     assert not obeyed(written[0].removeprefix("\r\x1b[2K"))

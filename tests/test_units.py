@@ -154,7 +154,7 @@ def test_a_plain_ratio_is_shown_by_its_metric() -> None:
 
 
 def test_units_that_a_person_writes() -> None:
-    known = units.typed_units()
+    known = units.list_typed_units()
     assert (known["mJ"], known["us"], known["MiB"], known["x"], known[""]) == (
         (1e-3, "J"),
         (1e-6, "s"),
@@ -192,7 +192,7 @@ def test_every_float_becomes_a_short_text(value: float) -> None:
     ],
 )
 def test_sizes_are_read(text: str, value: int) -> None:
-    assert units.bytes_of(text) == value
+    assert units.parse_size(text) == value
 
 
 @for_each(
@@ -218,10 +218,10 @@ def test_sizes_are_read(text: str, value: int) -> None:
 )
 def test_malformed_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"expected a size like 2GiB, 512MB or 1\.5G"):
-        units.bytes_of(text)
+        units.parse_size(text)
 
 
 @given(st.integers(0, 1 << 49))
 def test_bytes_read_as_themselves(value: int) -> None:
-    assert units.bytes_of(str(value)) == value
-    assert units.bytes_of(f"{value}KiB") == 1024 * value
+    assert units.parse_size(str(value)) == value
+    assert units.parse_size(f"{value}KiB") == 1024 * value

@@ -22,7 +22,7 @@ from fp8bench.formats.hardware import find_wider_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import LOSS_ERROR, PEAKS
+from fp8bench.model.specs import LOSS_ERROR, PEAK_MEMORIES
 from fp8bench.model.step import PhaseCount
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
@@ -406,4 +406,4 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
-    return {error.metric: error.samples for error in record.measurements if error.metric not in PEAKS}
+    return {error.metric: error.samples for error in record.measurements if error.metric not in PEAK_MEMORIES}

@@ -21,7 +21,7 @@ from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, Labelled, compute_hos
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean_seconds
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
-from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
+from fp8bench.model.stopping import EMULATED_ROUNDS, fit_slopes
 
 # A case counts as larger than another if it does at least this many times as much work.
 _LARGER_WORK_RATIO = 2.0
@@ -174,7 +174,7 @@ def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
     warm_up = watch.warm_up if watch is not None else None
     if warm_up is None or warm_up.settled or not warm_up.looks:
         return
-    drift = slopes(warm_up.looks)
+    drift = fit_slopes(warm_up.looks)
     words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
     if drift.clock is not None:
         words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * drift.clock:+.1f}% a second")

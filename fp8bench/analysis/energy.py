@@ -22,7 +22,7 @@ from enum import StrEnum
 from fp8bench import units
 from fp8bench.analysis.verdicts import SAME_BAND
 from fp8bench.model import EnergyUse, EnergyWindow, Finding, Label, Level, PhaseEnergy, Provenance, Record
-from fp8bench.model.consumed import CHOSEN, reasons_in
+from fp8bench.model.consumed import CHOSEN_REASONS, list_throttle_reasons
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
@@ -305,7 +305,7 @@ def _relative_distance(values: Sequence[float]) -> float:
 def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
     """Returns the reasons why the clock was reduced in any window. Limits that the user set are left out."""
     reason_bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
-    return [name for name in reasons_in(reason_bits) if name not in CHOSEN]
+    return [name for name in list_throttle_reasons(reason_bits) if name not in CHOSEN_REASONS]
 
 
 # The joules of a phase may differ between its windows by this share of their median.

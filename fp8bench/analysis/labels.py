@@ -13,8 +13,14 @@ from fp8bench.analysis import stats
 from fp8bench.analysis.energy import explain_unresolved, phase_energies
 from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME_BAND, is_uneven, step_seconds_of_calls
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
-from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
-from fp8bench.model.run import BUSY_CORES, PROFILE
+from fp8bench.model.consumed import (
+    CHOSEN_REASONS,
+    HARDWARE_BITS,
+    POWER_CAP_BIT,
+    THROTTLE_REASONS,
+    list_throttle_reasons,
+)
+from fp8bench.model.run import BUSY_CORES_FACT, PROFILE_ORIGIN
 from fp8bench.model.stopping import LEAST_ROUNDS
 
 # Only these labels can be hard, which removes the verdict. All other labels only cast doubt.
@@ -95,7 +101,7 @@ def describe_load(run: Run) -> str:
     low or is unknown.
     """
     facts = run.environment.facts
-    load, cores, busy_cores = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy_cores = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES_FACT))
     if not cores:
         return ""
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
@@ -187,7 +193,7 @@ def collect_hard_labels(
 
 def label_in_process(run: Run) -> tuple[Labelled, ...]:
     """Labels all cases of a profile that did not run in a separate process."""
-    return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
+    return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE_ORIGIN and not run.request.isolation else ()
 
 
 def _check_rounds(record: Record, timing: Timing, finding: Finding, aa: Interval | None) -> Iterator[Labelled]:
@@ -266,7 +272,7 @@ def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
     """Labels a case whose reference and control differ too much to count as the same, although both run identical
     code.
     """
-    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME_BAND:
+    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.distance_from_one >= SAME_BAND:
         low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
@@ -372,21 +378,21 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     limited_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
     unexplained_heat_share = limited_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
     is_hard = (
-        bool(reason_bits & HARDWARE or limited_shares.keys() & _HARDWARE_REASONS)
+        bool(reason_bits & HARDWARE_BITS or limited_shares.keys() & _HARDWARE_REASONS)
         or unexplained_heat_share > MIN_THROTTLED_SHARE
     )
     # 'thermal' is the sum of 'sw-thermal' and 'hw-thermal'.
     if limited_shares.keys() & {"sw-thermal", "hw-thermal"}:
         limited_shares.pop("thermal", None)
     words = []
-    for name in dict.fromkeys([*reasons_in(reason_bits), *limited_shares]):
-        if name in limited_shares and name not in CHOSEN:
+    for name in dict.fromkeys([*list_throttle_reasons(reason_bits), *limited_shares]):
+        if name in limited_shares and name not in CHOSEN_REASONS:
             decimal_places = 0 if limited_shares[name] >= 0.01 else 1
             words.append(f"{name} {units.percent(limited_shares[name], decimal_places)} of the time")
-        elif name not in CHOSEN:
+        elif name not in CHOSEN_REASONS:
             words.append(name)
     if words:
         yield Labelled(Label.THROTTLED, ", ".join(words), is_hard)
-    if reason_bits & POWER_CAP or BITS[POWER_CAP] in limited_shares:
+    if reason_bits & POWER_CAP_BIT or THROTTLE_REASONS[POWER_CAP_BIT] in limited_shares:
         has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.model import Capacity, Finding, Interval, Label, Level, Provenance, Record, Series
-from fp8bench.model.specs import RATIOS, STEP, Better, MetricSpec, Rank
+from fp8bench.model.specs import RELATIVE_TIMES, STEP, Better, MetricSpec, Rank
 
 Samples = Callable[[], tuple[float, ...]]
 
@@ -105,7 +105,7 @@ class MetricSources(NamedTuple):
 
 def unit_of_series(series: Series) -> str:
     """Returns the unit in which a series is displayed. asv stores some units under other names."""
-    return "x" if series.metric in RATIOS else units.symbol(series.unit)
+    return "x" if series.metric in RELATIVE_TIMES else units.symbol(series.unit)
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:

@@ -49,7 +49,7 @@ from fp8bench.analysis.samples import (
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
 from fp8bench.analysis.verdicts import best_seconds, step_seconds_of_calls
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Verdict, specs
-from fp8bench.model.consumed import COUNTERS, LEAST_INTERVALS, TICK_INTERVALS
+from fp8bench.model.consumed import ENERGY_COUNTERS, MIN_COUNTER_CHANGES, TICK_INTERVALS
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
 
 _MEASURED = Provenance.MEASURED
@@ -121,9 +121,11 @@ def _yield_means(sources: MetricSources) -> Iterator[Metric]:
     if timing is None:
         return
     samples = partial(mean_sample, timing)
-    yield Metric(specs.MEAN, provenance=_MEASURED, cost=sources.is_emulated, samples=samples, **sources.sample_counts)
+    yield Metric(
+        specs.MEAN_TIME, provenance=_MEASURED, cost=sources.is_emulated, samples=samples, **sources.sample_counts
+    )
     if not sources.is_emulated:
-        yield Metric(specs.RELATIVE_MEAN, samples=partial(relative_mean_sample, sources.record, sources.base))
+        yield Metric(specs.RELATIVE_MEAN_TIME, samples=partial(relative_mean_sample, sources.record, sources.base))
 
 
 def _yield_sustained_step(sources: MetricSources) -> Iterator[Metric]:
@@ -156,7 +158,7 @@ def _yield_ratio_to_reference(sources: MetricSources) -> Iterator[Metric]:
     interval = sources.finding.ratio if sources.finding is not None else None
     point = interval.point if interval is not None else None
     samples = partial(relative_samples, sources.record, sources.base)
-    yield Metric(specs.RELATIVE, point, interval=interval, samples=samples)
+    yield Metric(specs.RELATIVE_TIME, point, interval=interval, samples=samples)
 
 
 def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
@@ -213,7 +215,7 @@ def _yield_work_rates(sources: MetricSources) -> Iterator[Metric]:
     if sources.is_emulated:
         return
     record, finding = sources.record, sources.finding
-    for name, spec in specs.RATES.items():
+    for name, spec in specs.WORK_RATES.items():
         count = getattr(record.work, name)
         if count and finding is not None and finding.best_seconds:
             median_rate = count / finding.median_seconds if finding.median_seconds else None
@@ -221,7 +223,7 @@ def _yield_work_rates(sources: MetricSources) -> Iterator[Metric]:
                 spec, median_rate, count / finding.best_seconds, labels=finding.labels, **sources.sample_counts
             )
         if count and record.timing is not None:
-            time_spec, unit_size = specs.PER[name]
+            time_spec, unit_size = specs.TIME_PER_WORK[name]
             yield Metric(time_spec, samples=partial(_scale_samples, sources.steps, unit_size, count))
 
 
@@ -232,8 +234,8 @@ def _yield_phase_rates(sources: MetricSources) -> Iterator[Metric]:
     for roof in phase_roofs(sources.record, sources.finding):
         labels = _list_phase_labels(sources.finding, roof.count.phase)
         rates = {
-            specs.RATES["flops"]: roof.flop_rate,
-            specs.RATES["bytes"]: roof.byte_rate,
+            specs.WORK_RATES["flops"]: roof.flop_rate,
+            specs.WORK_RATES["bytes"]: roof.byte_rate,
             specs.SHARE_OF_CEILING: roof.share_of_ceiling,
             specs.SHARE_OF_DATASHEET: roof.share_of_datasheet,
         }
@@ -392,7 +394,7 @@ def _yield_capacity(sources: MetricSources) -> Iterator[Metric]:
 def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
     """Yields statistics of tensors, and the shares of their values outside the range of each format."""
     for statistic in sources.record.statistics:
-        figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
+        figures = {specs.VALUE_COUNT: float(statistic.count), specs.AMAX: statistic.amax}
         for name, share_above, share_vanishing in statistic.outside:
             for spec, share in ((specs.SHARE_ABOVE, share_above), (specs.SHARE_VANISHING, share_vanishing)):
                 figures[replace(spec, name=spec.replace("*", name))] = share
@@ -441,10 +443,10 @@ def classify_energy_validity(record: Record) -> EnergyValidity | None:
         return None
     if any(label_shared_device(record.watch)):
         return EnergyValidity.SHARED
-    if energy_use.source not in COUNTERS:
+    if energy_use.source not in ENERGY_COUNTERS:
         return EnergyValidity.NO_COUNTER
     has_too_few_ticks = TICK_INTERVALS in energy_use.why and not energy_use.windows
-    if has_too_few_ticks or any(window.intervals < LEAST_INTERVALS for window in energy_use.windows):
+    if has_too_few_ticks or any(window.intervals < MIN_COUNTER_CHANGES for window in energy_use.windows):
         return EnergyValidity.TOO_FEW_TICKS
     if list_forced_throttling(energy_use.windows):
         return EnergyValidity.THROTTLED

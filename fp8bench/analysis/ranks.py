@@ -335,7 +335,7 @@ def rank_metrics(sources: MetricSources) -> Iterator[Metric]:
     if record.transfer is not None:
         yield from _transfer_metrics(record.transfer, sources.finding.median_seconds if sources.finding else None)
     if (overlap := find_overlap(record)) is not None:
-        yield _make_metric(specs.EXPOSED, overlap.exposed_seconds)
+        yield _make_metric(specs.EXPOSED_TIME, overlap.exposed_seconds)
         yield _make_metric(specs.HIDDEN_COMMUNICATION, overlap.hidden_share, 100.0)
     if (bubble := measure_bubble(record)) is not None:
         yield Metric(specs.BUBBLE, bubble.measured_ratio * 100)

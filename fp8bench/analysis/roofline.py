@@ -175,7 +175,7 @@ def upper_bounds_of(ceiling: Ceiling) -> Roofs:
     """Returns peaks that no claim may exceed: the measured peaks whose repeated runs agree, and the rate of the fastest
     copies.
     """
-    steady_rates = [rate for rate in ceiling.rates if rate.steady]
+    steady_rates = [rate for rate in ceiling.rates if rate.is_steady]
     roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_rates)))
     return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
@@ -284,7 +284,7 @@ def _find_steady_kinds(ceiling: Ceiling | None) -> dict[str, bool]:
     """
     rates = [rate for rate in ceiling.rates if rate.runs and rate.limit is Limit.PRODUCT] if ceiling is not None else []
     rates.sort(key=lambda rate: rate.value or 0.0)
-    return {product_kind_of(rate.precision): rate.steady for rate in rates}
+    return {product_kind_of(rate.precision): rate.is_steady for rate in rates}
 
 
 def _select_product_roofs(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:

@@ -29,7 +29,7 @@ from fp8bench.analysis.compare.interval import mean_with_half_width
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, find_common_rounds, mean_seconds
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
-from fp8bench.model.consumed import POWER_CAP
+from fp8bench.model.consumed import POWER_CAP_BIT
 
 # The relative rounding error between sums of the same numbers in different orders.
 _SUM_TOLERANCE = 1e-9
@@ -205,7 +205,7 @@ def is_at_another_clock(record: Record) -> bool:
         return False
     clock, slots_clock = _median_without_none([window.sm_clock for window in windows]), record.timing.clock
     is_clock_different = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
-    return is_clock_different or any((window.throttle or 0) & POWER_CAP for window in windows)
+    return is_clock_different or any((window.throttle or 0) & POWER_CAP_BIT for window in windows)
 
 
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:

@@ -245,7 +245,7 @@ def _estimate_noise_floor(
 
 def verdict_band(aa: Interval | None) -> float:
     """Returns the half-width of the band around 1. A case inside the band is neither faster nor slower."""
-    return max(VERDICT_BAND, aa.clearance) if aa is not None else VERDICT_BAND
+    return max(VERDICT_BAND, aa.distance_from_one) if aa is not None else VERDICT_BAND
 
 
 def decide_verdict(interval: Interval, band_half_width: float, same_half_width: float = SAME_BAND) -> Verdict:

@@ -1,8 +1,9 @@
-"""Offers commands as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
+"""Makes Python calls of commands: `fp8bench.gate(a, b, thresholds=f)` does what `fp8bench gate A B --thresholds F`
+does.
 
-A call is turned into words for the command's parser. So Python and the command line have the same options, defaults,
-limits and errors. The parser also provides the signature and the help of a call. The types for editors are in
-`fp8bench/__init__.pyi`, and tests/house/test_python_signatures.py compares these with the parser.
+The arguments of a call are turned into words for the command's parser. So Python and the command line have the same
+options, defaults, limits and errors. The parser also provides the signature and the help of a call. The types for
+editors are in `fp8bench/__init__.pyi`, and tests/house/test_python_signatures.py compares them with the parser.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from fp8bench.cli.outputs import CommandResult, write_outputs
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import RequestOption, name_fields, options_of
+from fp8bench.model.request import RequestOption, list_request_options, name_fields
 
-# Options that determine how a result is printed. A call has none of these, because it returns the result instead.
+# The options that determine how a result is printed. A call has none of them, because it returns the result.
 _PRINT_OPTIONS = {"help", "help_all", "json", "csv", "md", "all", "explain"}
 _PARAMETER = inspect.Parameter
 
@@ -37,13 +38,13 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         _check_keywords(name, keywords, (*options, "progress"))
-        # Begin with fixed words of the command, as `suite` in `duel suite`.
+        # Begin with the words that every command line of this command has, such as `suite` in `duel suite`.
         typed_words: list[str] = []
         for option in options.values():
             if not option.option_strings:
                 typed_words += map(str, option.choices or ())
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
-            typed_words += _option_words(keyword, options[keyword], value)
+            typed_words += _list_option_words(keyword, options[keyword], value)
         arguments = parse_words(build_parser([name]), [name, *typed_words])
         import_user_code(arguments)
         result: CommandResult = command_module(name).answer(arguments, TERMINAL if progress else SILENT)
@@ -57,11 +58,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _check_keywords(name: str, keywords: Iterable[str], allowed: Collection[str]) -> None:
+def _check_keywords(name: str, keywords: Iterable[str], allowed_keywords: Collection[str]) -> None:
     for keyword in keywords:
-        if keyword not in allowed:
-            listed_names = f"{', '.join(sorted(allowed))}; help(fp8bench.{name}) explains them"
-            raise UnknownName(f"argument of {name}", keyword, allowed, listed_names)
+        if keyword not in allowed_keywords:
+            listed_names = f"{', '.join(sorted(allowed_keywords))}; help(fp8bench.{name}) explains them"
+            raise UnknownName(f"argument of {name}", keyword, allowed_keywords, listed_names)
 
 
 def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
@@ -83,9 +84,11 @@ def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature
     return inspect.Signature(parameters, return_annotation="CommandResult")
 
 
-def _option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
+def _list_option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if not action.option_strings:
-        return [_value_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
+        return [
+            _format_argument(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None
+        ]
     option = action.option_strings[0]
     if isinstance(value, bool) and action.nargs in (0, "?"):
         return [option] if value == (action.const if action.nargs == 0 else True) else []
@@ -94,26 +97,26 @@ def _option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(action, argparse._AppendAction):
-        parts = value.items() if isinstance(value, Mapping) else split_names(value)
-        return [f"{option}={_value_text(name, part)}" for part in parts]
-    return [f"{option}={_value_text(name, value)}"]
+        items = value.items() if isinstance(value, Mapping) else split_names(value)
+        return [f"{option}={_format_argument(name, part)}" for part in items]
+    return [f"{option}={_format_argument(name, value)}"]
 
 
-def _value_text(name: str, value: Any) -> str:
+def _format_argument(name: str, value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
         return f"{value[0]}={','.join(as_texts(value[1]))}"
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_value_text(name, part)}" for key, part in value.items())
+        return ",".join(f"{key}={_format_argument(name, part)}" for key, part in value.items())
     if callable(value):
-        return _function_address(value)
+        return _find_function_address(value)
     if isinstance(value, str | Path) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Iterable):
-        return ",".join(_value_text(name, part) for part in value)
+        return ",".join(_format_argument(name, part) for part in value)
     raise UsageError(f"{name} cannot be {value!r:.80}: give a text or a number, as on the command line.")
 
 
-def _function_address(function: Callable[..., Any]) -> str:
+def _find_function_address(function: Callable[..., Any]) -> str:
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
     is_in_file = "." not in module and Path(file).is_file()
@@ -126,7 +129,7 @@ def _function_address(function: Callable[..., Any]) -> str:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# For each type that a parser returns, the type that a caller may pass.
+# For each type that a parser returns, the types that a Python caller may pass.
 _ACCEPTED_TYPES = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
@@ -137,15 +140,15 @@ _ACCEPTED_TYPES = {
 
 
 def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[F], F]:
-    """Returns a decorator that lets a function accept the fields of request classes as keywords.
+    """Returns a decorator that adds the fields of request classes to the keywords of a function.
 
-    The fields become part of the signature. A wrong keyword raises UnknownName, which suggests the nearest right
-    keyword.
+    The keywords become part of the function's signature. A wrong keyword raises UnknownName, which suggests the most
+    similar keyword.
     """
 
     def add_options(function: F) -> F:
         signature = inspect.signature(function)
-        # 1. Take the declared parameters of the function, without its **options.
+        # 1. Take the parameters that the function declares, except **options.
         parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
@@ -155,7 +158,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
         for kind in classes:
             for word, field in fields_by_keyword(kind).items():
                 if word not in parameters and word not in excluded:
-                    annotation = _field_type(str(field.type), options_of(kind).get(field.name))
+                    annotation = _name_field_type(str(field.type), list_request_options(kind).get(field.name))
                     parameters[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
                     )
@@ -166,7 +169,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
             _check_keywords(function.__name__, keywords, parameters)
             return function(*values, **keywords)
 
-        # help() and editors read the signature from this attribute.
+        # Set the attribute from which help() and editors read the signature.
         vars(call)["__signature__"] = signature.replace(parameters=list(parameters.values()))
         return cast(F, call)
 
@@ -179,12 +182,12 @@ def fields_by_keyword(kind: type) -> dict[str, Field[Any]]:
 
 
 def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a request's fields from a caller's keywords."""
+    """Returns the values of a request's fields by name, parsed from the keywords that a Python caller gave."""
     field_by_keyword = fields_by_keyword(kind)
     field_values: dict[str, Any] = {}
     for word, value in keywords.items():
         field = field_by_keyword[word]
-        match options_of(kind)[field.name].parse:
+        match list_request_options(kind)[field.name].parse:
             case "memory":
                 field_values[field.name] = types.memory_as_bytes(value)
             case "axis":
@@ -198,47 +201,53 @@ def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
     return field_values
 
 
-def _field_type(kind: str, option: RequestOption | None) -> str:
-    base, optional, _ = kind.partition(" | None")
+def _name_field_type(kind: str, option: RequestOption | None) -> str:
+    type_name, optional, _ = kind.partition(" | None")
     if option is not None and option.choices:
-        base = _literal_type(option.choices)
+        type_name = _name_literal_type(option.choices)
     elif option is not None and option.parse in ("path", "memory"):
-        base = {"path": "str | Path", "memory": "int | str"}[option.parse]
-    return _ACCEPTED_TYPES.get(base, base) + optional
+        type_name = {"path": "str | Path", "memory": "int | str"}[option.parse]
+    return _ACCEPTED_TYPES.get(type_name, type_name) + optional
 
 
-def _literal_type(words: Iterable[object]) -> str:
+def _name_literal_type(words: Iterable[object]) -> str:
     return f"Literal[{', '.join(map(repr, words))}]"
 
 
 def python_keyword(action: argparse.Action) -> str:
-    """Returns the keyword of an option in Python. It is the name of the request's field, or the option's own name."""
+    """Returns the keyword of an option in Python calls: that of the request's field if it has one, or the option's
+    name.
+    """
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
-    fallback = action.dest if not words or words[0].startswith("no_") else words[0]
-    return name_fields(Request).get(action.dest, fallback)
+    default_keyword = action.dest if not words or words[0].startswith("no_") else words[0]
+    return name_fields(Request).get(action.dest, default_keyword)
 
 
 def python_type(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "bool"
-    base = _ACCEPTED_TYPES.get(parsed := _parser_type(action), parsed)
+    accepted_type = _ACCEPTED_TYPES.get(parsed_type := _name_parser_type(action), parsed_type)
     if action.choices:
-        base = _literal_type(action.choices)
-    elif isinstance(action, argparse._AppendAction) and base == "str":
-        base = "str | Iterable[str]"
-    base += " | bool" if action.nargs == "?" and action.option_strings else ""
-    return f"{base} | None" if action.default is None and action.nargs != "*" and not action.required else base
+        accepted_type = _name_literal_type(action.choices)
+    elif isinstance(action, argparse._AppendAction) and accepted_type == "str":
+        accepted_type = "str | Iterable[str]"
+    accepted_type += " | bool" if action.nargs == "?" and action.option_strings else ""
+    return (
+        f"{accepted_type} | None"
+        if action.default is None and action.nargs != "*" and not action.required
+        else accepted_type
+    )
 
 
-def _parser_type(action: argparse.Action) -> str:
-    """Returns the type, as text, of the values that an option's parser returns."""
+def _name_parser_type(action: argparse.Action) -> str:
+    """Returns the name of the type of the values that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned_type = parser.__annotations__["return"] if parser is not None else name
     return re.sub(r"^Callable\[\[str\], (.*)\]$", r"\1", returned_type)
 
 
-# Most calls have the options of the command with the same name. These calls have the options of other commands.
+# Most calls have the options of the command with the same name. The calls listed here have those of other commands.
 _COMMANDS_OF_CALL = {
     "run": ("suite",),
     "profile": ("profile", "suite"),
@@ -249,7 +258,7 @@ _COMMANDS_OF_CALL = {
     "compare_streams": ("train",),
 }
 _COMMON_HELP = {
-    "progress": "False: nothing on stderr about how far it has come",
+    "progress": "False: no progress on stderr",
     "observer": "an object that receives the progress instead of stderr",
 }
 
@@ -257,7 +266,7 @@ _COMMON_HELP = {
 def explain_arguments(name: str, call: Callable[..., Any]) -> None:
     """Appends a line for each argument to the docstring of a call.
 
-    If the docstring does not explain an argument, its text is the help of the command's option.
+    An argument that the docstring does not explain is explained by the help of the command's option.
     """
     parameters = inspect.signature(call).parameters
     help_by_argument, description_lines = dict(_COMMON_HELP), []

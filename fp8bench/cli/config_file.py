@@ -1,9 +1,9 @@
 """Reads options from a YAML file. The keys of the file are the options of a command, and the command's parser parses
-their values.
+their values, so that a new option is automatically a new key.
 
-So a new option of a command is automatically a new key. The metavar of an option determines the form of its value:
-A,B may be a list, and AXIS=A,B and LAYER=DTYPE may be a mapping. All values stay text, as a shell would pass them, so
-`1e3` and `yes` are not converted. `TRAINER_KEYS` are keys that FP8 training configurations use, like `use_fp8`.
+The metavar of an option determines the form of its value in the file: A,B may be a list, and AXIS=A,B and LAYER=DTYPE
+may be a mapping. All values stay text, as a shell would pass them: `1e3` and `yes` are not converted. `TRAINER_KEYS`
+are keys that configurations of FP8 trainings use, like `use_fp8`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class _TextLoader(yaml.BaseLoader):
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
         if len(mapping) < len(node.value):
             keys = [key.value for key, _ in node.value]
-            duplicate = next(key for key in keys if keys.count(key) > 1)
-            raise yaml.YAMLError(f"the key {duplicate!r:.80} occurs twice")
+            duplicate_key = next(key for key in keys if keys.count(key) > 1)
+            raise yaml.YAMLError(f"the key {duplicate_key!r:.80} occurs twice")
         return mapping
 
 
 def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
-    """Reads a YAML file as a mapping whose innermost values are text. Raises UsageError if that is impossible.
+    """Reads a YAML file as a mapping whose innermost values are texts. Raises UsageError if the file is not readable or
+    not such a mapping.
 
-    The error names the file by `option`. `content` describes what the file should contain.
+    The error names `option`, the option that named the file. `content` says what the file should contain.
     """
     try:
         mapping = yaml.load(read_file(file, MAX_CONFIG_BYTES).decode("utf-8-sig"), Loader=_TextLoader)
@@ -52,11 +53,11 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
 
 
 class TrainerKey(NamedTuple):
-    """The meaning of a key of a training framework.
+    """The meaning of a key that files of a training framework use.
 
-    `targets` are options, or 'set AXIS', each with a translation of values. The first target that the command has is
-    used. An empty translation leaves values unchanged. Without targets, the key is refused, and `instead` names what
-    to write.
+    `targets` are options or 'set AXIS', each with a translation of the key's values. The first target that the command
+    has is used. An empty translation leaves values unchanged. If no target fits, the key is refused, and `instead` says
+    what to write.
     """
 
     targets: Mapping[str, Mapping[str, str]]
@@ -83,8 +84,8 @@ TRAINER_KEYS = {
     "use_wandb": TrainerKey({"log": {"true": "wandb", "false": ""}}, "write log: wandb:PROJECT"),
     "wandb_name": TrainerKey({}, "a run is named by its id; write log: wandb:PROJECT"),
 }
-# `use_fp8: true` adds the delayed mode to the dtypes of the file. The keys of MODE_OPTIONS set options of this mode.
-# A compiled graph cannot remember earlier casts, so with torch.compile the mode without a history is added.
+# `use_fp8: true` adds DELAYED_MODE to the dtypes of the file. The keys of MODE_OPTIONS set options of this mode. With
+# torch.compile, COMPILED_MODE is added instead, because a compiled graph cannot remember earlier casts.
 FP8_SWITCH, DELAYED_MODE, COMPILED_MODE = "use_fp8", "fp8-delayed", "fp8"
 MODE_OPTIONS = {
     "fp8_format": "formats",
@@ -93,7 +94,7 @@ MODE_OPTIONS = {
     "fp8_amax_history_len": "history",
     "fp8_amax_compute_algo": "algorithm",
 }
-# The FP8 mode is compared with these dtypes if a file names none.
+# If a file names no dtypes, its FP8 mode is compared with these dtypes.
 _DEFAULT_DTYPES = ("bf16",)
 
 
@@ -102,8 +103,9 @@ def parse_with_config(
 ) -> argparse.Namespace:
     """Parses the command line with the values of a file as defaults. The command line overrides the file.
 
-    Values of a repeatable option are added to those of the file. But an axis on the command line replaces the file's
-    values of that axis. `parser` and its sub-parser `command` keep the file's values as their defaults.
+    The values of a repeatable option on the command line are added to those in the file. However, an axis on the
+    command line replaces the values that the file has for the same axis. `parser` and its sub-parser `command` keep
+    the file's values as their defaults.
     """
     values = read_config(file, command)
     command.set_defaults(**values)
@@ -111,15 +113,15 @@ def parse_with_config(
     for action in command._actions:
         if _is_repeatable(action) and _is_mapping_option(action) and action.dest in values:
             file_values = values[action.dest]
-            typed_values = getattr(arguments, action.dest)[len(file_values) :]
-            typed_names = {name for name, _ in typed_values}
-            kept_values = [pair for pair in file_values if pair[0] not in typed_names]
-            setattr(arguments, action.dest, [*kept_values, *typed_values])
+            command_line_values = getattr(arguments, action.dest)[len(file_values) :]
+            command_line_names = {name for name, _ in command_line_values}
+            kept_values = [pair for pair in file_values if pair[0] not in command_line_names]
+            setattr(arguments, action.dest, [*kept_values, *command_line_values])
     return arguments
 
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
-    """Returns the values in a file by the name under which argparse stores their option."""
+    """Returns the values in a file. The key of each value is the name under which argparse stores the option."""
     content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     try:
         return _parse_options(content, command)
@@ -128,7 +130,7 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) -> dict[str, Any]:
-    # 1. Take out the keys that together form one mode, as fp8-delayed:history=16.
+    # 1. Take out the keys that together make one mode, such as fp8-delayed:history=16.
     options = _options_by_key(command)
     mode_options = {key: content.pop(key) for key in (FP8_SWITCH, *MODE_OPTIONS) if key in content}
     # 2. Parse each value with the parser of its option, so that the file and the command line mean the same.
@@ -137,7 +139,8 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
         try:
             name, value = _translate_key(key, raw_value, options)
             action = options.get(name) or options.get(name.replace("_", "-"))
-            # Suggest the nearest key for an unknown one, even if it is a trainer's key that this command lacks.
+            # For an unknown key, suggest the most similar one. All keys of trainers count, even those that this command
+            # does not have.
             if action is None:
                 all_keys = [*options, FP8_SWITCH, *MODE_OPTIONS, *TRAINER_KEYS]
                 raise UnknownName("key", key, all_keys, f"the options of {command.prog}, without dashes")
@@ -151,14 +154,14 @@ def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) ->
         values[action.dest] = [*values.get(action.dest, ()), *parsed_value] if _is_repeatable(action) else parsed_value
     # 3. Add the FP8 mode to the dtypes.
     is_compiled = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
-    if mode := _fp8_mode(mode_options, is_compiled):
+    if mode := _find_fp8_mode(mode_options, is_compiled):
         values["dtypes"] = (*values.get("dtypes", _DEFAULT_DTYPES), mode)
     return values
 
 
 def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
-    """Returns the option that a key sets, and the value of the option. A trainer's key is translated, other keys are
-    unchanged.
+    """Returns the name of the option that a key sets, and the value of the option. A key of a trainer is translated,
+    any other key is the name of the option.
     """
     trainer_key = TRAINER_KEYS.get(key)
     if trainer_key is None:
@@ -173,25 +176,25 @@ def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[st
     raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
 
 
-def _fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
-    """Returns the FP8 mode that the file asks for, with its options. Returns '' if use_fp8 is off."""
-    switch = str(mode_options.get(FP8_SWITCH, "false")).lower()
-    if switch not in ("true", "false"):
-        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch!r:.80}.")
+def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
+    """Returns the FP8 mode that the file asks for, with its options. Returns '' if `use_fp8` is false or missing."""
+    switch_text = str(mode_options.get(FP8_SWITCH, "false")).lower()
+    if switch_text not in ("true", "false"):
+        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch_text!r:.80}.")
     pairs = [
         f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
     ]
-    # Parse the options even if the switch is off, so that a wrong one is reported.
+    # Parse the options even if `use_fp8` is false, so that a wrong option is reported.
     mode = precisions.canonical(":".join([DELAYED_MODE, *pairs]))
-    if switch == "false":
+    if switch_text == "false":
         return ""
-    return _compiled_mode(mode) if is_compiled else mode
+    return _find_compiled_mode(mode) if is_compiled else mode
 
 
-def _compiled_mode(mode: str) -> str:
-    """Returns the FP8 mode that has the same formats and can be compiled by torch.compile.
+def _find_compiled_mode(mode: str) -> str:
+    """Returns the FP8 mode with the same formats that torch.compile can compile.
 
-    Raises UsageError if the mode has options of a history.
+    Raises UsageError if `mode` has options about its history of casts.
     """
     _, *options = mode.split(":")
     history_options = [option for option in options if not option.startswith("formats=")]
@@ -204,9 +207,7 @@ def _compiled_mode(mode: str) -> str:
 
 
 def _options_by_key(command: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Returns the options that a file may set. Their key is the name without dashes. --config and --resume are left
-    out.
-    """
+    """Returns the options that a file may set, by their names without dashes. --config and --resume are left out."""
     option_by_key: dict[str, argparse.Action] = {}
     for action in command._actions:
         if action.default is argparse.SUPPRESS or action.dest in ("config", "resume"):
@@ -229,7 +230,7 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
         if str(value).lower() not in ("true", "false"):
             raise ValueError(f"expected true or false, got {value!r:.80}")
         return action.const if value.lower() == "true" else action.default
-    texts = _value_words(action, value)
+    texts = _list_value_words(action, value)
     if not _is_repeatable(action):
         texts = [",".join(texts)]
     try:
@@ -241,23 +242,23 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
     return parsed_values if _is_repeatable(action) else parsed_values[0]
 
 
-def _value_words(action: argparse.Action, value: Any) -> list[str]:
-    """Returns a value from a file as words of the command line."""
+def _list_value_words(action: argparse.Action, value: Any) -> list[str]:
+    """Returns the words that stand for a value of a file on the command line."""
     if isinstance(value, dict) and _is_mapping_option(action):
-        return [f"{_check_text(name)}={','.join(_value_list(texts))}" for name, texts in value.items()]
+        return [f"{_require_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
     if isinstance(value, list) and (_is_repeatable(action) or "," in str(action.metavar)):
-        return _value_list(value)
-    text = _check_text(value)
+        return _list_values(value)
+    text = _require_text(value)
     if _is_repeatable(action) and not _is_mapping_option(action):
         return [part.strip() for part in text.split(",")]
     return [text]
 
 
-def _value_list(value: Any) -> list[str]:
-    return [_check_text(part) for part in value] if isinstance(value, list) else [_check_text(value)]
+def _list_values(value: Any) -> list[str]:
+    return [_require_text(part) for part in value] if isinstance(value, list) else [_require_text(value)]
 
 
-def _check_text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"expected one value, got {value!r:.80}")
     return value

@@ -1,7 +1,7 @@
 """Runs the command line: finds the command, parses its options, and turns errors into a sentence and an exit code.
 
-For `--help`, a bare `list` and bad usage, only light modules are imported. Each command imports its heavy modules
-when it runs, so that a mistyped name is answered in a tenth of a second instead of two seconds.
+For `--help`, `list` without arguments and wrong usage, only small modules are imported. Each command imports its large
+modules when it runs, so that a mistyped name is answered in a tenth of a second instead of two seconds.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from typing import Any, NoReturn
 from fp8bench import __version__
 from fp8bench.cli.streams import complain, repair_streams, say, silence_stdout
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Fp8benchError, OpenStore, UnknownName, UsageError
-from fp8bench.feature_list import feature_help, feature_names
+from fp8bench.feature_list import list_features, read_feature_help
 from fp8bench.measure.interrupts import treat_end_signals_as_interrupts
 from fp8bench.suggestions import meant_name
 
 DEFAULT_STORE = ".fp8bench"
-# The verbs by which the help groups commands. The description of a command begins with one of them.
-VERBS = ("measure", "understand", "decide", "guard", "machine")
-# Each core command is a module of cli/commands with the functions add(parser) and run(arguments). EXAMPLES are
-# optional. FIRST_OPTIONS are optional, too: if the command has many options, --help shows only these.
+# The help groups commands by these verbs. The description of a command begins with its verb.
+COMMAND_VERBS = ("measure", "understand", "decide", "guard", "machine")
+# Each core command is a module of cli/commands with the functions add(parser) and run(arguments). The module may have
+# EXAMPLES. If the command has many options, it may have FIRST_OPTIONS: --help then shows only these.
 _CORE_COMMANDS = {
     "suite": "measure: run a suite in several precisions: speed, error, memory",
     "profile": "measure: measure your model unchanged and in low precision",
@@ -46,15 +46,15 @@ _CORE_COMMANDS = {
     "store": "machine: delete files of a store that no result needs",
     "completion": "machine: print a completion script for bash or zsh",
 }
-# The package to install for a module whose name differs from its package.
+# The package to install for a missing module, if the package has a different name than the module.
 _PACKAGE_OF_MODULE = {"yaml": "PyYAML", "pynvml": "nvidia-ml-py"}
-_FEATURES = {name.replace("_", "-"): name for name in feature_names()}
-COMMANDS = (*_CORE_COMMANDS, *_FEATURES)
+_FEATURE_BY_COMMAND = {name.replace("_", "-"): name for name in list_features()}
+COMMANDS = (*_CORE_COMMANDS, *_FEATURE_BY_COMMAND)
 
 
 def command_module(name: str) -> ModuleType:
-    if name in _FEATURES:
-        return importlib.import_module(f"fp8bench.features.{_FEATURES[name]}.command")
+    if name in _FEATURE_BY_COMMAND:
+        return importlib.import_module(f"fp8bench.features.{_FEATURE_BY_COMMAND[name]}.command")
     return importlib.import_module(f"fp8bench.cli.commands.{name}")
 
 
@@ -69,7 +69,7 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
     parser.add_argument("--version", action="version", version=f"fp8bench {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     for name in COMMANDS:
-        help_text = _CORE_COMMANDS.get(name) or feature_help(_FEATURES[name])
+        help_text = _CORE_COMMANDS.get(name) or read_feature_help(_FEATURE_BY_COMMAND[name])
         command = commands.add_parser(name, help=help_text, allow_abbrev=False, add_help=name in requested)
         if name in requested:
             module = command_module(name)
@@ -79,10 +79,10 @@ def build_parser(requested: Collection[str] = COMMANDS) -> Parser:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that answers bad usage with one sentence, and suggests the nearest correct word.
+    """An argparse parser that answers wrong usage with one sentence, which suggests the most similar correct word.
 
-    Its help groups commands by verb and shows examples. If a command has many options, the help lists only the usual
-    ones.
+    Its help groups commands by verb and shows examples. If a command has many options, the help lists only the common
+    options.
     """
 
     examples: Sequence[str] = ()
@@ -91,27 +91,29 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *words: Any, **keywords: Any) -> None:
         super().__init__(*words, **keywords)
-        if self.add_help:  # --help-all is only listed if --help hides some options
-            self.add_argument("--help-all", action=_HelpAll, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        if self.add_help:  # --help-all is hidden, unless set_examples gives it a help text
+            self.add_argument(
+                "--help-all", action=_HelpAllAction, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+            )
 
     def error(self, message: str) -> NoReturn:
         invalid_choice = re.match(
             r"argument \S+: invalid choice: (['\"])(.*)\1 \(choose from (.*)\)", message, re.DOTALL
         )
-        wrong, nearest = "", None
+        wrong_word, nearest_word = "", None
         if invalid_choice:
-            wrong, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
-            nearest = meant_name("choice", wrong, choices)
-            # The user may leave out the only possible word, as `suite` in `duel suite gemm`.
-            if len(choices) == 1 and wrong not in COMMANDS:
-                nearest = f"{choices[0]} {wrong}"
-        example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
-        suggestion = shlex.split(example)
-        # If only an option is missing, suggest the typed command with this option.
+            wrong_word, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
+            nearest_word = meant_name("choice", wrong_word, choices)
+            # The user may have left out the only possible word, such as `suite` in `duel suite gemm`.
+            if len(choices) == 1 and wrong_word not in COMMANDS:
+                nearest_word = f"{choices[0]} {wrong_word}"
+        first_example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
+        suggestion = shlex.split(first_example)
+        # If only an option is missing, suggest the command that the user typed with this option added.
         if " are required: --" in message:
             suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
-        raise UsageError(explanation, wrong, nearest, suggestion)
+        raise UsageError(explanation, wrong_word, nearest_word, suggestion)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self.typed = tuple(args or ())
@@ -120,8 +122,8 @@ class Parser(argparse.ArgumentParser):
     def set_examples(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first_options = examples, options
         if options:
-            help_all = next(action for action in self._actions if isinstance(action, _HelpAll))
-            help_all.help = f"show all {sum(bool(action.option_strings) for action in self._actions)} options"
+            help_all_action = next(action for action in self._actions if isinstance(action, _HelpAllAction))
+            help_all_action.help = f"show all {sum(bool(action.option_strings) for action in self._actions)} options"
 
     def format_help(self, with_all_options: bool = False) -> str:
         formatter = self._get_formatter()
@@ -129,19 +131,19 @@ class Parser(argparse.ArgumentParser):
         optional_actions = {*self._actions} - {*required_actions}
         formatter.add_usage(
             self.usage, [_OPTIONS_IN_USAGE, *required_actions] if len(optional_actions) > 2 else required_actions, []
-        )  # the parser has options besides --help
+        )  # OPTION ... is shown only if there are options besides --help and --help-all
         formatter.add_text(self.description)
         if self.examples:
             example_lines = "".join(f"\n  {example}" for example in self.examples)
             formatter._add_item(str, [f"for example:{example_lines}\n\n"])
-        for title, actions in self._sections(with_all_options or not self.first_options):
+        for title, actions in self._list_sections(with_all_options or not self.first_options):
             formatter.start_section(title)
             formatter.add_arguments(actions)
             formatter.end_section()
         formatter.add_text(self.epilog)
         return formatter.format_help()
 
-    def _sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
+    def _list_sections(self, with_all_options: bool) -> Iterator[tuple[str | None, list[argparse.Action]]]:
         first_options = {"--help", "--help-all", *self.first_options.split()}
         for group in self._action_groups:
             listed_actions: list[argparse.Action] = []
@@ -153,11 +155,11 @@ class Parser(argparse.ArgumentParser):
             yield group.title, listed_actions
 
 
-# Takes the place of all options in the usage line.
+# Stands for all options in the usage line.
 _OPTIONS_IN_USAGE = argparse.Action([], "options", nargs="?", metavar="OPTION ...")
 
 
-class _HelpAll(argparse.Action):
+class _HelpAllAction(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         assert isinstance(parser, Parser)
         parser._print_message(parser.format_help(with_all_options=True), sys.stdout)
@@ -165,32 +167,34 @@ class _HelpAll(argparse.Action):
 
 
 def _group_by_verb(commands: Sequence[argparse.Action]) -> Iterator[tuple[str, list[argparse.Action]]]:
-    """Yields each verb with its commands. Subcommands have no verb. Their title is "commands"."""
-    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*VERBS, "commands")}
+    """Yields each verb with its commands. Subcommands have no verb, and come under the title "commands"."""
+    commands_by_verb: dict[str, list[argparse.Action]] = {verb: [] for verb in (*COMMAND_VERBS, "commands")}
     for command in map(copy, commands):
         verb, _, words = (command.help or "").partition(": ")
-        command.help = words if verb in VERBS else command.help
-        commands_by_verb[verb if verb in VERBS else "commands"].append(command)
+        command.help = words if verb in COMMAND_VERBS else command.help
+        commands_by_verb[verb if verb in COMMAND_VERBS else "commands"].append(command)
     yield from commands_by_verb.items()
 
 
 def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
-    command = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
-    if command:
-        # If an option comes before the command, argparse takes the value of the option for the command.
-        error = UnknownName("command", command[2][:80], subparsers_by_name(parser))
+    command_match = re.match(r"argument COMMAND: invalid choice: (['\"])(.*)\1 \(choose from ", message, re.DOTALL)
+    if command_match:
+        # If an option comes before the command, argparse mistakes the value of the option for the command.
+        error = UnknownName("command", command_match[2][:80], subparsers_by_name(parser))
         return f"{error} Options follow the command."
-    missing = re.match(r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message)
+    missing_match = re.match(
+        r"the following arguments are required: (.*)|argument (\S+): expected .* argument", message
+    )
     explanation = (
-        "; ".join(_describe_missing_arguments(parser, *re.split(r"[,/] ?", missing[1] or missing[2])))
-        if missing
+        "; ".join(_describe_missing_arguments(parser, *re.split(r"[,/] ?", missing_match[1] or missing_match[2])))
+        if missing_match
         else ""
     )
     return message[:1].lower() + message[1:].rstrip(".") + f"{f' ({explanation})' if explanation else ''}."
 
 
 def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
-    """Yields the help of each missing argument, as 'RUN: an id, a name, a path, or 'last''."""
+    """Yields the help of each missing argument, such as 'RUN: an id, a name, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         option_names = set(action.option_strings) or {str(action.metavar or action.dest)}
@@ -212,16 +216,18 @@ def subparsers_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Ar
 
 
 def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
-    """Parses the words of a command line. For an unknown option, raises UnknownName in the name of its command."""
+    """Parses the words of a command line. Raises UnknownName for an unknown option, and refers to the help of the
+    command.
+    """
     arguments: argparse.Namespace
-    arguments, unknown = parser.parse_known_args(words)
-    if not unknown:
+    arguments, unknown_words = parser.parse_known_args(words)
+    if not unknown_words:
         return arguments
     command = find_requested_parser(parser, arguments)
     assert isinstance(command, Parser)
-    option, hint = unknown[0].partition("=")[0], f"those of `{command.prog} --help`"
+    option, hint = unknown_words[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
-        hint += f". Options of your script go after it: {command.prog} train.py {unknown[0]} VALUE"
+        hint += f". Options of your script go after it: {command.prog} train.py {unknown_words[0]} VALUE"
     raise UnknownName("argument", option, _list_options(command), hint)
 
 
@@ -256,19 +262,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return EXIT_FAILED
     except BrokenPipeError:
-        silence_stdout()  # the program that reads this output has closed the pipe
+        silence_stdout()  # the reader of a pipe has closed it
         return EXIT_OK
-    # Run a user's script here, after the error handlers above, so that its exits, signals and exceptions reach the
+    # Run a user's script here, outside of the error handlers above, so that its exits, signals and exceptions reach the
     # shell.
     return code if isinstance(code, int) else code()
 
 
 def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
-    """Returns a command line to paste after an error: the corrected command line, the one that the error names, or
-    one that prints help. Returns an empty sequence if none fits.
+    """Returns a command line that the user can paste after an error: the corrected command line, the command that the
+    error suggests, or one that prints help. Returns an empty sequence if the error's text already has a command.
     """
-    if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
-        return ("fp8bench", *corrected)
+    if error.nearest and (corrected_words := _correct_words(words, error.given, error.nearest)):
+        return ("fp8bench", *corrected_words)
     if error.instead or not isinstance(error, UsageError) or re.search("[`:] ?fp8bench |\n", str(error)):
         return error.instead
     first_command = [word for word in words if word in COMMANDS][:1]
@@ -276,11 +282,9 @@ def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str
 
 
 def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> list[str]:
-    """Returns the words of a command line with the wrong word replaced. Returns [] if no word contains the wrong
-    word.
-    """
-    # Prefer a word that is the wrong one, or lists it, to an earlier word that contains it (file.py:int8).
-    for index in sorted(range(len(words)), key=lambda place: wrong_word not in re.split("[=,]", words[place])):
+    """Returns the words of a command line in which the wrong word is replaced. Returns [] if it does not occur."""
+    # Replace the wrong word where it stands alone or in a list, even if an earlier word contains it, like file.py:int8.
+    for index in sorted(range(len(words)), key=lambda position: wrong_word not in re.split("[=,]", words[position])):
         word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")
         next_words = list(words[index + 1 :])
@@ -297,13 +301,13 @@ def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> 
 
 @contextmanager
 def _report_store_warnings() -> Iterator[None]:
-    """Prints warnings about a store's permissions as sentences, without the line of code that raised them."""
+    """A context in which warnings about a store's permissions are printed as sentences, without a line of code."""
     with warnings.catch_warnings():
         show_other_warning = warnings.showwarning
 
-        def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **named: Any) -> None:
+        def show_warning(message: Warning | str, category: type[Warning], *arguments: Any, **keywords: Any) -> None:
             complain(str(message)) if issubclass(category, OpenStore) else show_other_warning(
-                message, category, *arguments, **named
+                message, category, *arguments, **keywords
             )
 
         warnings.showwarning = show_warning
@@ -312,13 +316,15 @@ def _report_store_warnings() -> Iterator[None]:
 
 @contextmanager
 def _report_exits() -> Iterator[None]:
-    """Reports a call of os._exit() in a user's code, which would otherwise end the process silently."""
+    """A context in which a call of os._exit() in a user's code is reported. Otherwise it would end the process
+    silently.
+    """
     exit_now, own_pid = os._exit, os.getpid()
 
     def report_exit(status: int) -> NoReturn:
-        if os.getpid() == own_pid:  # a forked process may exit in this way
-            caller = sys._getframe(1)
-            call_site = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}"
+        if os.getpid() == own_pid:  # a forked process may call os._exit()
+            caller_frame = sys._getframe(1)
+            call_site = f"{Path(caller_frame.f_code.co_filename).name}, line {caller_frame.f_lineno}"
             complain(f"{call_site} ended the whole process (os._exit({status})). The command did not finish.")
             status = UsageError.exit_code
         exit_now(status)
@@ -331,8 +337,10 @@ def _report_exits() -> Iterator[None]:
 
 
 def _run_command(words: list[str]) -> int | Callable[[], int]:
-    """Runs a command. Returns its exit code, or a function that runs a user's script and returns the exit code."""
-    # 1. If the first word is a suite instead of a command, which is a common mistake, suggest the right command.
+    """Runs a command and returns its exit code. For a user's script, returns a function that runs the script and
+    returns its exit code.
+    """
+    # 1. If the first word is a suite, the user has probably forgotten the command, so suggest it.
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         from fp8bench.plan.asked_suites import known_suites
 
@@ -342,19 +350,19 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
                 instead=("fp8bench", "suite", *words),
             )
         raise UnknownName("command", words[0], COMMANDS)
-    # 2. Add the options of the requested command only, because importing all commands takes time.
+    # 2. Make the parser with the options of the requested command only, because importing all commands takes time.
     parser = build_parser([word for word in words if word in COMMANDS][:1])
     arguments = parse_words(parser, words)
     if getattr(arguments, "config", None) is not None:
         from fp8bench.cli.config_file import parse_with_config
 
         arguments = parse_with_config(parser, subparsers_by_name(parser)[arguments.command], words, arguments.config)
-    # 3. Print the help if no command was given, or a command without its subcommand.
+    # 3. Print the help if the command or its subcommand is missing.
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         find_requested_parser(parser, arguments).print_help()
         return EXIT_OK
-    # 4. Run the command. If a user's code exits, that becomes an error.
+    # 4. Run the command. If a user's code exits, report this as an error.
     check_working_directory()
     import_user_code(arguments)
     try:
@@ -363,14 +371,14 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
         from fp8bench.user_code import own_words
 
         raise UsageError(f"your code ended the command: {own_words(error)}. Let it raise an error instead.") from None
-    # Flush stdout now, so that a full disk is reported with an exit code. While Python shuts down, it would be too
-    # late.
+    # Flush stdout now, so that a full disk gives an error and an exit code. While Python shuts down, it is too late for
+    # this.
     say("")
     return code if callable(code) else int(code)
 
 
 def check_working_directory() -> None:
-    """Raises UsageError if the directory in which the command was started has been deleted."""
+    """Raises UsageError if the working directory was deleted."""
     try:
         Path.cwd()
     except FileNotFoundError:

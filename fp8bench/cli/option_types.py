@@ -1,4 +1,4 @@
-"""Parses single words of the command line, and values that Python callers pass.
+"""Parses the values of options on the command line, and values that Python callers pass.
 
 An error names the form that the value should have. Values from Python that are not parsed here are checked by the
 request.
@@ -19,7 +19,7 @@ from fp8bench.errors import UsageError
 from fp8bench.files import read_file
 from fp8bench.model.request import ALL_MEMORY, ALL_MEMORY_WORD, REQUEST_RULES, Rule, whole_number
 from fp8bench.report.data.loggers import DEFAULT_DESTINATIONS, LogTarget
-from fp8bench.units import bytes_of, number_of, number_or_text_of
+from fp8bench.units import parse_number, parse_number_or_text, parse_size
 
 T = TypeVar("T")
 _SECONDS_PER_UNIT = {"s": 1, "m": 60, "h": 3600}
@@ -33,10 +33,10 @@ def is_address(text: str) -> bool:
 
 
 def path(text: str) -> Path:
-    # pathlib would read an empty text as the current folder.
+    # Refuse an empty text, which pathlib would take for the current folder.
     if not text:
         raise argparse.ArgumentTypeError("an empty text is not a path; give one, or leave the option out")
-    # The operating system would also refuse this text, but its error would not name the option.
+    # Refuse a zero byte here, because the error of the operating system would not name the option.
     if "\0" in text:
         raise argparse.ArgumentTypeError(f"{text!r} has a zero byte, which paths cannot contain")
     if is_address(text):
@@ -53,13 +53,13 @@ def parse_log_target(text: str) -> LogTarget:
 
 
 def parse_plan_or_all(text: str) -> Path | None:
-    """Returns the path of a plan's file, or None for '-', which stands for all runs."""
+    """Returns the path of a fleet plan's file. Returns None for '-', which stands for all runs."""
     return None if text == "-" else path(text)
 
 
 def words(text: str) -> tuple[str, ...]:
     words = tuple(word.strip() for word in text.split(","))
-    # Refuse empty names, because a trailing comma is most often a typing mistake.
+    # Refuse an empty name, because a trailing comma is most often a typing mistake.
     if not all(words):
         raise argparse.ArgumentTypeError(f"{text!r} has an empty name; give names with commas between, like a,b")
     return words
@@ -77,15 +77,17 @@ def parse_layers(text: str) -> tuple[tuple[str, str], ...]:
     pairs = tuple((layer.strip(), dtype.strip()) for layer, _, dtype in split_pairs)
     if not all(map(all, pairs)):
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form LAYER=DTYPE,LAYER=DTYPE")
-    # Without this check, the last entry of a layer would silently replace its other entries.
+    # Refuse a layer with several entries: the last one would silently replace the others.
     if len(dict(pairs)) != len(pairs):
         raise argparse.ArgumentTypeError(f"{text!r} names a layer twice")
     return pairs
 
 
 def precision_map(text: str) -> tuple[tuple[str, str], ...]:
-    """Parses LAYER=DTYPE pairs from the text, or from a file with one pair per line and comments after #."""
-    # A text with '=' is read as a list of pairs, even if a file has that name.
+    """Parses LAYER=DTYPE pairs from a text, or from a file that the text names. The file has one pair per line, and
+    comments after #.
+    """
+    # Read a text with '=' as a list of pairs, even if a file has that name.
     file = Path(text) if text and "=" not in text and "\0" not in text else None
     if file is None or not os.path.lexists(file):
         return parse_layers(text)
@@ -102,11 +104,11 @@ def whole(rule: Rule) -> Callable[[str], int]:
 
 
 def number(rule: Rule) -> Callable[[str], float]:
-    return lambda text: _check_rule(rule, text, number_of(text))
+    return lambda text: _check_rule(rule, text, parse_number(text))
 
 
 def number_or_text_parser(rule: Rule) -> Callable[[str], float | str]:
-    return lambda text: _check_rule(rule, text, number_or_text_of(text))
+    return lambda text: _check_rule(rule, text, parse_number_or_text(text))
 
 
 def text_parser(rule: Rule) -> Callable[[str], str]:
@@ -114,19 +116,22 @@ def text_parser(rule: Rule) -> Callable[[str], str]:
 
 
 def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Returns a parser of texts like 'NAME=NUMBER,...'. It checks the numbers by the rule."""
-    return lambda text: _check_rule(rule, text, tuple((name, number_of(value)) for name, value in parse_layers(text)))
+    """Returns a parser of texts like 'NAME=NUMBER,...'. The parser checks the pairs of names and numbers by the
+    rule.
+    """
+    return lambda text: _check_rule(
+        rule, text, tuple((name, parse_number(value)) for name, value in parse_layers(text))
+    )
 
 
 def memory(text: str) -> int:
     if text == ALL_MEMORY_WORD:
         return ALL_MEMORY
     try:
-        value = bytes_of(text)
+        value = parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
-    # Inside a request, the number 0 stands for ALL_MEMORY. So a 0 that a user types is changed into a number that the
-    # rule rejects.
+    # In a request, the number 0 means ALL_MEMORY. So replace a 0 that a user typed by a number that the rule rejects.
     return _check_rule(REQUEST_RULES["memory_limit"], text, value or ALL_MEMORY - 1)
 
 
@@ -139,15 +144,15 @@ def _check_rule(rule: Rule, text: str, value: T) -> T:
 def parse_duration(text: str) -> float:
     """Parses a duration in seconds, as '90s', '10m', '1.5h' or a bare number."""
     factor = _SECONDS_PER_UNIT.get(text[-1:])
-    seconds = number_of(text[:-1]) * factor if factor else number_of(text)
-    # This comparison also rejects NaN.
+    seconds = parse_number(text[:-1]) * factor if factor else parse_number(text)
+    # The comparison also rejects NaN.
     if not 0 <= seconds < _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")
     return seconds
 
 
 class Sessions(NamedTuple):
-    """How many times a run is repeated in fresh processes, and the pause between two repetitions in seconds."""
+    """How many times a run is measured, each time in fresh processes, and the pause between two times in seconds."""
 
     runs: int = 1
     pause: float = 0.0
@@ -162,7 +167,7 @@ def parse_sessions(text: str) -> Sessions:
 def split_names(value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         return tuple(word.strip() for word in value.split(","))
-    # Pass any other value on unchanged, because the request rejects it in a message that names the field.
+    # Return any other value unchanged: the request rejects it with a message that names the field.
     return cast(tuple[str, ...], tuple(value) if isinstance(value, Iterable) else value)
 
 
@@ -179,7 +184,7 @@ def as_texts(value: object) -> tuple[str, ...]:
 
 
 def memory_as_bytes(value: Any) -> Any:
-    # Pass an invalid text on unchanged, because the request refuses it.
+    # Return an invalid text unchanged: the request rejects it.
     with suppress(argparse.ArgumentTypeError):
         return memory(value) if isinstance(value, str) else value
     return value
@@ -188,7 +193,7 @@ def memory_as_bytes(value: Any) -> Any:
 def parse_folder(name: str, value: object) -> Path:
     if not isinstance(value, str | Path) or not str(value):
         raise UsageError(f"{name} cannot be {value!r:.80}: give a folder.")
-    # Refuse an address, because nobody would look for a store in a folder called 's3:'.
+    # Refuse a URL: it would create a folder called 's3:', where nobody would look for a store.
     if is_address(str(value)):
         raise UsageError(f"{name} cannot be {value!r:.80}, which is an address: mount it, and give the folder.")
     return Path(value)

@@ -12,7 +12,7 @@ from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import RequestOption, Rule, options_of
+from fp8bench.model.request import RequestOption, Rule, list_request_options
 from fp8bench.plan.asked_suites import suite_files
 from fp8bench.registry import AUTO, backends
 
@@ -47,12 +47,12 @@ _SHARED_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Returns the options that belong to the fields of a request, by name. Each option has the title of its group and
-    its arguments for argparse.
+    """Returns the options that set the fields of a request, by name. The value of an option is a pair: the title of its
+    group in the help, and its arguments for argparse.
     """
     arguments = {}
     for field in fields(request_class):
-        option = options_of(request_class).get(field.name)
+        option = list_request_options(request_class).get(field.name)
         if option is None or not option.group:
             continue
         option_name = (option.called or field.name).replace("_", "-")
@@ -64,13 +64,13 @@ def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, d
             option_name = f"no-{option_name}" if field.default else option_name
             keywords |= {"action": "store_false" if field.default else "store_true"}
         else:
-            keywords |= {"default": field.default, "metavar": option.metavar, **_parser_of(str(field.type), option)}
+            keywords |= {"default": field.default, "metavar": option.metavar, **_choose_parser(str(field.type), option)}
         arguments[f"--{option_name}"] = (option.group, keywords)
     return arguments
 
 
-def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
-    # Choose the first setting that applies: specific settings of an option come first, the parser for its type last.
+def _choose_parser(kind: str, option: RequestOption) -> dict[str, Any]:
+    # Use what the option itself determines, if anything. Otherwise use the parser for the type of its field.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":
@@ -83,11 +83,14 @@ def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
         return {"type": getattr(types, option.parse)}
     if kind == "str":
         return {"type": types.text_parser(option.rule)}
-    reader = next((reader for start, reader in _PARSER_OF_TYPE.items() if kind.startswith(start)), None)
-    return {} if reader is None else {"type": reader(option.rule)}
+    make_parser = next(
+        (make_parser for type_prefix, make_parser in _PARSER_BY_TYPE_PREFIX.items() if kind.startswith(type_prefix)),
+        None,
+    )
+    return {} if make_parser is None else {"type": make_parser(option.rule)}
 
 
-_PARSER_OF_TYPE: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
+_PARSER_BY_TYPE_PREFIX: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
     "int": types.whole,
     "float | str": types.number_or_text_parser,
     "float": types.number,
@@ -96,7 +99,7 @@ _PARSER_OF_TYPE: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
 
 
 def add_common(group: argparse._ActionsContainer, *options: str, **overrides: str) -> None:
-    """Adds options that several commands share. `overrides` replaces arguments of argparse, such as `help`."""
+    """Adds options that several commands share. `overrides` replaces arguments that argparse gets, such as `help`."""
     request_options = options_from_fields()
     for option in options:
         arguments = request_options[option][1] if option in request_options else _SHARED_OPTIONS[option]
@@ -104,7 +107,9 @@ def add_common(group: argparse._ActionsContainer, *options: str, **overrides: st
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """Returns a function that adds a subcommand, given the subcommand's name, purpose and epilog."""
+    """Returns a function that adds a subcommand to the parser. It gets the name, the purpose and the epilog of the
+    subcommand.
+    """
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
     def add_subcommand(name: str, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -120,10 +125,12 @@ def add_request_options(group: argparse._ArgumentGroup, kind: type = Request) ->
             group.add_argument(option, **keywords)
 
 
-def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str | None]) -> None:
-    # Treat '--rounds=5' like '--rounds 5'.
+def refuse_other_options(
+    words: Sequence[str], allowed: Collection[str], positional_values: Sequence[str | None]
+) -> None:
+    # Cut '--rounds=5' to '--rounds'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    refused_words = [*filter(None, positional), *(word for word in options if word not in allowed)]
+    refused_words = [*filter(None, positional_values), *(word for word in options if word not in allowed)]
     if refused_words:
         raise UsageError(
             f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} determines what is measured "
@@ -135,7 +142,7 @@ def make_request(arguments: argparse.Namespace) -> Request:
     field_values = {
         field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)
     }
-    # If --set names an axis twice, the axis gets the values of both options.
+    # If --set is given twice for the same axis, combine the values.
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)

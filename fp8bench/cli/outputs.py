@@ -28,7 +28,7 @@ from fp8bench.report.elements import Page
 from fp8bench.report.notebook import page_as_html
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
-from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.listing import find_store_of_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -41,10 +41,10 @@ _MAX_WIDTH = 160
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommandResult:
-    """The result of a command: a page for people, a document and rows for programs, and an exit code.
+    """The result of a command: a page for people, a JSON value and rows for programs, and an exit code.
 
-    `found` is the object that page, document and rows show. `files` has the path and the text for each option that
-    names a file. `whole` is the page for Markdown if that is longer than `page`.
+    `found` is the object that the page, the value and the rows show. `files` has a path and a text for each option that
+    names a file. `whole` is the page for Markdown if it is longer than `page`.
     """
 
     found: Any
@@ -84,8 +84,8 @@ class CommandResult:
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Raises UsageError before anything is measured if the requested outputs are impossible."""
-    # 1. Refuse two outputs on stdout.
+    """Raises UsageError if the requested outputs are impossible. Called before anything is measured."""
+    # 1. Refuse two outputs on stdout, and pages together with --no-report.
     values = vars(arguments)
     if values.get("json") and values.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
@@ -98,11 +98,11 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         stdout_options = ["json or --csv"] if values["json"] or values["csv"] is not None else []
         export_options = [name for name in ("trace", "log", "live") if values.get(name)]
         if str(values.get("trace")) in PROFILERS:
-            # the dry run of a profiler prints the profiler's command, so --trace is allowed
+            # A dry run prints the command of the profiler, so --trace is allowed.
             export_options.remove("trace")
         for name in (*stdout_options, *page_options, *export_options):
             raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
-    # 3. Refuse files that cannot be written. Otherwise the error would come after an hour of measuring.
+    # 3. Refuse files that cannot be written. Later, the error would come after an hour of measuring.
     if values.get("csv") not in (None, "-"):
         check_files({"--csv": values["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
@@ -113,8 +113,8 @@ def check_outputs(arguments: argparse.Namespace) -> None:
         check_target(target)
 
 
-def log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
-    """Parses and checks the log targets that a Python caller passes."""
+def parse_log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
+    """Parses and checks the targets that a Python caller passes as `log`."""
     texts = [target_texts] if isinstance(target_texts, str) else target_texts
     try:
         targets = tuple(map(parse_log_target, texts))
@@ -126,8 +126,8 @@ def log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
 
 
 def check_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
-    """Raises UsageError if the file of an option cannot be written. The check writes nothing, so it may miss some
-    reasons.
+    """Raises UsageError if the file of an option cannot be written. The check writes nothing, so it does not find every
+    reason.
     """
     for option, file in files.items():
         reason = _explain_unwritable(Path(file)) if file is not None else ""
@@ -148,9 +148,9 @@ def _explain_unwritable(path: Path) -> str:
 
 @contextmanager
 def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], repeat_hint: str = "") -> Iterator[None]:
-    """Writes the text of each option to its file. '-' stands for stdout and is skipped.
+    """A context that first writes the text of each option to its file, except '-', which stands for stdout.
 
-    A failure raises UsageError only at the end of the block, so that the result is still printed.
+    A failure raises UsageError only at the end of the context, so that the result is still printed.
     """
     failure = ""
     for option, (path, text) in text_by_option.items():
@@ -165,7 +165,7 @@ def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], r
         raise UsageError(failure)
 
 
-def requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
+def read_requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
     from fp8bench.jobs.after_run import RequestedOutputs
     from fp8bench.jobs.report_files import Pages
 
@@ -182,10 +182,10 @@ def tell(
     full_page: Callable[[], Page] | None = None,
     repeat_hint: str = "",
 ) -> None:
-    """Prints a result as requested, as a page, JSON or CSV, and writes the requested files.
+    """Prints a result in the requested form (page, JSON or CSV), and writes the requested files.
 
-    `full_page` is the page for Markdown if that is longer. `repeat_hint` names the command that writes a failed file
-    again.
+    `full_page` is the page for Markdown if it is longer than `page`. If a file cannot be written, the error ends with
+    `repeat_hint`, which names the command that writes it.
     """
     values = vars(arguments)
     csv_table = csv_text(*rows()) if values.get("csv") is not None else ""
@@ -201,8 +201,8 @@ def tell(
 
 
 def import_renderers() -> None:
-    """Imports all modules that print a run and write its report. This is done while workers import torch, before
-    anything is timed, so that it takes no time after the run.
+    """Imports all modules that print a run and write its report. Called while workers import torch, before anything is
+    timed, so that these imports take no time after the run.
     """
     for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
         import_module(name)
@@ -214,17 +214,17 @@ def import_renderers() -> None:
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
-    """Prints a run as requested. The table is printed even if the CSV file cannot be written."""
+    """Prints a run in the requested form. The table is printed even if the CSV file cannot be written."""
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import find_report_page
     from fp8bench.report.data.run import run_document, run_rows
     from fp8bench.report.terminal.run import answer_page
 
     verdicts = findings(run)
-    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), in_store(run))
+    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), format_store_option(run))
     rows = partial(run_rows, [(run, verdicts)])
-    repeat_hint = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
-    # the file of --md gets the report, so stdout gets the normal output
+    repeat_hint = f" `fp8bench show {run.id}{format_store_option(run)} --csv FILE` repeats it."
+    # The file of --md gets the report of the run, so stdout gets the normal output.
     print_arguments = argparse.Namespace(**{**vars(arguments), "md": None})
     try:
         tell(print_arguments, page, partial(run_document, run, verdicts), rows, repeat_hint=repeat_hint)
@@ -232,14 +232,14 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
-def in_store(run_or_store: Run | Path) -> str:
-    """Returns ' --store DIR', with which another command finds this store or the run's store, as the user named it.
-    Returns '' for the default store.
+def format_store_option(run_or_store: Run | Path) -> str:
+    """Returns the option ' --store DIR' with which another command finds this store or the store of this run, where DIR
+    is the user's spelling. Returns '' for the default store.
     """
     path = run_or_store
     if isinstance(path, Run):
         run_path = Path(path.path)
-        store = store_of(run_path)
+        store = find_store_of_run(run_path)
         if store is None or store == Path(DEFAULT_STORE).resolve():
             return ""
         path = next((folder for folder in run_path.parents if folder.resolve() == store), store)
@@ -247,14 +247,17 @@ def in_store(run_or_store: Run | Path) -> str:
 
 
 def store_and_import_options(arguments: argparse.Namespace) -> str:
-    """Returns the options with which another command finds the same results, as ' --store DIR --import MODULE'."""
-    return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
+    """Returns the options with which another command finds the same results: ' --store DIR --import MODULE'."""
+    return format_store_option(arguments.store) + "".join(
+        f" --import {shlex.quote(name)}" for name in arguments.imports
+    )
 
 
 def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
-    """Returns how to render a page on stdout: its width, whether to use colour, and whether to explain the page.
+    """Returns how to render a page on stdout: the width, whether to use colour, and whether to explain the page
+    (`explain`).
 
-    The width is that of the terminal or COLUMNS. Colour is used only on a terminal.
+    The width is COLUMNS or that of the terminal. Colour is used only on a terminal.
     """
     width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,8 +1,8 @@
 """Shows the progress of a job: sentences in a log, or lines on a terminal that are updated in place.
 
-The line on a terminal is drawn when an observer is called, which happens between timed slots. During one activity it
-is drawn at most five times per second. A log also gets lines from a thread, because a single call of a compiler may
-take minutes.
+The line on a terminal is drawn when an observer is called, which happens between timed slots. It is drawn at most five
+times per second, unless the activity changes. In a log, a thread also prints lines, because a single call of a compiler
+may take minutes.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from fp8bench.report.elements import printable
 from fp8bench.report.panels import shared_params, show_params, together
 
 REDRAW_SECONDS = 0.2
-# After a shorter time than this, the remaining time is not estimated, because the estimate would jump.
+# The remaining time is estimated only after this time and this share of the job, because an earlier estimate would
+# jump.
 _MIN_SECONDS = 3.0
 _MIN_SHARE = 0.05
-# After 30 seconds without a line, a run looks as if it hung. So a thread checks every _CHECK_SECONDS whether a line
-# is due.
+# A run that prints nothing for 30 seconds seems to hang. So a thread checks every _CHECK_SECONDS whether a line is due.
 _MAX_SILENT_SECONDS, _CHECK_SECONDS = 26.0, 2.0
 _ERASE_LINE = "\r\x1b[2K"
 _CLEAR_SCREEN = "\x1b[2J\x1b[H"
-# Disable wrapping, so that the terminal cuts long lines itself. The terminal knows how wide letters are.
+# With wrapping disabled, the terminal itself cuts long lines: it knows how wide letters are.
 _DISABLE_WRAP, _ENABLE_WRAP = "\x1b[?7l", "\x1b[?7h"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
-_NO_SIZE = (0, 0)
+_UNKNOWN_SIZE = (0, 0)
 
 
 class _TerminalWriter:
-    """Writes to a terminal that is updated in place. If the terminal is closed, this is ignored, so that the job goes
-    on.
+    """Writes to a terminal that is updated in place. Ignores errors of a terminal that was closed, so that the job
+    continues.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -58,30 +58,30 @@ class _TerminalWriter:
 
 
 class LiveLine(_TerminalWriter):
-    """A line that is updated in place, on a terminal that a person watches. In pipes, in CI and on terminals without
-    cursor control it prints nothing.
+    """A line that is updated in place, on a terminal that a person watches. Prints nothing in pipes, in CI and on
+    terminals without cursor control.
     """
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         super().__init__(stream if is_watched(stream, environ) else None)
-        self._drawn = False
+        self._is_drawn = False
 
     @property
-    def room(self) -> int:
-        """The usable columns of the terminal: one less than its width, because some terminals wrap after the last
-        column.
+    def num_columns(self) -> int:
+        """The number of usable columns of the terminal: one less than its width, because some terminals wrap after the
+        last column.
         """
         return (terminal_width(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
-        self._write(_ERASE_LINE + printable(text)[: self.room])
-        self._drawn = True
+        self._write(_ERASE_LINE + printable(text)[: self.num_columns])
+        self._is_drawn = True
 
     def close(self) -> None:
         """Erases the line. A second call does nothing."""
-        if self._drawn:
+        if self._is_drawn:
             self._write(_ERASE_LINE)
-            self._drawn = False
+            self._is_drawn = False
 
 
 class LiveBlock(_TerminalWriter):
@@ -93,17 +93,17 @@ class LiveBlock(_TerminalWriter):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._height = 0
-        self._size = _NO_SIZE
+        self._size = _UNKNOWN_SIZE
 
     @property
-    def room(self) -> int:
+    def num_columns(self) -> int:
         return _terminal_size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
-        """Shows these lines, cut at the edges of the terminal. The text may contain colour codes."""
+        """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        erase_codes = self._erase() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
-        # Keep the cursor in the last line, because a line break after this line would scroll a full screen.
+        erase_codes = self._make_erase_codes() if old_size in (self._size, _UNKNOWN_SIZE) else _CLEAR_SCREEN
+        # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
         self._height = len(lines)
@@ -111,11 +111,11 @@ class LiveBlock(_TerminalWriter):
     def close(self) -> None:
         """Erases the lines. A second call does nothing."""
         if self._height:
-            self._write(self._erase())
-        self._height, self._size = 0, _NO_SIZE
+            self._write(self._make_erase_codes())
+        self._height, self._size = 0, _UNKNOWN_SIZE
 
-    def _erase(self) -> str:
-        """Returns the codes that move the cursor to the first line and erase everything below."""
+    def _make_erase_codes(self) -> str:
+        """Returns the control codes that move the cursor to the first line and erase everything from there."""
         move_up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
         return f"\r{move_up}\x1b[J"
 
@@ -127,9 +127,9 @@ def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
     return _FALLBACK_COLUMNS, _FALLBACK_LINES
 
 
-def show_time_left(seconds: float, share: float) -> str:
-    """Returns the remaining time as ', about 42 s left'. It is estimated from the elapsed seconds and the finished
-    share. Returns '' if it is too early to estimate.
+def describe_time_left(seconds: float, share: float) -> str:
+    """Returns the remaining time as ', about 42 s left', estimated from the elapsed seconds and the finished share.
+    Returns '' if it is too early for an estimate.
     """
     if seconds < _MIN_SECONDS or not _MIN_SHARE <= share <= 1:
         return ""
@@ -137,51 +137,53 @@ def show_time_left(seconds: float, share: float) -> str:
 
 
 def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    """Returns whether a person watches the stream on a terminal that can redraw a line."""
+    """Returns whether the stream is a terminal that can redraw a line and that a person probably watches."""
     if stream is None or stream.closed or not stream.isatty():
         return False
     return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
 class _PlanProgress:
-    """Follows the progress of a planned run, and names the settings of the plan."""
+    """Predicts the remaining time of a planned run, and gives the settings of the plan short names."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._begun = clock()
-        self._begin(Plan(()))
+        self._start_time = clock()
+        self._start_plan(Plan(()))
 
-    def _begin(self, plan: Plan) -> None:
+    def _start_plan(self, plan: Plan) -> None:
         self._names = _name_settings(plan)
         groups = sum(any(planned.runs for planned in group.cases) for group in plan)
-        self._remaining = RemainingTime(groups, self._clock() - self._begun)
-        self._begun = self._clock()
+        self._remaining = RemainingTime(groups, self._clock() - self._start_time)
+        self._start_time = self._clock()
 
-    def _name(self, case: Case) -> str:
+    def _describe_case(self, case: Case) -> str:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
-    def _show_left(self, now: float) -> str:
-        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
-        is_early = now - self._begun < _MIN_SECONDS
+    def _describe_time_left(self, now: float) -> str:
+        """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
+        is_early = now - self._start_time < _MIN_SECONDS
         return "" if is_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
 def _name_settings(plan: Plan) -> dict[str, str]:
-    """Returns a name for each setting, as 'gemm m=256': its workload, and the parameters that distinguish it."""
+    """Returns a short name for each setting of a plan, such as 'gemm m=256': its workload, and the parameters in which
+    it differs from other settings.
+    """
     cases = [group.cases[0].case for group in plan]
     name_by_setting = {}
     for suite, members in together((case.workload, case) for case in cases).items():
         all_params = [(*case.params, ("device", case.device)) for case in members]
-        common = shared_params(all_params)
+        common_params = shared_params(all_params)
         for case, params in zip(members, all_params, strict=True):
             name_by_setting[case.setting] = (
-                f"{suite} {show_params(pair for pair in params if pair not in common)}".rstrip()
+                f"{suite} {show_params(pair for pair in params if pair not in common_params)}".rstrip()
             )
     return name_by_setting
 
 
 class RunProgress(_PlanProgress, LiveLine):
-    """Observes a run, and shows its progress on one line of a terminal."""
+    """Receives the progress of a run, and shows it on one line of a terminal."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
@@ -189,67 +191,70 @@ class RunProgress(_PlanProgress, LiveLine):
         _PlanProgress.__init__(self, clock)
         LiveLine.__init__(self, stream, environ)
         self._shown_at = -REDRAW_SECONDS
-        self._doing = ""
-        self._total = self._done = 0
+        self._activity = ""
+        self._num_cases = self._num_done = 0
 
     def planned(self, plan: Plan) -> None:
-        self._total, self._done = plan.num_cases, 0
-        # Print notes above the line that is updated, where they scroll away.
+        self._num_cases, self._num_done = plan.num_cases, 0
+        # Print notes above the line that is updated in place, so that they are not overwritten.
         for note in plan.memory_notes:
             self._write(f"{_ERASE_LINE}{printable(note)}\n")
-        self._begin(plan)
+        self._start_plan(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
-        self._remaining.follow(case.setting, doing, share, now)
+        self._remaining.record_activity(case.setting, doing, share, now)
         # Show a new activity at once, because it may take long.
-        if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
-            self._doing, self._shown_at = doing, now
-            self.show(f"{self._done}/{self._total} cases{self._show_left(now)}, {doing} {self._name(case)}")
+        if now - self._shown_at >= REDRAW_SECONDS or doing != self._activity:
+            self._activity, self._shown_at = doing, now
+            self.show(
+                f"{self._num_done}/{self._num_cases} cases{self._describe_time_left(now)}, "
+                f"{doing} {self._describe_case(case)}"
+            )
 
     def finished(self, record: Record) -> None:
-        self._done += 1
+        self._num_done += 1
 
 
 class _LogLines:
-    """Prints the current activity every 30 seconds, provided that `print_if_due` is called often enough."""
+    """Prints the current activity at least every 30 seconds, if `print_if_due` is called often enough."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._print, self._clock = say, clock
-        self._begun = self._printed_at = clock()
-        self._doing = "starting"
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._print, self._clock = print_line, clock
+        self._start_time = self._printed_at = clock()
+        self._activity = "starting"
 
     def print_if_due(self) -> None:
         now = self._clock()
         if now - self._printed_at >= _MAX_SILENT_SECONDS:
             self._printed_at = now
-            self._print(f"after {units.clock(now - self._begun)}{self._show_left(now)}: {self._doing}")
+            self._print(f"after {units.clock(now - self._start_time)}{self._describe_time_left(now)}: {self._activity}")
 
-    def _show_left(self, now: float) -> str:
-        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
+    def _describe_time_left(self, now: float) -> str:
+        """Returns the remaining time as ', about 42 s left', or '' if it is too early for an estimate."""
         return ""
 
 
 class GroupLines(_PlanProgress, _LogLines, SilentObserver):
-    """Observes a run without a terminal: prints a line after each group if there are several, and at least every 30
-    seconds.
+    """Receives the progress of a run that has no terminal. Prints a line after each group if there are several groups,
+    and at least every 30 seconds.
     """
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        _LogLines.__init__(self, say, clock)
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        _LogLines.__init__(self, print_line, clock)
         _PlanProgress.__init__(self, clock)
         self._cases: dict[str, int] = {}
 
     def planned(self, plan: Plan) -> None:
-        self._begin(plan)
-        self._printed_at = self._begun
+        self._start_plan(plan)
+        self._printed_at = self._start_time
         self._cases = {group.setting: len(group.cases) for group in plan}
         for note in plan.memory_notes:
             self._print(note)
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        self._remaining.follow(case.setting, doing, share, self._clock())
-        self._doing = f"{doing}, {self._name(case)}"
+        self._remaining.record_activity(case.setting, doing, share, self._clock())
+        self._activity = f"{doing}, {self._describe_case(case)}"
         self.print_if_due()
 
     def finished(self, record: Record) -> None:
@@ -259,14 +264,14 @@ class GroupLines(_PlanProgress, _LogLines, SilentObserver):
         if self._cases[setting] == 0 and num_groups > 1:
             num_done = sum(not cases for cases in self._cases.values())
             self._printed_at = now = self._clock()
-            time_left = self._show_left(now) if num_done < num_groups else ""
-            elapsed = units.clock(now - self._begun)
-            self._print(f"{num_done}/{num_groups} groups after {elapsed}{time_left}: {self._names[setting]}")
+            time_left = self._describe_time_left(now) if num_done < num_groups else ""
+            elapsed_text = units.clock(now - self._start_time)
+            self._print(f"{num_done}/{num_groups} groups after {elapsed_text}{time_left}: {self._names[setting]}")
 
 
 @contextmanager
 def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
-    """A context in which a thread calls a function every few seconds."""
+    """A context in which a second thread calls the function every few seconds."""
     stop_event = threading.Event()
 
     def call_repeatedly() -> None:
@@ -284,16 +289,16 @@ def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
 
 
 class CountedLines(_LogLines):
-    """Prints the progress of a job that counts its finished parts, as whole lines for output without a terminal."""
+    """Prints the progress of a job without a terminal, in separate lines. The job counts its finished parts."""
 
     _share = 0.0
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
-        self._share, self._doing = done / total, f"{done}/{total} {things}, {doing}"
+        self._share, self._activity = done / total, f"{done}/{total} {things}, {doing}"
         self.print_if_due()
 
-    def _show_left(self, now: float) -> str:
-        return show_time_left(now - self._begun, self._share)
+    def _describe_time_left(self, now: float) -> str:
+        return describe_time_left(now - self._start_time, self._share)
 
 
 class TerminalJob:
@@ -319,10 +324,12 @@ class TerminalJob:
             with call_in_thread(lines.print_if_due):
                 yield lines.tell
             return
-        line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
+        line, start_time = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:
-            line.show(f"{done}/{total} {things}{show_time_left(time.monotonic() - begun, done / total)}, {doing}")
+            line.show(
+                f"{done}/{total} {things}{describe_time_left(time.monotonic() - start_time, done / total)}, {doing}"
+            )
 
         with closing(line):
             yield tell

@@ -8,60 +8,63 @@ from statistics import fmean
 from fp8bench.model.words import MEASURING_CEILINGS
 
 MEASURING_ROUNDS = "measuring"
-# The seconds of two parts of a run on an idle machine. The first is from its start to the plan. The second is after
-# the last group, for asv's files and the report.
+# The seconds that a run takes on an idle machine from its start to the plan, and after its last group (for asv's files
+# and the report).
 _SECONDS_BEFORE_GROUPS = 1.7
 _SECONDS_AFTER_GROUPS = 0.5
-# Typical seconds for measuring ceilings, for the untimed passes of a group, and for its rounds. Rounds have a time
-# limit, and many groups are decided before it.
+# Typical seconds for measuring ceilings, for the untimed passes of a group after its rounds, and for its rounds. Rounds
+# have a time limit, but many groups are decided earlier.
 _CEILINGS_SECONDS = 15.0
 _PASSES_SECONDS = 2.5
 _ROUNDS_SECONDS = 7.0
-# The ratio of a group's passes to its preparation, in time. It was 2 to 4 without compiling, and nearer to 2 with two
-# workers.
+# The time of a group's untimed passes, divided by the time of its preparation. This ratio was 2 to 4 without compiling,
+# and nearer to 2 with two workers.
 _PASSES_PER_PREPARATION = 2.7
-# The share of a group's passes that is done when an activity begins.
+# When one of these activities begins, this share of the time of a group's untimed passes is over.
 _SHARE_BEFORE_PASS = {"checking what steps do": 0.3, "measuring memory": 0.45, "counting operators": 0.85}
-# Predictions are made from at least this share of the rounds, because they would otherwise jump.
+# The end of the rounds is predicted only after this share of them, because an earlier prediction would jump.
 _MIN_ROUNDS_SHARE = 0.05
-# At least this share of the passes is assumed to remain, even if they take longer than predicted.
+# Even if the passes take longer than predicted, at least this share of their time is assumed to remain.
 _MIN_REMAINING_SHARE = 0.1
 
 
 @dataclass
 class RemainingTime:
-    """Predicts the remaining time of a run of `groups`, whose planning took `start_seconds`.
+    """Predicts the remaining time of a run of this number of `groups`. Planning the run took `start_seconds`.
 
     If planning was slow, untimed work is expected to be slow as well. The rounds of a group end with their budget, so
-    their progress is known. The time of the passes after the rounds is predicted from the group's preparation and its
-    first passes.
+    their progress is known. The time of the untimed passes after the rounds is predicted from the time of the group's
+    preparation and of its first passes.
     """
 
     groups: int
     start_seconds: float = _SECONDS_BEFORE_GROUPS
     _ceilings_start: float | None = None
     _group_seconds: list[float] = field(default_factory=list)
-    # The current group and its activity, and when they began.
+    # The setting of the current group, its current activity, and when both began.
     _setting: str = ""
     _group_start: float = 0.0
-    _doing: str = ""
-    _doing_start: float = 0.0
+    _activity: str = ""
+    _activity_start: float = 0.0
     _compiling_seconds: float = 0.0
-    # When the rounds and the passes of the current group began, and how long they take, as far as is known.
+    # When the rounds and the passes of the current group began (None: not yet), and how many seconds they are expected
+    # to take.
     _rounds_start: float | None = None
     _passes_start: float | None = None
     _rounds_seconds: float = _ROUNDS_SECONDS
     _passes_seconds: float = _PASSES_SECONDS
 
-    def follow(self, setting: str, doing: str, share: float, now: float) -> None:
-        """Takes note of the current activity of a group, and of the share of the activity that is done."""
-        if doing == MEASURING_CEILINGS:
+    def record_activity(self, setting: str, activity: str, share: float, now: float) -> None:
+        """Records what a run is doing now: its group (`setting`), the activity, and the finished share of the
+        rounds.
+        """
+        if activity == MEASURING_CEILINGS:
             if self._ceilings_start is None:
                 self._ceilings_start = now
             return
         if setting != self._setting:
             self._begin_group(setting, now)
-        if doing == MEASURING_ROUNDS:
+        if activity == MEASURING_ROUNDS:
             if self._rounds_start is None:
                 self._rounds_start = now
                 self._passes_seconds = _PASSES_PER_PREPARATION * (now - self._group_start - self._compiling_seconds)
@@ -69,38 +72,38 @@ class RemainingTime:
                 self._rounds_seconds = (now - self._rounds_start) / share
         elif self._rounds_start is not None and self._passes_start is None:
             self._passes_start = now
-        if doing != self._doing:
-            if self._doing.startswith("compiling"):
-                self._compiling_seconds += now - self._doing_start
-            if self._passes_start is not None and doing in _SHARE_BEFORE_PASS:
-                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[doing]
-            self._doing = doing
-            self._doing_start = now
+        if activity != self._activity:
+            if self._activity.startswith("compiling"):
+                self._compiling_seconds += now - self._activity_start
+            if self._passes_start is not None and activity in _SHARE_BEFORE_PASS:
+                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[activity]
+            self._activity = activity
+            self._activity_start = now
 
     def _begin_group(self, setting: str, now: float) -> None:
         if self._setting:
             self._group_seconds.append(now - self._group_start)
         self._setting = setting
         self._group_start = now
-        self._doing = ""
+        self._activity = ""
         self._compiling_seconds = 0.0
         self._rounds_start = self._passes_start = None
         self._rounds_seconds = _ROUNDS_SECONDS
-        self._passes_seconds = _PASSES_SECONDS * self._slowness
+        self._passes_seconds = _PASSES_SECONDS * self._slowness_factor
 
     @property
-    def _slowness(self) -> float:
+    def _slowness_factor(self) -> float:
         return max(1.0, self.start_seconds / _SECONDS_BEFORE_GROUPS)
 
     def predict(self, now: float) -> float:
         """Returns the predicted remaining seconds of the run."""
-        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness
-        # 1. Before the first group, add up typical times.
+        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness_factor
+        # 1. Before the first group, add up the typical times of all groups.
         if not self._setting:
-            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness
+            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness_factor
             ceilings_seconds = 0.0
             if self._ceilings_start is not None:
-                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness - now)
+                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness_factor - now)
             return ceilings_seconds + self.groups * group_seconds + end_seconds
         # 2. Predict the rest of the current group.
         if self._passes_start is not None:
@@ -109,7 +112,7 @@ class RemainingTime:
         else:
             rounds_start = now if self._rounds_start is None else self._rounds_start
             current_seconds = max(self._rounds_seconds - (now - rounds_start), 0.0) + self._passes_seconds
-        # 3. Later groups are expected to take as long as earlier groups.
+        # 3. Expect each later group to take as long as the mean of the earlier groups and the current one.
         num_later_groups = max(0, self.groups - len(self._group_seconds) - 1)
         return (
             current_seconds

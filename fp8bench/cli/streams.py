@@ -1,5 +1,5 @@
-"""Writes to stdout and stderr. A stream may be closed or full, may be a closed pipe, or may be unable to encode a
-name.
+"""Writes to stdout and stderr. A stream may be missing, its disk may be full, its pipe may be closed, or it may be
+unable to encode a name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fp8bench.errors import NotPrinted
 
 
 def repair_streams() -> None:
-    """Replaces missing streams by silent ones. Names that a stream cannot encode are printed with replacements."""
+    """Replaces a missing stdout or stderr by a silent stream. Letters that a stream cannot encode will be escaped."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # pythonw and some daemons start without streams.
@@ -26,7 +26,7 @@ def repair_streams() -> None:
 
 
 def say(text: str) -> None:
-    """Writes to stdout and flushes it. A closed pipe is ignored. Raises NotPrinted if stdout cannot be written."""
+    """Writes to stdout and flushes it. Ignores a closed pipe. Raises NotPrinted if stdout cannot be written."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -39,10 +39,10 @@ def say(text: str) -> None:
 
 
 def complain(text: str) -> None:
-    """Writes a sentence to stderr, wrapped at COLUMNS or the width of the terminal. In a file the sentence stays on
-    one line.
+    """Writes a sentence to stderr, wrapped at COLUMNS or the width of the terminal. If stderr is a file, the sentence
+    stays on one line.
 
-    A line that begins with blanks is a command to copy, and is not wrapped.
+    A line of the text that begins with a blank is a command to copy, and is not wrapped.
     """
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
@@ -60,7 +60,7 @@ def complain(text: str) -> None:
 
 
 def terminal_width(stream: TextIO | None) -> int:
-    """Returns the columns of a terminal, or 0 if the stream is not a terminal or its width is unknown."""
+    """Returns the number of columns of a terminal, or 0 if the stream is not a terminal or the number is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
     except (OSError, ValueError, AttributeError):

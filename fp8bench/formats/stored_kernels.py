@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, parse_json, seal, unseal, write_whole
+from fp8bench.files import add_checksum, format_compact_json, parse_json, remove_checksum, write_whole
 from fp8bench.formats import vector_width
 
 Call = Callable[..., object]
@@ -43,7 +43,7 @@ def load_kernel(kernel: object) -> tuple[Call, int] | None:
     """Returns a stored kernel and its vector width in bits. Returns None if the kernel is missing or was changed."""
     path = _find_kernel_path(kernel)
     try:
-        stored_kernel = unseal(parse_json(_read_owned_file(path))) if path is not None else None
+        stored_kernel = remove_checksum(parse_json(_read_owned_file(path))) if path is not None else None
         return None if stored_kernel is None else (_load_call(stored_kernel), int(stored_kernel["bits"]))
     except Exception:  # noqa: BLE001 - whatever is wrong, the kernel is compiled again
         return None
@@ -62,7 +62,7 @@ def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType
         if _writes_same_bits(run, _load_call(stored_kernel), kernel.examples()):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.parent.chmod(0o700)
-            write_whole(path, compact(seal(stored_kernel)), sync=False)
+            write_whole(path, format_compact_json(add_checksum(stored_kernel)), sync=False)
             path.chmod(0o600)  # set the mode whatever the umask is, because _read_owned_file checks it
     except (OSError, StoreError, LookupError, TypeError, AttributeError, SyntaxError, RuntimeError):
         return

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, lock_folder, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    add_checksum,
+    format_compact_json,
+    lock_folder,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.protocols import limit_to_one_thread
 
 NARROW_BITS, WIDE_BITS = 256, 512
@@ -85,7 +93,7 @@ class StoredChoice:
 
     def read(self) -> int | None:
         try:
-            bits = unseal(parse_json(read_file(self._path)))["bits"]
+            bits = remove_checksum(parse_json(read_file(self._path)))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return bits if bits in (NARROW_BITS, WIDE_BITS) else None
@@ -101,7 +109,7 @@ class StoredChoice:
             stored_bits = self.read()
             if stored_bits is not None:
                 return stored_bits
-            write_whole(self._path, compact(seal({"bits": bits, **facts})), sync=False)
+            write_whole(self._path, format_compact_json(add_checksum({"bits": bits, **facts})), sync=False)
         return bits
 
 

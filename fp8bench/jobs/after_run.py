@@ -25,7 +25,7 @@ from fp8bench.model import Run
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_log_source, run_scalars
 from fp8bench.store.asv.view import update_view
 from fp8bench.store.figures.history import cache_figures
-from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.listing import find_store_of_run
 
 # A callback that gets a sentence about the outcome of a step.
 ReportNote = Callable[[str], None]
@@ -45,7 +45,7 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: ReportNote
     """Runs all steps after a run (history, report, scalars), and reports their outcomes by `note`. Returns False after
     an interrupt. A run that is not finished is only added to the history.
     """
-    store = store_of(Path(run.path)) or store
+    store = find_store_of_run(Path(run.path)) or store
     try:
         if sentence := add_to_history(run, store):
             note(sentence)

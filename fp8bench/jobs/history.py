@@ -23,7 +23,7 @@ from fp8bench.analysis.steps.changes import (
     make_ack,
 )
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import keeping, lock, open_file
+from fp8bench.files import convert_write_errors, lock, open_file
 from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
@@ -90,7 +90,7 @@ def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
                         continue
             removable_parts.append((part.what, sum(map(_count_bytes, part.paths))))
             for path in part.paths if remove else ():
-                with keeping(path, "You can delete it yourself."):
+                with convert_write_errors(path, "You can delete it yourself."):
                     shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     return removable_parts
 
@@ -143,7 +143,7 @@ def find_series(word: str, history: History) -> str:
     if names:
         name_list = "".join(f"\n  {name}" for name in names)
         raise UsageError(f"{word!r:.80} matches {len(names)} series. Give more of the name:{name_list}")
-    excluded = f" Not in the history: {'; '.join(history.left)}." if history.left else ""
+    excluded = f" Not in the history: {'; '.join(history.left_out_reasons)}." if history.left_out_reasons else ""
     raise UsageError(f"no series has {word!r:.80} in its name.{excluded} `fp8bench history list` names them all.")
 
 

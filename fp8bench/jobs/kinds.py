@@ -15,8 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from fp8bench.feature_list import feature_parts
-from fp8bench.files import is_no_folder
+from fp8bench.feature_list import import_feature_modules
+from fp8bench.files import is_not_folder
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
@@ -76,7 +76,7 @@ class Kind(ABC, Generic[K]):
         file_name = Path(self.pattern).name
         with contextlib.suppress(OSError, ValueError):
             for path in (Path(word), Path(word) / file_name):
-                if is_no_folder(path) and (path.name == file_name or path.resolve().match(self.pattern)):
+                if is_not_folder(path) and (path.name == file_name or path.resolve().match(self.pattern)):
                     return path
         paths = find_files_by_name(word, {path: self.names(path) for path in self.files(store)})
         return paths[0] if len(paths) == 1 else None
@@ -137,7 +137,7 @@ class Kind(ABC, Generic[K]):
 
 
 def kinds() -> list[Kind[Any]]:
-    return list(chain.from_iterable(getattr(module, "KINDS", ()) for module in feature_parts("kind")))
+    return list(chain.from_iterable(getattr(module, "KINDS", ()) for module in import_feature_modules("kind")))
 
 
 def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:

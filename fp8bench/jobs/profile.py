@@ -12,10 +12,10 @@ from fp8bench.errors import NotSent, UsageError
 from fp8bench.measure.handle import claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
-from fp8bench.model.run import PROFILE
+from fp8bench.model.run import PROFILE_ORIGIN
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.pipeline import examine, execute, worker_for
+from fp8bench.pipeline import examine, execute, open_worker
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
@@ -64,7 +64,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
     is_compiled = ("compile", ("yes",)) in request.axes
     try:
         request = replace(request, shares=request.shares or not (request.quick or is_compiled))
-        return execute(request, store, observer, command, PROFILE, note=note)
+        return execute(request, store, observer, command, PROFILE_ORIGIN, note=note)
     finally:
         LOADED_MODELS.clear()
 
@@ -72,7 +72,7 @@ def profile(request: Request, store: Path, observer: Observer, command: str, not
 def find_model_coverage(maker: str) -> Coverage:
     """Runs one untimed step of the model on a CPU, and returns which of its products would be converted to fp8."""
     request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (check_function_name(maker),)),))
-    with claim_process(True), worker_for(request, None) as worker:
+    with claim_process(True), open_worker(request, None) as worker:
         facts = worker.probe()
         plan = make_plan(request, facts, None)
         limits = Limits()

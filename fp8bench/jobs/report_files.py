@@ -17,7 +17,7 @@ from fp8bench.analysis.compare.compare import compare
 from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
-from fp8bench.files import keeping, open_file, write_whole
+from fp8bench.files import convert_write_errors, open_file, write_whole
 from fp8bench.jobs.earlier_runs import find_earlier_steps
 from fp8bench.jobs.kinds import K, Kind, find_results, join_results
 from fp8bench.model import Run
@@ -39,7 +39,7 @@ from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import make_material, report_page
 from fp8bench.report.panels import FindingsById
 from fp8bench.report.words.naming import show_start
-from fp8bench.store.runs.listing import load_stored_run, remove_copies, store_of
+from fp8bench.store.runs.listing import find_store_of_run, load_stored_run, remove_copies
 
 PAGE_NAME = "report.html"
 TABLE_NAME = "results.csv"
@@ -194,7 +194,7 @@ def short_path(page: Path) -> str:
 
 
 def find_report_page(run: Run) -> str:
-    store = store_of(Path(run.path)) if run.path else None
+    store = find_store_of_run(Path(run.path)) if run.path else None
     page = report_folder([run], store) / PAGE_NAME if store is not None else None
     return short_path(page) if page is not None and page.is_file() else ""
 
@@ -223,5 +223,5 @@ def _relative_to_store(path: str, store: Path) -> str:
 
 def _replace_report_file(path: Path, text: str | bytes) -> None:
     """Replaces a file atomically, because a browser may be reading the old file."""
-    with keeping(f"the report {path}"):
+    with convert_write_errors(f"the report {path}"):
         write_whole(path, text)

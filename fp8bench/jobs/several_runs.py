@@ -18,7 +18,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import LOCK, lock_folder
+from fp8bench.files import LOCK_FILE_NAME, lock_folder
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import DeviceFacts, Interval, Plan, Request, Run
@@ -158,7 +158,7 @@ def exclusive_lock(folder: Path, subject: str) -> Iterator[None]:
         try:
             stack.enter_context(lock_folder(folder, 0))
         except StoreError:
-            if not os.access(folder / LOCK, os.W_OK):
+            if not os.access(folder / LOCK_FILE_NAME, os.W_OK):
                 raise
             raise UsageError(f"another process is already measuring {subject}") from None
         yield

@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError, WorkerError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Request, Run
-from fp8bench.pipeline import worker_for
+from fp8bench.pipeline import open_worker
 from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import resolve
 
@@ -20,7 +20,7 @@ def record_tapes(request: Request, store: Path, observer: JobObserver) -> list[C
     """Records a tape of every case of a request. Nothing is timed or stored."""
     corpus = resolve(request, os.environ).corpus(store)
     taped_cases: list[CaseTape] = []
-    with worker_for(request, corpus) as worker, observer.counting() as report_progress:
+    with open_worker(request, corpus) as worker, observer.counting() as report_progress:
         facts = worker.probe()
         facts_by_device = {fact.key: fact for fact in facts}
         plan = make_plan(request, facts, corpus.identity if corpus else None)

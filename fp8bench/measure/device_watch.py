@@ -18,8 +18,8 @@ from fp8bench.measure.sensors.energy import SUMMARIES
 from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.sensors.rapl import CPU_CLOCK
 from fp8bench.model import DeviceWatch
-from fp8bench.model.readings import Reading, Readings, grown, reasons_of
-from fp8bench.model.stopping import ClockLook, Settling, is_clock_flat, slopes
+from fp8bench.model.readings import Reading, Readings, describe_missing_readings, subtract_counters
+from fp8bench.model.stopping import ClockLook, Settling, fit_slopes, is_clock_flat
 
 # The seconds that the arm runs between two readings.
 _SECONDS_BETWEEN_READINGS = 0.15
@@ -47,7 +47,7 @@ class Settler:
         while not has_settled and readings[-1].at < self.limit:
             worker.within(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
             readings.append(self._read_clock_and_temperature(start))
-            has_settled = is_clock_flat(readings) if self.is_brisk else slopes(readings).flat
+            has_settled = is_clock_flat(readings) if self.is_brisk else fit_slopes(readings).is_flat
         return Settling(tuple(readings), has_settled, self.limit)
 
     def _read_clock_and_temperature(self, start: float) -> ClockLook:
@@ -100,7 +100,7 @@ class SessionWatch:
         self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_TIME_SHARE
 
     def finish(self) -> None:
-        self._throttled = grown(self._throttled_seconds_at_start, self._device.read_throttled_seconds())
+        self._throttled = subtract_counters(self._throttled_seconds_at_start, self._device.read_throttled_seconds())
         self._seconds = self._clock() - self._started_at
         other_processes = self._count_other_processes()
         self._other_processes = (
@@ -124,7 +124,7 @@ class SessionWatch:
             looks=len(readings),
             seconds=self._seconds,
             held=tuple((name, seconds) for name, seconds in throttled_seconds.items() if seconds > 0),
-            why="; ".join(reasons_of(*readings, self._throttled)),
+            why="; ".join(describe_missing_readings(*readings, self._throttled)),
             warm_up=self._warm_up,
             others=self._other_processes,
             slices=max(0, self._device.mig_instance_count - 1),

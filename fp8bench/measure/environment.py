@@ -16,12 +16,12 @@ from pathlib import Path
 
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import BUSY_CORES, READ_BY_TORCH
-from fp8bench.store.asv.identity import find_identity, to_facts
+from fp8bench.model.run import BUSY_CORES_FACT, TORCH_VARIABLES
+from fp8bench.store.asv.identity import find_identity, list_identity_facts
 from fp8bench.user_code import hash_user_code
 
 _CPU_TIMES_FILE, _SLEEP_SECONDS = "/proc/stat", 0.05
-_RECORDED_VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
+_RECORDED_VARIABLES = (QUANTISERS_VARIABLE, *TORCH_VARIABLES)
 
 _PACKAGE_FOLDER = Path(__file__).parents[1]
 # The time limit for a call of git, in seconds. It is long, because git is slow on a busy machine, and a run without
@@ -55,10 +55,10 @@ def gather(
         "smt": _read_file("/sys/devices/system/cpu/smt/active"),
         "cgroup_cpu_max": _read_file("/sys/fs/cgroup/cpu.max"),
         "load_1min": _read_load(),
-        BUSY_CORES: _measure_busy_cores(),
+        BUSY_CORES_FACT: _measure_busy_cores(),
         "threads": threads,
         "imports_sha256": hash_user_code(imports),
-        **to_facts(find_identity()),
+        **list_identity_facts(find_identity()),
         **_read_commit(folder or Path()),
         **{f"env_{name}": os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
         **software,

@@ -26,7 +26,7 @@ from fp8bench.measure.limits import HANG_SECONDS
 from fp8bench.measure.process import UnreadableAnswer, WorkerProcess
 from fp8bench.model import DeviceFacts, Request, Scalar
 from fp8bench.model.raw import Settings
-from fp8bench.model.run import LOWERING
+from fp8bench.model.run import PRECISION_LOWERING_VARIABLES
 from fp8bench.registry import devices
 
 if TYPE_CHECKING:  # at run time, this import would load modules that only the worker needs
@@ -241,7 +241,7 @@ class ProcessWorker(Worker):
         thread_count = str(self.settings.threads)
         environment = {**os.environ, "OMP_NUM_THREADS": thread_count, "MKL_NUM_THREADS": thread_count}
         # each of these variables would lower the precision of products below what its name promises
-        for name in LOWERING:
+        for name in PRECISION_LOWERING_VARIABLES:
             environment.pop(name, None)
         # Inductor's pool of compiling processes would keep running during the timing.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

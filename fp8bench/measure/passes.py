@@ -34,7 +34,7 @@ from fp8bench.model import (
     Support,
     specs,
 )
-from fp8bench.model.file_names import name_of
+from fp8bench.model.file_names import name_case_file
 from fp8bench.model.ranks import FailedRank
 from fp8bench.model.readings import Reading
 from fp8bench.model.request import NVTX
@@ -130,7 +130,7 @@ class TraceFolder:
     marks_only: bool = False
 
     def name_trace_file(self, case: Case) -> str:
-        return f"{name_of(case)}/{_TRACE_WORKER}.{self.run_stamp}{_TRACE_SUFFIX}"
+        return f"{name_case_file(case)}/{_TRACE_WORKER}.{self.run_stamp}{_TRACE_SUFFIX}"
 
 
 def make_trace_folder(run: Run) -> TraceFolder | None:

@@ -24,7 +24,7 @@ from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request,
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
 from fp8bench.model.request import PHASE_ENERGY
-from fp8bench.model.stopping import STRETCH, Settling, is_brisk
+from fp8bench.model.stopping import SLOPE_SECONDS, Settling, is_run_brisk
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 
 # The seconds that the worker runs for one request.
@@ -66,7 +66,7 @@ class WindowRule:
 
     @property
     def settling_seconds(self) -> float:
-        return max(self.turn_seconds, 3 * STRETCH)
+        return max(self.turn_seconds, 3 * SLOPE_SECONDS)
 
     @property
     def window_seconds(self) -> tuple[float, float]:
@@ -89,7 +89,7 @@ def window_rule_for(request: Request, groups: int) -> WindowRule | None:
     if (
         sustained_seconds is None
         and request.energy_of != PHASE_ENERGY
-        and is_brisk(request.brisk, request.budget, groups)
+        and is_run_brisk(request.brisk, request.budget, groups)
     ):
         return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
     turn_count = 0 if sustained_seconds is None else _QUICK_TURNS if is_hurried else _TURNS

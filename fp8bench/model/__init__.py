@@ -1,4 +1,4 @@
-"""The frozen values of requests, plans and results. Units are seconds, bytes and joules. Raw clock samples are
+"""Defines the frozen values of requests, plans and results. Units are seconds, bytes and joules. Raw clock samples are
 integer nanoseconds, in fields whose names end in `ns`. This package uses neither torch nor files, and formats no
 text.
 """

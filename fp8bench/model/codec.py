@@ -1,8 +1,8 @@
 """Converts frozen dataclasses to JSON values and back, by their type hints.
 
 Unknown keys are ignored and missing keys get their defaults, so that files of other versions can be read.
-`collect_ignored_names` collects the names of ignored fields. Supported types are dataclasses, enums, tuples, mappings
-of scalars, and None.
+`collect_ignored_names` collects the ignored keys. Supported types are scalars, None, enums, dataclasses, tuples, and
+mappings of scalars.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _LEAST_INTEGER = -(1 << 63)
 _LARGEST_INTEGER = (1 << 64) - 1
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _ONLY_LISTS = {list}
-# The types whose values often repeat within a run, so that equal values share one object, and the largest number of
-# shared objects of a type.
+# The values of these types often repeat within a run, so equal values share one object. The number is the most objects
+# of a type that are kept to be shared.
 _SHARED_TYPES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
 _MAX_SHARED_VALUES = 1000
 
 T = TypeVar("T")
-_ignored: ContextVar[set[str]] = ContextVar("_ignored")
+_ignored_names: ContextVar[set[str]] = ContextVar("_ignored")
 
 
 class Malformed(ValueError):
-    """A value does not fit its type."""
+    """A JSON value does not fit the type as which it is decoded."""
 
 
 def encode(value: Any) -> Any:
-    """Returns a value as JSON values. Infinity and NaN, which JSON lacks, become strings."""
+    """Converts a value to JSON values. Infinity and NaN, which JSON lacks, become strings."""
     kind = type(value)
     # Most values are plain numbers and strings.
     if kind in _PLAIN_TYPES:
@@ -55,7 +55,7 @@ def encode(value: Any) -> Any:
     if kind is float:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
-        return str.__str__(value)  # a MetricSpec is a string too: store its name
+        return str.__str__(value)  # a MetricSpec is a string too: only its name is stored
     if dataclasses.is_dataclass(kind):
         return {name: encode(getattr(value, name)) for name in _list_field_names(kind)}
     if isinstance(value, Enum):
@@ -76,33 +76,32 @@ def _list_field_names(kind: type) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(kind))
 
 
-def decode(kind: type[T], plain: Any) -> T:
-    """Returns a value of type `kind` from JSON values. Raises Malformed with the path to a wrong value."""
+def decode(kind: type[T], json_value: Any) -> T:
+    """Converts JSON values to a value of type `kind`. Raises Malformed with the path to the first wrong value."""
     try:
-        return cast(T, _make_decoder(cast(Any, kind))(plain))
+        return cast(T, _make_decoder(cast(Any, kind))(json_value))
     except Malformed as error:
         raise Malformed(f"{kind.__name__}{error}") from None
 
 
 @contextmanager
 def collect_ignored_names() -> Iterator[set[str]]:
-    """Yields a set that collects the names of non-empty fields which `decode` ignores, because their type has no such
-    field.
+    """A context with a set that collects the names of the fields that `decode` ignores, because the type has no such
+    field. Empty fields are not collected.
     """
     names: set[str] = set()
-    token = _ignored.set(names)
+    context_token = _ignored_names.set(names)
     try:
         yield names
     finally:
-        _ignored.reset(token)
+        _ignored_names.reset(context_token)
 
 
 @cache
 def _make_decoder(kind: Any) -> Callable[[Any], Any]:
-    """Builds the function that decodes one type. The result is cached, because a run has hundreds of thousands of
-    values.
+    """Makes the function that decodes one type. It is cached, because a run has hundreds of thousands of values.
 
-    The function raises Malformed with the path to the wrong part of its value. Each caller puts its own part of the
+    The made function raises Malformed with the path from its value to the wrong part. Each caller adds its part of the
     path in front.
     """
     origin = typing.get_origin(kind)
@@ -115,7 +114,7 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
         return _make_mapping_decoder(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
         decode_one = _make_dataclass_decoder(cast(type, kind))
-        # Values that repeat are decoded once and shared. This is safe because they are frozen.
+        # Equal values are decoded once and share one object. This is safe, because the objects are frozen.
         return _share_equal_values(decode_one) if cast(type, kind).__name__ in _SHARED_TYPES else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
         return _make_enum_decoder(kind)
@@ -125,14 +124,14 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
 def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
     decode_one = _make_decoder(value_type)
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, dict):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, dict):
             raise Malformed(": expected an object")
         values = {}
-        for key, item in plain.items():
+        for key, item in json_value.items():
             try:
                 values[key] = decode_one(item)
-            # Each level puts its name in front of the path in the message.
+            # Put the key in front of the path in the message.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -141,24 +140,23 @@ def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
 
 
 def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Wraps `decode` so that equal input, bit for bit, gives the same frozen object. 1, 1.0 and True count as
-    different."""
-    cache: dict[bytes, tuple[Any, set[str]]] = {}
+    """Wraps `decode` so that equal input gives the same frozen object. 1, 1.0 and True count as different input."""
+    decoded_values: dict[bytes, tuple[Any, set[str]]] = {}
 
-    def decode_once(plain: Any) -> Any:
+    def decode_once(json_value: Any) -> Any:
         try:
-            key = marshal.dumps(plain, 2)  # later versions of marshal encode the same text in several ways
+            key = marshal.dumps(json_value, 2)  # later versions of marshal encode the same text in several ways
         except ValueError:  # the value is nested too deeply
-            return decode(plain)
-        if key not in cache:
-            # Clear a full cache completely. This costs little, because a run repeats its values within a few records.
-            if len(cache) >= _MAX_SHARED_VALUES:
-                cache.clear()
+            return decode(json_value)
+        if key not in decoded_values:
+            # Clear a full cache completely. This costs little, because values repeat within a few records.
+            if len(decoded_values) >= _MAX_SHARED_VALUES:
+                decoded_values.clear()
             with collect_ignored_names() as names:
-                cache[key] = decode(plain), names
-        value, names = cache[key]
+                decoded_values[key] = decode(json_value), names
+        value, names = decoded_values[key]
         if names:
-            _ignored.get(set()).update(names)
+            _ignored_names.get(set()).update(names)
         return value
 
     return decode_once
@@ -176,43 +174,47 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         for field in dataclasses.fields(kind)
     ]
     field_names = {name: None for name, _, _ in decoders}
-    missing = dataclasses.MISSING
-    required = dict.fromkeys(
+    no_default = dataclasses.MISSING
+    required_names = dict.fromkeys(
         field.name
         for field in dataclasses.fields(kind)
-        if field.default is missing and field.default_factory is missing
+        if field.default is no_default and field.default_factory is no_default
     )
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}
-    # Fill in the fields of classes without checks directly: a run has thousands of values, and frozen classes are
-    # slow to create.
-    plain_defaults = len(defaults) + len(required) == len(decoders)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not no_default}
+    # If a class has no checks, fill in its fields directly: a run has thousands of values, and calling a frozen class
+    # is slow.
+    plain_defaults = len(defaults) + len(required_names) == len(decoders)
     skips_init = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, dict):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, dict):
             raise Malformed(": expected an object")
-        # Newer versions may have added fields, and older versions may lack them; all of these files must be readable.
-        is_complete = plain.keys() == field_names.keys()
-        values = plain.copy() if is_complete else {name: plain[name] for name in field_names if name in plain}
-        if len(values) < len(plain):
-            _ignored.get(set()).update(name for name in plain.keys() - field_names.keys() if plain[name])
+        # A file of a newer version may have unknown fields, and a file of an older one may lack fields.
+        is_complete = json_value.keys() == field_names.keys()
+        values = (
+            json_value.copy() if is_complete else {name: json_value[name] for name in field_names if name in json_value}
+        )
+        if len(values) < len(json_value):
+            _ignored_names.get(set()).update(
+                name for name in json_value.keys() - field_names.keys() if json_value[name]
+            )
         for name, plain_types, decode_one in decoders:
             if (is_complete or name in values) and type(item := values[name]) not in plain_types:
                 try:
                     values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
-        if skips_init and required.keys() <= values.keys():
+        if skips_init and required_names.keys() <= values.keys():
             instance: Any = object.__new__(kind)
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
         try:
-            # The class has rejected its values, so put the path in front of its message.
+            # If the class rejects its values, make its message one that has a path.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None
         except TypeError as error:  # a field that has no default is missing
-            missing_field = next((name for name in required if name not in values), "")
+            missing_field = next((name for name in required_names if name not in values), "")
             raise Malformed(f": the field {missing_field!r} is missing" if missing_field else f": {error}") from None
 
     return decode
@@ -224,22 +226,22 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
     holds_integers = is_repeated and item_types[0] is int
     holds_integer_lists = is_repeated and item_types[0] == tuple[int, ...]
 
-    def decode(plain: Any) -> Any:
-        if not isinstance(plain, list):
+    def decode(json_value: Any) -> Any:
+        if not isinstance(json_value, list):
             raise Malformed(": expected a list")
-        if is_repeated and not plain:
+        if is_repeated and not json_value:
             return ()
-        if holds_integers and set(map(type, plain)) <= _ONLY_INTEGERS:
-            return tuple(plain)  # fast, because there are many raw samples
-        has_only_lists = holds_integer_lists and set(map(type, plain)) <= _ONLY_LISTS
-        if has_only_lists and set(map(type, itertools.chain.from_iterable(plain))) <= _ONLY_INTEGERS:
-            return tuple(map(tuple, plain))
-        if not is_repeated and len(decoders) != len(plain):
-            raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
+        if holds_integers and set(map(type, json_value)) <= _ONLY_INTEGERS:
+            return tuple(json_value)  # fast, because there are many raw samples
+        has_only_lists = holds_integer_lists and set(map(type, json_value)) <= _ONLY_LISTS
+        if has_only_lists and set(map(type, itertools.chain.from_iterable(json_value))) <= _ONLY_INTEGERS:
+            return tuple(map(tuple, json_value))
+        if not is_repeated and len(decoders) != len(json_value):
+            raise Malformed(f": expected {len(decoders)} items, found {len(json_value)}")
         try:
             if is_repeated:
-                return tuple(map(decoders[0], plain))
-            return tuple(decode_one(item) for decode_one, item in zip(decoders, plain, strict=True))
+                return tuple(map(decoders[0], json_value))
+            return tuple(decode_one(item) for decode_one, item in zip(decoders, json_value, strict=True))
         except Malformed as error:
             raise Malformed(f"[]{error}") from None
 
@@ -250,65 +252,65 @@ def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
     decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
-    def decode(plain: Any) -> Any:
-        if type(plain) in plain_kinds:
-            return plain
+    def decode(json_value: Any) -> Any:
+        if type(json_value) in plain_kinds:
+            return json_value
         # Use the first type that fits. The types of a union never accept the same value.
         for decode_one in decoders:
             try:
-                return decode_one(plain)
+                return decode_one(json_value)
             except Malformed:
                 continue
         type_names = " or ".join(
             "null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds
         )
-        raise Malformed(f": expected {type_names}, found {plain!r:.60}")
+        raise Malformed(f": expected {type_names}, found {json_value!r:.60}")
 
     return decode
 
 
 def _make_enum_decoder(kind: type[Enum]) -> Callable[[Any], Any]:
-    def decode(plain: Any) -> Any:
+    def decode(json_value: Any) -> Any:
         try:
-            return kind(plain)
+            return kind(json_value)
         except ValueError:
-            raise Malformed(f": {plain!r} is not a {kind.__name__}") from None
+            raise Malformed(f": {json_value!r} is not a {kind.__name__}") from None
 
     return decode
 
 
-def _decode_float(plain: Any) -> float:
-    if type(plain) is float:
-        return plain
-    if isinstance(plain, int) and not isinstance(plain, bool):
+def _decode_float(json_value: Any) -> float:
+    if type(json_value) is float:
+        return json_value
+    if isinstance(json_value, int) and not isinstance(json_value, bool):
         try:
-            return float(plain)
+            return float(json_value)
         except OverflowError:
             raise Malformed(": a whole number too large for a float") from None
     # JSON cannot express infinity and NaN, so they are stored as strings.
-    if plain in ("inf", "-inf", "nan"):
-        return float(plain)
-    raise Malformed(f": expected float, found {plain!r:.60}")
+    if json_value in ("inf", "-inf", "nan"):
+        return float(json_value)
+    raise Malformed(f": expected float, found {json_value!r:.60}")
 
 
 def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
-    def decode(plain: Any) -> Any:
-        if kind is int and type(plain) is int and not _LEAST_INTEGER <= plain <= _LARGEST_INTEGER:
-            raise Malformed(f": a whole number too large to compute with, {plain!r:.20}...")
-        if kind is Any or type(plain) is kind:
-            return plain
-        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {plain!r:.60}")
+    def decode(json_value: Any) -> Any:
+        if kind is int and type(json_value) is int and not _LEAST_INTEGER <= json_value <= _LARGEST_INTEGER:
+            raise Malformed(f": a whole number too large to compute with, {json_value!r:.20}...")
+        if kind is Any or type(json_value) is kind:
+            return json_value
+        raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {json_value!r:.60}")
 
     return decode
 
 
-# Modules that define values: those of this package, and `values` of features.
+# The modules that define frozen values: those of this package, and the module `values` of each feature.
 _VALUE_MODULES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 def _find_enum_member(kind: object, name: str) -> Enum:
-    """Returns the member of an enum with this name, and refuses any other attribute. Python before 3.11.4 pickles a
-    member as an access to an attribute.
+    """Returns the member of an enum with this name, and refuses any other attribute. This replaces getattr, as which
+    Python before 3.11.4 pickles a member.
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
@@ -316,10 +318,10 @@ def _find_enum_member(kind: object, name: str) -> Enum:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles the frozen values that a worker answers with, and nothing else."""
+    """Unpickles the frozen values in the answers of a worker, and refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        # a name with a dot could reach into modules that this module has imported
+        # Refuse a name with a dot: it could reach into modules that this module has imported.
         if _VALUE_MODULES.fullmatch(module) and "." not in name:
             value = super().find_class(module, name)
             if isinstance(value, type) and value.__module__ == module:

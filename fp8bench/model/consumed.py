@@ -1,7 +1,7 @@
 """The energy, the memory and the largest batch of a case, and the state of its device.
 
 Units are joules, watts, bytes, hertz and degrees Celsius. None means unknown, and `why` has the reason. An unknown
-value is never 0. Throttle reasons are NVML's bit mask, whose bits are named in `BITS`.
+value is never 0. `throttle` fields have NVML's bit mask of throttle reasons, whose bits `THROTTLE_REASONS` names.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class EnergyWindow:
     `joules` is the energy of the complete window, idle time included. An energy counter changed `intervals` times in
     the measured part of the window. `uncertainty` is the largest relative error of that part, or None for a power
     sensor, whose error is unknown. `sm_clock` is the median clock, `temperature` the highest temperature, and
-    `throttle` has all bits that occurred.
+    `throttle` has all bits that were set during the window.
     """
 
     steps: int
@@ -35,8 +35,8 @@ class EnergyWindow:
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Windows in which one phase of a case ran alone, `steps` times each. If windows are missing, `why` is the
-    reason.
+    """Energy windows in which one phase of a case ran alone, `steps` times in each window. If windows are missing,
+    `why` is the reason.
     """
 
     phase: str
@@ -62,10 +62,10 @@ class SustainedTurn:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """The energy windows of one case, and the idle power of the device with the same states in memory.
+    """The energy windows of one case, and the power of the idle device while the case's tensors were in memory.
 
     `source` is 'counter', 'rapl', 'instant', 'average' or 'none'. Figures of different sources cannot be compared.
-    `phases` holds the windows of single phases, if they were requested. `power_limits` are the limits in watts that
+    `phases` holds the windows of single phases, if these were requested. `power_limits` are the limits in watts that
     the device has had since the run began: several if somebody changed the limit, () if unknown. If a window or the
     idle power is missing, `why` is the reason.
     """
@@ -83,11 +83,11 @@ class EnergyUse:
 class DeviceWatch:
     """The state of a device while a case was timed, from `looks` samples between the slots of the case.
 
-    `throttle` has every bit that was set in any sample. `held` has (limit, seconds): for how many of the group's
-    `seconds` the limit lowered the clocks, by the driver's counters. `others` counts other processes that use the
-    device. If the device is partitioned, `slices` counts its other parts. `sm_clock` is the mean over the sampled
-    slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if it reports
-    neither clock nor temperature.
+    `throttle` has every bit that was set in any sample. `held` has pairs (limit, seconds): by the driver's counters,
+    the limit lowered the clocks for so many of the group's `seconds`. `others` counts other processes that use the
+    device. If the device is partitioned, `slices` counts its other partitions. `sm_clock` is the mean over the sampled
+    slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if the device
+    reports neither clock nor temperature.
     """
 
     looks: int
@@ -122,9 +122,10 @@ class MemoryUse:
     `leak` is how much the memory of tensors (also on the host) grows with every step; None if not measured.
 
     `on_device` is the peak on hardware that has the low-precision formats, derived from the same allocations. It
-    equals `peak` for a case that emulates nothing. If it is None, `off_device` has the reason. `forward` has the
-    roles of the memory that is held between the first forward pass and backward, a moment that all precisions have.
-    With several ranks, all figures are those of the rank with the most memory, and `ranks` has every rank.
+    equals `peak` for a case that emulates nothing. If it is None, `off_device` has the reason. `forward` divides by
+    purpose the memory that is held between the first forward pass and the backward pass, a moment that occurs in
+    every precision. With several ranks, all figures are those of the rank with the most memory, and `ranks` has every
+    rank.
     """
 
     peak: int
@@ -143,16 +144,16 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Emulating:
-    """A note in a trace of memory: an emulation begins. A real device would not make the allocations from here up to
-    the next EmulationEnd.
+    """A note in a trace of memory: an emulation begins. A device with the emulated formats would not make the
+    allocations between this note and the next EmulationEnd.
     """
 
 
 @dataclass(frozen=True)
 class EmulationEnd:
-    """A note in a trace of memory: an emulation has ended. Instead of the blocks at the `replaced` addresses, a real
-    device would hold the memory of notes `Laid`. All other blocks of the emulation that still exist count as memory
-    from now on.
+    """A note in a trace of memory: an emulation has ended. A device with the emulated formats would not have the blocks
+    at the `replaced` addresses: it would have the bytes of the notes `Laid`. All other blocks of the emulation that
+    still exist count as memory from this note on.
     """
 
     replaced: tuple[int, ...] = ()
@@ -160,9 +161,9 @@ class EmulationEnd:
 
 @dataclass(frozen=True)
 class Laid:
-    """A note in a trace of memory: from here on, a real device would hold `size` more bytes, until a note `Lifted`
-    with the same key. If an address is given, it would hold the existing block at that address until then, even if
-    the block is released earlier.
+    """A note in a trace of memory: from this note until the note `Lifted` with the same key, a device with the emulated
+    formats would hold `size` more bytes. If an address is given, the device would keep the existing block at this
+    address instead, even if the block is released earlier here.
     """
 
     key: int
@@ -172,8 +173,8 @@ class Laid:
 
 @dataclass(frozen=True)
 class Lifted:
-    """A note in a trace of memory: from here on, a real device would no longer hold the bytes that the note `Laid`
-    with the same key has added.
+    """A note in a trace of memory: from this note on, a device with the emulated formats would no longer hold the bytes
+    that the note `Laid` with the same key added.
     """
 
     key: int
@@ -205,12 +206,12 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class MemoryCourse:
-    """The highest point of memory in a part of a step, the blocks that existed at that point, and the highest points
-    of its phases.
+    """The highest point of memory in a part of a step, the blocks that existed at that point (`held`), and the highest
+    point in each phase.
 
     `held` is () if single allocations are unknown, and `why` has the reason. The blocks may sum to less than `peak`.
-    `on_device` is the highest point on a real device instead of an emulation; None if the emulation left no notes.
-    `forward` are the blocks that existed when the first backward pass began; () without such a pass.
+    `on_device` is the highest point on a device that has the emulated formats; None if the emulation left no notes.
+    `forward` are the blocks that existed when the first backward pass began; () if the part has no such pass.
     """
 
     peak: int
@@ -252,15 +253,15 @@ class Capacity:
     update: float | None = None
 
 
-# Sources that count energy. A power sensor is not one of them, and its error is unknown.
-COUNTERS = frozenset({"counter", "rapl"})
-# The fewest changes of an energy counter within a window.
-LEAST_INTERVALS = 10
-# Words in the reason why a window has no energy, if the energy counter changed too rarely. Reasons are recognised by
-# them.
+# The sources that count energy. The other sources are power sensors, whose errors are unknown.
+ENERGY_COUNTERS = frozenset({"counter", "rapl"})
+# An energy counter must change at least this many times within a window.
+MIN_COUNTER_CHANGES = 10
+# The reason why a window has no energy contains these words if the energy counter changed too rarely. Other code
+# recognises the reason by them.
 TICK_INTERVALS = "tick interval(s) of the energy counter"
 # The bits of nvmlClocksEventReason*, which older drivers call nvmlClocksThrottleReason*.
-BITS: dict[int, str] = {
+THROTTLE_REASONS: dict[int, str] = {
     0x1: "idle",
     0x2: "application-clocks",
     0x4: "power-cap",
@@ -273,19 +274,21 @@ BITS: dict[int, str] = {
     0x200: "board-limit",
     0x400: "reliability",
 }
-# The bits of throttling by which the hardware protects itself. Times that are measured then are not the speed of the
-# device.
-HARDWARE = 0x8 | 0x40 | 0x80
+# The throttle bits that are set while the hardware protects itself. Times that are measured then do not show the speed
+# of the device.
+HARDWARE_BITS = 0x8 | 0x40 | 0x80
 # The bit of the power cap. Large matrix products often reach the cap on current GPUs.
-POWER_CAP = 0x4
-# Throttle reasons that are not faults: somebody chose the clocks, or the power cap limits them.
-CHOSEN = frozenset({"idle", "application-clocks", "sync-boost", "display-clocks", BITS[POWER_CAP]})
+POWER_CAP_BIT = 0x4
+# The throttle reasons that are not faults: somebody chose the clocks, or the power cap limits them.
+CHOSEN_REASONS = frozenset(
+    {"idle", "application-clocks", "sync-boost", "display-clocks", THROTTLE_REASONS[POWER_CAP_BIT]}
+)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit for which NVML counts how many nanoseconds it throttled the clocks: a policy of
-    nvmlDeviceGetViolationStatus, or a field.
+    """A limit for which NVML counts how long it throttled the clocks. NVML reads the count of a `policy` by
+    nvmlDeviceGetViolationStatus, and that of a `field` as a field value.
     """
 
     name: str
@@ -302,9 +305,9 @@ VIOLATIONS: tuple[Violation, ...] = (
 )
 
 
-def reasons_in(mask: int) -> tuple[str, ...]:
-    """Returns the names of the reasons in a throttle mask, except idling. A bit without a name gives a name such as
+def list_throttle_reasons(mask: int) -> tuple[str, ...]:
+    """Returns the names of the reasons in a throttle mask, without 'idle'. A bit that has no name is listed as
     'bit 0x800'.
     """
     bits = [1 << number for number in range(mask.bit_length()) if mask & 1 << number]
-    return tuple(BITS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)
+    return tuple(THROTTLE_REASONS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)

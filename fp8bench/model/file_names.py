@@ -1,4 +1,4 @@
-"""Makes file names that are safe on any system, and different for different things."""
+"""Makes file names that are safe on any system. Different cases or texts get different names."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import re
 
 from fp8bench.model.planned import Case
 
-_UNSAFE = re.compile(r"[^A-Za-z0-9=,._+-]")
+_UNSAFE_LETTER = re.compile(r"[^A-Za-z0-9=,._+-]")
 _MAX_LENGTHS = {"workload": 40, "params": 72, "device": 16, "mode": 40}
 _DIGEST_LENGTH = 8
 
 
-def stamp(moment: str) -> str:
+def format_start_time(start_time: str) -> str:
     """Formats a start time for file names, such as '20260105T120000.000Z'."""
-    return re.sub(r"[-:]", "", moment).partition("+")[0] + "Z"
+    return re.sub(r"[-:]", "", start_time).partition("+")[0] + "Z"
 
 
-def safe(text: str) -> str:
-    """Returns a text that is safe as part of a path. Unsafe letters become _. If the text was changed, or
-    has capital letters, a digest is added. So different texts give different names even if letter case is ignored.
+def make_safe(text: str) -> str:
+    """Returns a text that is safe as part of a path. Unsafe letters become _. A digest is added if letters were
+    replaced or cut, and if the text has capital letters: so different texts give names that differ in more than letter
+    case.
     """
     short_name = _shorten(text, 80)
     return short_name if short_name == text.lower() else f"{short_name}-{_make_short_digest(text)}"
 
 
-def name_of(case: Case) -> str:
-    """Returns the name of a file or folder for a case, such as 'gemm-m=512,n=512,k=512-cpu-bf16'. Long names are cut
-    and get a digest."""
+def name_case_file(case: Case) -> str:
+    """Returns the name of a file or folder for a case, such as 'gemm-m=512,n=512,k=512-cpu-bf16'. A long name is cut
+    and gets a digest.
+    """
     params = ",".join(f"{name}={value}" for name, value in case.params)
     parts = {"workload": case.workload, "params": params, "device": case.device.replace(":", ""), "mode": case.mode}
-    short_name = "-".join(cut for name, part in parts.items() if (cut := _shorten(part, _MAX_LENGTHS[name])))
+    short_name = "-".join(
+        short_part for name, part in parts.items() if (short_part := _shorten(part, _MAX_LENGTHS[name]))
+    )
     full_name = "-".join(part for part in parts.values() if part)
-    # Cases that differ only in a part that was cut or replaced must not share a file.
+    # Add a digest if letters were cut or replaced, because another case may differ only in these letters.
     return short_name if short_name == full_name.lower() else f"{short_name}-{_make_short_digest(case.id)}"
 
 
 def _shorten(text: str, max_length: int) -> str:
-    """Returns a safe text of at most `max_length` letters that does not begin with a dot or dash. Only an empty text
-    gives ''."""
-    safe_text = _UNSAFE.sub("_", text)[:max_length]
+    """Returns at most `max_length` letters of a text, with _ for unsafe letters and for a dot or dash at the beginning.
+    Returns '' only for an empty text.
+    """
+    safe_text = _UNSAFE_LETTER.sub("_", text)[:max_length]
     return f"_{safe_text[1:]}" if safe_text[:1] in (".", "-") else safe_text
 
 

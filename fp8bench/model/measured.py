@@ -1,4 +1,4 @@
-"""The results of a case, and the ceilings of its device (the highest measured rates), with which results are
+"""The results of a case, and the ceilings of its device: the highest measured rates, with which results are
 compared.
 """
 
@@ -16,13 +16,13 @@ from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
 # If the runs of a rate differ by more than this relative amount, the rate is not used as an upper bound.
-WIDEST_SPREAD = 0.05
+MAX_RATE_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """A limit of a device. PRODUCT: matrix products. COPY and TRIAD (a = b + s c): memory, with arrays larger than
-    the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of the smallest kernel. LOAD: copies
-    from host memory.
+    """What limits a device, and how it is measured. PRODUCT: matrix products. COPY and TRIAD (a = b + s c): memory,
+    with arrays larger than the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of the smallest
+    kernel. LOAD: copies from host memory.
     """
 
     PRODUCT = "product"
@@ -35,10 +35,11 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """The rate that a device reached, per second: of FLOPs, of bytes read and written, or of launches. `runs` has the
-    rate of each run. `precision` is that of a product. `searched` is how many shapes were tried (M, N and K of a
-    product, or the bytes of one array). The fastest one is `shape`, which was then measured again in `runs`. Without
-    runs, `why` has the reason.
+    """The rate that a device reached, per second: of FLOPs, of bytes read and written, or of launches. `precision` is
+    that of a product.
+
+    `searched` shapes were tried (M, N and K of a product, or the bytes of one array). The fastest one is `shape`. It
+    was measured again several times, and `runs` has the rate of each time. If `runs` is empty, `why` is the reason.
     """
 
     limit: Limit
@@ -57,16 +58,16 @@ class Rate:
         return (max(self.runs) - min(self.runs)) / statistics.median(self.runs) if self.runs else 0.0
 
     @property
-    def steady(self) -> bool:
-        return bool(self.runs) and self.spread <= WIDEST_SPREAD
+    def is_steady(self) -> bool:
+        return bool(self.runs) and self.spread <= MAX_RATE_SPREAD
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The highest rates that a device reached, each in several runs.
+    """The highest rates that a device reached, each measured several times.
 
-    `when` is the time of the measurement, `under` the settings at that time by name, and `device` the name of the
-    device.
+    `when` is the time of the measurement, `under` has the settings at that time by name, and `device` is the name of
+    the device.
     """
 
     rates: tuple[Rate, ...] = ()
@@ -81,22 +82,22 @@ class Ceilings:
         )
 
     def best(self, limit: Limit, precision: str = "") -> float | None:
-        """Returns the highest rate of all runs, even if the runs differ."""
+        """Returns the highest rate of all runs, even if the runs differ much. Returns None if the rate is unknown."""
         rate = self.rate(limit, precision)
         return None if rate is None else max(rate.runs)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
-        """Returns an upper bound of the rate; None if the rate is unknown or its runs differ too much."""
+        """Returns an upper bound of the rate. Returns None if the rate is unknown or its runs differ too much."""
         rate = self.rate(limit, precision)
-        return rate.value if rate is not None and rate.steady else None
+        return rate.value if rate is not None and rate.is_steady else None
 
 
 @dataclass(frozen=True)
 class Ceiling:
     """The highest rates of FLOPs and bytes per second that one case can reach; None if unknown.
 
-    `rates` are the rates of its device, including those whose runs differ too much. `device` is the name of the
-    device.
+    `rates` are all measured rates of the case's device, even those whose runs differ too much. `device` is the name of
+    the device.
     """
 
     flops: float | None = None
@@ -107,9 +108,9 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class GivenTensors:
-    """The tensors of one shape that a step only reads or trains. The fields are their number, the sums of their
-    values and of the squares, and the number of subnormal values. `scattered` counts tensors in which no two numbers
-    are next to each other in memory.
+    """All tensors of one shape that a step only reads or trains. The fields are the number of tensors, the sum of their
+    values, the sum of the squared values, and the number of subnormal values. `scattered` counts the tensors in which
+    no two numbers are next to each other in memory.
     """
 
     shape: tuple[int, ...]
@@ -134,16 +135,16 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class Products:
-    """Observations of the matrix products of an untimed step. They were checked up to the first one that has an
-    operand in the case's formats.
+    """Observations of the matrix products of an untimed step. The products were checked until one had an operand in
+    the case's formats.
 
-    `low` is whether there is such a product; None if the formats are unknown. `count` products were checked, and
+    `low` is whether a product had such an operand; None if the formats are unknown. `count` products were checked, and
     `operands` are the dtypes of their operands. `operators` counts the operators of the whole step. `attention` are
     the kernels of torch's attention. `wide` means that native products received values of their formats in wider
-    dtypes, and no codes. `looks_like` is the precision that the numbers of a product show if the product did not keep
-    to the case's precision, else ''. `kernels` are the kernels of products in a profiled step, if there was one.
-    `given` are the tensors of a step. `cast_before` counts weights in the case's formats that no step casts, and to
-    which the state gives no role.
+    dtypes, and no codes. If a product did not compute in the case's precision, `looks_like` is the precision that its
+    numbers show, otherwise ''. `kernels` are the kernels of products in a profiled step, if there was one. `given` are
+    the tensors that the step reads or trains. `cast_before` counts the weights in the case's formats that no step casts
+    and that have no role in the state.
     """
 
     count: int
@@ -174,9 +175,9 @@ class Measurement:
 class TensorStatistics:
     """Statistics of the values of a product's operand, or of a batch, before scaling.
 
-    `kind` is the kind of layer or of values, and `role` the role of the operand in a product, or ''. `amax` is the
-    largest magnitude of `count` values. `outside` has a row for each format: its name, the share of values above its
-    largest number, and the share of nonzero values that would become zero.
+    `kind` is the kind of layer or of values, and `role` is the role of the operand in a product, or ''. `amax` is the
+    largest magnitude of all `count` values. `outside` has a row for each format: the name of the format, the share of
+    values above its largest number, and the share of nonzero values that it would round to zero.
     """
 
     kind: str
@@ -190,8 +191,8 @@ class TensorStatistics:
 class LayerScale:
     """The scale of one tensor (a role in one layer) after the last step, if scales are derived from data.
 
-    Values are multiplied by `scale`, which is the format's largest number divided by `amax`. The scale was renewed
-    `renewals` times, because it was old or because values saturated.
+    Values are multiplied by `scale`, which is the largest number of the format divided by `amax`. The scale was
+    computed again `renewals` times, because it was old or because values saturated.
     """
 
     layer: str
@@ -203,8 +204,8 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class StepEffect:
-    """Whether the results of a step change if its inputs change, both in a timed and in an untimed step; None if
-    unknown. `why` describes the observation.
+    """Whether the results of a step change if its inputs change, both in a timed and in an untimed step. `changes` is
+    None if this is unknown, and `why` describes what was observed.
     """
 
     changes: bool | None
@@ -213,8 +214,8 @@ class StepEffect:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many states are used in turn, and the bytes of one state. There are enough states that none is still in the
-    cache when it is used again.
+    """How many states the calls of a slot use in turn, and the bytes of one state. There are so many states that a
+    state is no longer in the cache when it is used again.
     """
 
     states: int
@@ -223,8 +224,8 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Segments:
-    """The cells into which a step is divided. Cell i is the time of phase `phases[i]` within block `blocks[i]` of the
-    step.
+    """The cells into which the time of a step is divided. Cell i is the time of phase `phases[i]` within block
+    `blocks[i]` of the step.
     """
 
     phases: tuple[str, ...]
@@ -241,7 +242,7 @@ class SlotSample:
     `place` is the position of the slot in its round, and `clock` the device's clock in hertz right after the slot.
 
     `preemptions` counts how often the system took the core although the thread had work. `stolen_seconds` is the time
-    that a hypervisor took from all cores, in units of 10 ms. `waited_seconds` is how long the thread had work but no
+    that a hypervisor took from all cores, rounded to 10 ms. `waited_seconds` is how long the thread had work but no
     core, if the host clock timed the calls. `memory_retries` counts allocations that succeeded only after torch
     returned its cached memory. With several ranks, `calls_ns` is the time of the slowest rank in each call, and
     `ranks` has every rank.
@@ -266,10 +267,10 @@ class SlotSample:
 class Timing:
     """All raw samples of one arm (a case that is timed in rounds).
 
-    `entries` counts how often a step enters each phase. `varying` means that the marks of steps differed, so that
-    each phase has a single cell. `eager` is the reason why quantisers that could be compiled ran as separate
-    operations, or ''. `fused` means that some quantisers ran compiled. `vector_bits` are the widths of their vectors,
-    on a CPU that has several widths.
+    `entries` counts how often a step enters each phase. `varying` means that the sequence of phases differed
+    between steps, so each phase has only one cell. `eager` is the reason why quantisers that could be compiled ran as
+    separate operations, or ''. `fused` means that some quantisers ran compiled. `vector_bits` are the widths of the
+    vectors of compiled quantisers, on a CPU that has several widths.
     """
 
     segments: Segments
@@ -307,7 +308,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half the width of the interval on a logarithmic scale. This is about the relative half-width."""
+        """Half the width of the interval on a logarithmic scale, which is about half its relative width."""
         if self.low <= 0 or not math.isfinite(self.high):
             return math.inf
         return 0.5 * math.log(self.high / self.low)
@@ -317,7 +318,7 @@ class Interval:
         return max(abs(self.low - 1), abs(self.high - 1))
 
     @property
-    def clearance(self) -> float:
+    def distance_from_one(self) -> float:
         """How far the interval is from 1; 0 if the interval contains 1."""
         return max(0.0, self.low - 1, 1 - self.high)
 
@@ -333,10 +334,10 @@ def _invert_bound(bound: float) -> float:
 
 @dataclass(frozen=True)
 class Fresh:
-    """New rounds of the fastest of `candidates` cases, measured only with the reference and its control after the
-    choice.
+    """New rounds of a case that was chosen as the fastest of `candidates` cases. Only this case, the reference and its
+    control were measured in them.
 
-    They do not contain the samples by which the case was chosen.
+    They do not contain the samples by which the case was chosen, so its ratio is not biased by the choice.
     """
 
     timing: Timing
@@ -347,12 +348,13 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Reruns:
-    """How much repeated runs of a case differ on this machine, estimated from `runs` earlier runs of this and other
+    """How much runs of the same case differ on this machine, estimated from `runs` earlier runs of this and other
     cases.
 
-    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `max_reach`
-    is how far an interval may reach from its point. `own_runs` counts the runs of this case alone (None in files of
-    older versions). `low` and `high` are the range of the logarithms of these runs.
+    `spread` is the standard deviation of the logarithms of the runs' ratios, with `freedom` degrees of freedom. An
+    interval that covers this spread need not reach farther from its point than `max_reach`, on a logarithmic scale.
+    `own_runs` counts the earlier runs of this case (None in files of older versions), and `low` and `high` are the
+    lowest and highest logarithm of their ratios.
     """
 
     spread: float
@@ -366,11 +368,11 @@ class Reruns:
 
 @dataclass(frozen=True)
 class Replays:
-    """The times of steps that a device repeated with one launch per step. Each step is one cell. If the times are
-    missing, `why` is the reason.
+    """The times of captured steps that a device replayed with one launch per step. The time of a step is not divided
+    into cells. If the times are missing, `why` is the reason.
 
     `loaded` names what was copied to the device before each replay, outside the measured time; '' for steps that load
-    nothing. `phases` are the seconds of each phase in a second graph, which also records events. They are empty if
+    nothing. `phases` has the seconds of each phase in a second captured graph that also records events. It is empty if
     the device cannot record events in a graph.
     """
 
@@ -385,23 +387,24 @@ class Record:
     """The result of one case. A field is None or empty if it was not requested or cannot be known.
 
     Time: `timing` holds the samples, `control` those of a second copy of the reference in the same rounds (the A/A
-    control). `paired`: the case shared rounds with the reference. `paired_with` holds the reference's
-    samples if these were apart from the rest of the group; None means the samples in the reference's own record.
-    `stopped` is the reason why measuring ended. `fresh` are new rounds of the fastest of several cases, from which
-    its ratio is computed; `timing` remains the basis of the choice. `sustained` are its turns of several seconds; the
-    n-th turns of a group form one round. `late` describes steps after the timing, and `late_flops` their products if
-    all steps multiply equally much. `reruns` is how much earlier runs differed, and `sessions` are the ratios of
-    earlier sessions, whose hull is the interval.
+    control). `paired`: the case shared rounds with the reference. If the case was timed later, in separate
+    rounds, `paired_with` holds the reference's samples of these rounds; None means the samples in the reference's
+    record. `stopped` is the reason why measuring ended. `fresh` are new rounds of a case that was the fastest of
+    several: its ratio is computed from these, and `timing` is only the basis of the choice. `sustained` are the turns
+    of several seconds; the n-th turns of all cases of a group form one round. `late` describes steps after the timing,
+    and `late_flops` counts the FLOPs of such a step if they are the same in every step. `reruns` is how much earlier
+    runs differed. `sessions` are the ratios of earlier sessions, and the interval spans all of them.
 
-    Content of a step: `ceiling` is the most that the case can reach, `products` how its products ran, `effect`
-    whether its steps do anything, `tape` its operators, `coverage` which products of a user's model can be converted,
-    and `shares` how its time divides. `rotation` is set if calls use several states, `replays` if a device may repeat
-    a step in one launch. `statistics` describe the data; only the reference has them, because they do not depend on
-    the precision. `scales` are those derived from data. `not_finite` is the share of the state's numbers that are not
-    finite after timing, for workloads that allow it. `trace` is the trace file within the requested folder.
+    Content of a step: `ceiling` is the most that the case can reach, `products` describes how its products ran,
+    `effect` whether its steps do anything, `tape` lists its operators, `coverage` shows which products of a user's
+    model can be converted, and `shares` how its time divides. `rotation` is set if calls use several states, `replays`
+    if a device may repeat a step in one launch. `statistics` describe the data; only the reference has them, because
+    they do not depend on the precision. `scales` are those derived from data. `not_finite` is the share of the state's
+    numbers that are not finite after timing, for workloads that allow this. `trace` is the trace file within the
+    requested folder.
 
-    Ranks: `transfer` is what a step of several ranks moves, `overlap` how far computation hides it, and `failed_rank`
-    the rank that made the case fail.
+    Ranks: `transfer` is what a step of several ranks moves between them, `overlap` is how much of this time computing
+    hides, and `failed_rank` is the rank that made the case fail.
     """
 
     case: Case

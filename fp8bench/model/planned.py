@@ -16,7 +16,7 @@ Params = tuple[tuple[str, Scalar], ...]
 
 @dataclass(frozen=True)
 class Support:
-    """How a device supports a precision, and why. `backend` is the library that multiplies, with its version."""
+    """How a device supports a precision, and the reason. `backend` is the library that multiplies, with its version."""
 
     level: Level
     reason: str
@@ -36,9 +36,9 @@ class Work:
     """The amounts of work in one step; 0 for an amount that does not apply.
 
     `bytes` is the size of the tensors that a step takes as input, each counted once in its input dtype. It is equal
-    for every precision, so that throughputs can be compared. `least_memory` is the least memory of one state in
-    bytes: a case that needs more than its device has is not started. `setup_seconds` is how much longer the
-    preparation may take than a step, for example to compile.
+    for every precision, so that throughputs can be compared. `least_memory` is the least number of bytes that one
+    state needs: a case that needs more than its device has is not started. The preparation of a case may take
+    `setup_seconds` longer than other requests to the worker, for example to compile.
     """
 
     flops: float = 0.0
@@ -52,12 +52,12 @@ class Work:
 class DeviceFacts:
     """All facts about a device on which plans depend. Equal facts and requests give equal plans.
 
-    `uuid` and `pci` are those of torch, '' if unknown; the driver may number devices differently. `unusable` is the
-    reason why nothing can run on the device. `packages` are the versions of the installed packages that backends use.
-    `scaled_products` is whether this torch has scaled products for the device; None if the kind of device decides
-    this. `cache_bytes` is the size of the last cache before the memory, 0 if unknown. `cache_shared` processors share
-    this cache (1 on a GPU). `ranks` processes measure together, each on its own device of this kind, or all on the
-    same CPU.
+    `uuid` and `pci` identify the device in torch, '' if unknown; the driver may number devices differently. `unusable`
+    is the reason why nothing can run on the device. `packages` are the versions of the installed packages that backends
+    use. `scaled_products` is whether this torch has scaled products for the device; None if this depends only on the
+    kind of device. `cache_bytes` is the size of the last cache before the memory, 0 if unknown. `cache_shared`
+    processors share this cache (1 on a GPU). `ranks` processes measure together, each on a separate device of this
+    kind, or all on the same CPU.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class DeviceFacts:
     ranks: int = 1
 
     def version_of(self, package: str) -> str | None:
-        """Returns the version of an installed package that a backend uses; None if it is not installed."""
+        """Returns the version of a package that a backend uses. Returns None if the package is not installed."""
         return self.torch if package == "torch" else dict(self.packages).get(package)
 
     @property
@@ -88,17 +88,17 @@ class DeviceFacts:
 
     @property
     def accelerated(self) -> bool:
-        """Whether the device is a GPU. On a GPU, workloads have realistic sizes."""
+        """Whether the device is a GPU. On a GPU, workloads have realistic sizes by default."""
         return self.kind != "cpu"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: a workload with parameters, in a precision, on a device.
+    """What is measured: a workload with parameters, in a precision, on a device.
 
-    `precision_map` maps layers, or kinds of layers, to precisions that differ from that of the case. `static` is the
-    rule for scales derived from data. `version` is the version of the workload. It is raised when the work of a step
-    changes, and numbers of different versions cannot be compared. `ranks` is the number of processes that run the
+    `precision_map` gives some layers, or kinds of layers, a different precision than `precision`. `static` is the rule
+    for scales derived from data. `version` is the version of the workload. It is raised when the work of a step
+    changes, because numbers of different versions cannot be compared. `ranks` is the number of processes that run the
     case together.
     """
 
@@ -120,14 +120,14 @@ class Case:
 
     @property
     def setting(self) -> str:
-        """A text with everything that the case has in common with its group, such as 'gemm[k=512,m=512]@cpu'."""
+        """A text for everything that all cases of a group have in common, such as 'gemm[k=512,m=512]@cpu'."""
         params_text = ",".join(f"{name}={value}" for name, value in self.params)
         ranks_text = f"*{self.ranks}" if self.ranks > 1 else ""
         return f"{self.workload}[{params_text}]@{self.device}{ranks_text}"
 
     @property
     def id(self) -> str:
-        """A readable text that is unique within a run."""
+        """A readable text that is different for each case of a run."""
         return f"{self.setting}/{self.mode}"
 
     def param(self, name: str) -> Scalar:
@@ -150,9 +150,9 @@ class PlannedCase:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that differ only in precision, and that are measured together in alternation.
+    """Cases that differ only in precision. They are measured alternately in the same rounds.
 
-    `reference` is the index of the case with which the others are compared.
+    `reference` is the index of the case with which all other cases of the group are compared.
     """
 
     cases: tuple[PlannedCase, ...]
@@ -170,7 +170,7 @@ class Plan:
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
 
-    # The first word of notes about how much of a device's memory the cases need.
+    # Notes about how much of a device's memory the cases need begin with this word.
     MEMORY: ClassVar[str] = "memory: "
 
     def __iter__(self) -> Iterator[Group]:

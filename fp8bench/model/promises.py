@@ -9,7 +9,7 @@ from fp8bench.model.planned import Support
 
 
 class AuditKind(StrEnum):
-    """The kind of a callable.
+    """The kind of a user's callable.
 
     PRODUCT takes matrices a (M, K) and b (N, K) and returns a @ b.T. LINEAR takes inputs (M, K) and a weight (N, K),
     and has gradients. ATTENTION takes queries, keys and values (batch, N heads, M positions, K). MODEL is a function
@@ -23,7 +23,9 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """The operands of a product: values that the callable casts itself, or codes with their scales."""
+    """What a callable receives as the operands of a product: values that it casts itself, or codes with their
+    scales.
+    """
 
     VALUES = "values"
     CODES = "codes"
@@ -46,8 +48,8 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class Signature:
-    """The promises of a callable: its kind, its precision with options, and the fields that SIGNATURE_WORDS
-    explains.
+    """What a user's callable promises: its kind, its precision with options, and more. SIGNATURE_WORDS explains each
+    field.
     """
 
     kind: AuditKind
@@ -59,7 +61,7 @@ class Signature:
 
 
 class Difference(StrEnum):
-    """Why elements of a native result differ from the emulation. One reason explains all of them. NONE means that no
+    """The reason that explains all elements in which a native result differs from its emulation. NONE means that no
     element differs.
     """
 
@@ -76,15 +78,15 @@ class Difference(StrEnum):
 
     @property
     def conforms(self) -> bool:
-        """Whether the difference is allowed. A product may sum in any order, and in the way of this device's units if
-        that is known. If it is unknown, a product may sum in as few bits as such units do.
+        """Whether the difference is allowed. A product may sum in any order, and in the way of the device's matrix
+        units if this way is known. If it is unknown, a product may sum in as few bits as matrix units do.
         """
         return self in (Difference.NONE, Difference.ORDER, Difference.UNITS, Difference.SHORT_SUMS)
 
 
 @dataclass(frozen=True)
 class FirstElement:
-    """The first element that differs, with its native and its emulated value."""
+    """The first element that differs between a native and an emulated result: its indices and both values."""
 
     place: tuple[int, ...]
     native: float
@@ -93,10 +95,11 @@ class FirstElement:
 
 @dataclass(frozen=True)
 class Conformity:
-    """The comparison of one cast or product of one mode. `shape` is MxK for a cast and MxNxK for a product.
+    """How one native cast or product of a mode compares with its emulation. `shape` is MxK for a cast and MxNxK for a
+    product.
 
-    `count` of `total` elements differ, by at most `largest` steps of the result's format. `difference` is None if the
-    device cannot run the cast or product. `why` has the reason, or describes the difference.
+    `count` of `total` elements differ, by at most `largest` steps of the result's format. `why` describes the
+    difference. If the device cannot run the cast or product, `difference` is None and `why` is the reason.
     """
 
     mode: str
@@ -112,7 +115,9 @@ class Conformity:
 
 @dataclass(frozen=True)
 class ModeConformity:
-    """The comparisons of all casts and products of one mode. `support` is how the device supports the mode."""
+    """How all native casts and products of one mode compare with their emulation. `support` is how the device supports
+    the mode.
+    """
 
     mode: str
     support: Support

@@ -1,4 +1,6 @@
-"""Values of several processes (ranks) that measure together: what each rank took, and the heartbeats in their files."""
+"""Values of several processes (ranks) that measure together: the times and bytes of each rank, and the heartbeats that
+ranks write to files.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +9,30 @@ from dataclasses import dataclass
 
 from fp8bench.model.words import CELL_PHASES
 
-# The format of a heartbeat file: the number of the beat, the phase (-1 outside of steps), the time on the machine's
-# monotonic clock, and the request on which the rank works.
-BEAT = struct.Struct("<qqd40s")
-OUTSIDE = -1
+# The content of a heartbeat file: the number of the heartbeat, the index of the phase (-1 outside of steps), the time
+# on the machine's monotonic clock, and the request on which the rank works.
+HEARTBEAT_LAYOUT = struct.Struct("<qqd40s")
+OUTSIDE_OF_STEPS = -1
 # The libraries by which ranks communicate, by kind of device.
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# A name in the folder of a launch: the socket of the process that measures.
-PARENT = "parent"
-# A name in the folder of a launch: the file by which ranks find each other. Only the user who owns file and folder
-# can open them.
-MEETING = "meeting"
-# The name of an environment variable. Every rank and each process that it starts have it, with the name of the
-# launch.
-MARK = "FP8BENCH_RANKS"
+RANK_LIBRARIES = {"cpu": "gloo", "cuda": "nccl"}
+# The processes of several ranks share a folder. In it, this is the name of the socket of the process that measures.
+PARENT_SOCKET = "parent"
+# In the same folder, the name of the file by which ranks find each other. Only the user who owns the file and the
+# folder can open them.
+MEETING_FILE = "meeting"
+# The name of an environment variable that every rank and all processes started by a rank have. Its value identifies
+# the ranks that were launched together.
+LAUNCH_VARIABLE = "FP8BENCH_RANKS"
 
 
-def ranks_in_words(ranks: int, kind: str) -> str:
-    """Returns the number of ranks and the library by which they communicate, such as '2 gloo'. Figures for which
-    this text differs cannot be compared."""
-    return f"{ranks} {BACKENDS.get(kind, 'gloo')}"
+def describe_ranks(ranks: int, kind: str) -> str:
+    """Returns the number of ranks and the library by which they communicate, such as '2 gloo'. Figures with different
+    texts cannot be compared.
+    """
+    return f"{ranks} {RANK_LIBRARIES.get(kind, 'gloo')}"
 
 
-def beat_file(rank: int) -> str:
+def heartbeat_file(rank: int) -> str:
     return f"rank-{rank}.beat"
 
 
@@ -48,12 +51,11 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The bytes of one step of a collective. `logical` are those of the complete input vector, and `payload` those in
-    the dtype that is sent. `wire` are those that a rank sends to others over the network.
+    """The bytes of one step of a collective. `logical`: the complete input vector in float32. `payload`: the vector in
+    the dtype that is sent. `wire`: what one rank sends to other ranks.
 
-    `counted` means that `wire` was counted from the sent tensors. Otherwise `wire` is computed for a ring that sends
-    the tensor given to torch. `bus_factor` is that of nccl-tests: bytes / time * factor can be compared with the rate
-    of a link.
+    If `counted` is True, `wire` was counted from the sent tensors. Otherwise it is computed as if the ranks formed a
+    ring. `bus_factor` is that of nccl-tests: bytes / time * `bus_factor` can be compared with the rate of a link.
     """
 
     logical: float
@@ -65,9 +67,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The seconds of four things in each round: products alone (`compute`), communication alone, both at the same
-    time, and one after the other (`in_turn`). Each is the time of the slowest rank. If rounds are missing, `why` is
-    the reason.
+    """Four times of a step in each round, in seconds of the slowest rank: only products (`compute`), only
+    `communication`, `both` at the same time, and one after the other (`in_turn`). If rounds are missing, `why` is the
+    reason.
     """
 
     compute: tuple[float, ...] = ()
@@ -79,8 +81,8 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes that one operation in one dtype makes a rank send to others, in one step. For a collective, they are
-    computed as if the ranks formed a ring.
+    """The bytes that a rank sends to other ranks by one operation in one dtype, in one step. The bytes of a collective
+    are computed as if the ranks formed a ring.
     """
 
     rank: int
@@ -92,8 +94,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class RankScaling:
-    """The seconds of one step in each round, measured in three ways. `whole`: one rank has the complete batch.
-    `share`: one rank has its part of the batch. `together`: all ranks have the complete batch.
+    """The seconds of one step in each round, measured in three ways. `whole`: one rank alone computes the complete
+    batch. `share`: one rank alone computes its part of the batch. `together`: all ranks compute the complete batch.
     """
 
     whole: tuple[float, ...]
@@ -103,7 +105,7 @@ class RankScaling:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The bytes of one rank at the highest point of its step, and their roles."""
+    """The memory of one rank at the highest point of its step in bytes, also divided by role."""
 
     rank: int
     peak: int
@@ -112,8 +114,9 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank that made a case fail: its request, the phase of its step ('' outside of steps), and the number of its
-    last heartbeat. `silent_seconds` is the age of that heartbeat when the failure was noticed.
+    """The rank that made a case fail, and what it was doing: the request that it was executing, the phase of the step
+    ('' outside of steps), and the number of its last heartbeat (`beats`). `silent_seconds` is the age of this heartbeat
+    when the failure was noticed.
     """
 
     rank: int
@@ -126,7 +129,7 @@ class FailedRank:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last heartbeat of a rank: its number, what the rank was doing, and when."""
+    """The last heartbeat of a rank: its number, the phase and request on which the rank worked, and the time."""
 
     rank: int
     sequence: int
@@ -140,10 +143,10 @@ class Heartbeat:
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 
-def parse_heartbeat(rank: int, raw: bytes) -> Heartbeat:
-    """Parses the heartbeat file of a rank. An empty file gives a heartbeat with the number 0."""
-    if len(raw) < BEAT.size:
+def parse_heartbeat(rank: int, content: bytes) -> Heartbeat:
+    """Parses the content of a rank's heartbeat file. An empty file gives a heartbeat with the number 0."""
+    if len(content) < HEARTBEAT_LAYOUT.size:
         return Heartbeat(rank, 0, "", "start", 0.0)
-    sequence, code, seconds, request = BEAT.unpack(raw[: BEAT.size])
-    phase = CELL_PHASES[code] if 0 <= code < len(CELL_PHASES) else ""
+    sequence, phase_index, seconds, request = HEARTBEAT_LAYOUT.unpack(content[: HEARTBEAT_LAYOUT.size])
+    phase = CELL_PHASES[phase_index] if 0 <= phase_index < len(CELL_PHASES) else ""
     return Heartbeat(rank, sequence, phase, request.rstrip(b"\0").decode(errors="replace"), seconds)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fp8bench.model.ranks import RankCalls
 
-# The version of the protocol between parent and worker. It is raised when an older worker and a newer parent, or the
-# reverse, would misunderstand each other. tests/worker/test_handshake.py records what each version covers.
+# The version of the protocol between the parent process and the worker. It is raised when processes of an older and a
+# newer version would misunderstand each other. tests/worker/test_handshake.py records what each version covers.
 PROTOCOL = 5
 # If this environment variable is 'eager', quantisers are not compiled.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
@@ -28,8 +28,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class StateCheck:
-    """The fault of a state after its steps, or ''. For workloads that allow it, also the share of numbers that are
-    not finite.
+    """What is wrong with a state after its steps, or ''. For workloads that allow infinite and NaN numbers,
+    `not_finite` is their share.
     """
 
     wrong: str = ""
@@ -50,8 +50,8 @@ class RawStep:
 
 @dataclass(frozen=True)
 class Filling:
-    """How a device's queue is filled. Before each `calls` calls, the device is kept busy for `seconds`, so that the
-    host gets ahead and no call finds an empty queue.
+    """How the queue of a device is kept filled. Before every `calls` calls, the device gets work for `seconds`, so that
+    the host can enqueue these calls before the device reaches them.
     """
 
     calls: int
@@ -60,8 +60,8 @@ class Filling:
 
 @dataclass(frozen=True)
 class RawReplay:
-    """One phase of a step that was repeated alone: its time, its operators and the bytes that were stored for it. If
-    it cannot be repeated, `why` is the reason.
+    """One phase of a step that was repeated alone: its time, the number of its operators and the bytes that were stored
+    to repeat it. If the phase cannot be repeated, `why` is the reason.
     """
 
     seconds: float = 0.0
@@ -72,14 +72,13 @@ class RawReplay:
 
 @dataclass(frozen=True)
 class RawSlot:
-    """The timed steps of a slot, the host and process clocks over all of them, and the system's counters over this
-    time.
+    """The timed steps of a slot, with the host clock, the process clock and the system's counters over all these steps.
 
-    `host_seconds` is the time that the host took to enqueue a step, in the fastest call. If the queue is full, the
-    host waits for the device. `eager_quantisers` counts calls of quantisers that ran as separate operations, and
-    `fused_quantisers` those that ran compiled. Both include discarded calls of the step. `vector_bits` are the vector
-    widths of compiled quantisers, if several exist. With several ranks, `steps` holds the slowest rank of each call,
-    and `ranks` has every rank.
+    `host_seconds` is the time that the host took to enqueue a step, in the fastest call. It contains waiting for the
+    device if the queue was full. `eager_quantisers` counts calls of quantisers that ran as separate operations, and
+    `fused_quantisers` counts calls of compiled quantisers. Both also count calls in discarded steps. `vector_bits` are
+    the vector widths of compiled quantisers, if several exist. With several ranks, `steps` holds the slowest rank of
+    each call, and `ranks` has every rank.
     """
 
     steps: tuple[RawStep, ...]

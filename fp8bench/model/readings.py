@@ -1,5 +1,5 @@
-"""Values of samplers: a reading with its unit and source, or the reason for a missing reading. An unknown value is
-never 0.
+"""What a sensor or counter returns: a reading with its unit and source, or the reason why there is none. An unknown
+value is never 0.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Reading:
 
     @property
     def number(self) -> float:
-        """The value of a quantity as a number. A text has none."""
+        """The value as a number. A reading whose value is a text has no number."""
         assert not isinstance(self.value, str), f"{self.value!r} is not a quantity"
         return float(self.value)
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The reason for a missing value, as a text that can follow 'unavailable: '."""
+    """The reason why a reading is missing, as a text that can follow 'unavailable: '."""
 
     reason: str
 
@@ -38,9 +38,9 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised inside samplers if there is no value. Callers outside get an Unavailable instead.
+    """Raised by the functions that read a sensor if there is no value. `try_reading` turns it into an Unavailable.
 
-    `code` is the status of the driver, if it gave one.
+    `code` is the status code of the driver, if it returned one.
     """
 
     def __init__(self, reason: str, code: int | None = None) -> None:
@@ -49,7 +49,7 @@ class NoReading(Exception):
         self.code = code
 
 
-def attempt(read: Callable[[], Reading]) -> Read:
+def try_reading(read: Callable[[], Reading]) -> Read:
     """Returns a reading, or Unavailable if `read` raises NoReading."""
     try:
         return read()
@@ -57,20 +57,22 @@ def attempt(read: Callable[[], Reading]) -> Read:
         return Unavailable(failure.reason)
 
 
-def reasons_of(*several: Readings) -> list[str]:
-    """Returns why values are missing. Names with the same reason are joined, such as 'ecc, mig: not supported'."""
+def describe_missing_readings(*reading_sets: Readings) -> list[str]:
+    """Returns why readings are missing, one text per reason with the names of the readings: 'ecc, mig: not
+    supported'.
+    """
     names: dict[str, dict[str, None]] = {}
-    for readings in several:
+    for readings in reading_sets:
         for name, read in readings.items():
             if isinstance(read, Unavailable):
                 names.setdefault(read.reason, {})[name] = None
-    return [f"{', '.join(missing)}: {reason}" for reason, missing in names.items()]
+    return [f"{', '.join(names_with_reason)}: {reason}" for reason, names_with_reason in names.items()]
 
 
-def first_of(*reads: Callable[[], Reading]) -> Reading:
-    """Returns the result of the first function that succeeds. Raises NoReading with all reasons if none does."""
+def read_first_available(*read_functions: Callable[[], Reading]) -> Reading:
+    """Returns the reading of the first function that succeeds. If all fail, raises NoReading with all reasons."""
     reasons = []
-    for read in reads:
+    for read in read_functions:
         try:
             return read()
         except NoReading as failure:
@@ -78,7 +80,7 @@ def first_of(*reads: Callable[[], Reading]) -> Reading:
     raise NoReading("; ".join(dict.fromkeys(reasons)))
 
 
-def positive(value: float, unit: str, source: str) -> Reading:
+def require_positive(value: float, unit: str, source: str) -> Reading:
     """Returns a reading of a quantity that is always above 0, such as power, a clock or a size. Raises NoReading for
     zero, negative or infinite values and NaN.
     """
@@ -87,8 +89,8 @@ def positive(value: float, unit: str, source: str) -> Reading:
     return Reading(value, unit, source)
 
 
-def grown(earlier: Readings, later: Readings) -> Readings:
-    """Returns how much counters grew between two readings, for all names in `later`."""
+def subtract_counters(earlier: Readings, later: Readings) -> Readings:
+    """Returns how much each counter in `later` grew since `earlier`."""
     return {
         name: _subtract_readings(earlier.get(name, Unavailable("it was not read before")), later[name])
         for name in later
@@ -100,7 +102,7 @@ def _subtract_readings(earlier: Read, later: Read) -> Read:
         return earlier
     if isinstance(later, Unavailable):
         return later
-    # A counter with a smaller value than before was reset, so its growth is unknown.
+    # A counter that is smaller than before was reset, so its growth is unknown.
     if later.number < earlier.number:
         return Unavailable(f"{later.source} went back from {earlier.value} to {later.value} {later.unit}")
     return Reading(later.number - earlier.number, later.unit, later.source)

@@ -1,4 +1,4 @@
-"""The request of a user (what to measure, and how), its options, and its checks."""
+"""Defines the request of a user: what to measure and how, the options that set this, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ KnownScales = tuple[tuple[str, str, str, float], ...]
 
 @dataclass(frozen=True)
 class StaticScales:
-    """The rule for scales derived from data, for formats with one float32 scale per tensor. The scales come from the
-    largest magnitudes in `batches` untimed steps, or from the magnitudes `known` of the run `source`.
+    """The rule for static scales, which are derived from data, for formats with one float32 scale per tensor. They are
+    computed from the largest magnitudes in `batches` untimed steps, or from those that the run `source` has stored
+    (`known`).
 
-    All scales are renewed in every `refresh`-th step (0: never). A tensor's scale is also renewed if more than the
-    share `bound` of its values would saturate (None: not checked).
+    All scales are renewed in every `refresh`-th step (0: never). The scale of a tensor is also renewed if more than
+    the share `bound` of its values would saturate (None: not checked).
     """
 
     batches: int
@@ -30,16 +31,16 @@ class StaticScales:
     known: KnownScales = ()
 
     def find_magnitudes(self, mode: str) -> dict[tuple[str, str], float]:
-        """Returns the known magnitudes for a precision, by layer and role. If the source has none for this precision,
+        """Returns the known magnitudes for a precision, by layer and role. If none are known for this precision,
         returns the largest magnitudes over all precisions.
         """
         known_modes = {scaled_mode for scaled_mode, *_ in self.known}
-        largest: dict[tuple[str, str], float] = {}
-        # If the source does not have a precision, the largest magnitude over all precisions is safe against overflow.
+        amax_by_tensor: dict[tuple[str, str], float] = {}
+        # For an unknown precision, the largest magnitude over all precisions is safe against overflow.
         for scaled_mode, layer, role, amax in self.known:
             if scaled_mode == mode or mode not in known_modes:
-                largest[layer, role] = max(amax, largest.get((layer, role), 0.0))
-        return largest
+                amax_by_tensor[layer, role] = max(amax, amax_by_tensor.get((layer, role), 0.0))
+        return amax_by_tensor
 
     @property
     def words(self) -> str:
@@ -58,7 +59,7 @@ class Rule:
 
 
 def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
-    """Returns a rule for a whole number within bounds. True does not count as a number."""
+    """Returns a rule that requires a whole number within bounds. True does not count as a number."""
     upper_text = f" to {high}" if high < 1 << 30 else ""
     return Rule(
         words or f"a whole number from {low}{upper_text}",
@@ -67,12 +68,14 @@ def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """Returns a rule for a number for which `holds` is true. True does not count as a number."""
+    """Returns a rule that requires a number for which `holds` is true. True does not count as a number."""
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 
-def _make_tuple_rule(words: str, of: Callable[[object], bool] = lambda value: isinstance(value, str)) -> Rule:
-    return Rule(words, lambda value: isinstance(value, tuple) and all(map(of, value)))
+def _make_tuple_rule(
+    words: str, is_valid_item: Callable[[object], bool] = lambda value: isinstance(value, str)
+) -> Rule:
+    return Rule(words, lambda value: isinstance(value, tuple) and all(map(is_valid_item, value)))
 
 
 def _is_pair(value: object) -> bool:
@@ -88,9 +91,9 @@ _MAX_BYTES = 100 << 40
 ALL_MEMORY = 0
 ALL_MEMORY_WORD = "device"
 _SIZE_WORDS = f"a size above 0 and up to {size(_MAX_BYTES)}, like 2GiB"
-MEMORY_SIZE = whole_number(ALL_MEMORY + 1, _MAX_BYTES, _SIZE_WORDS)
+MEMORY_SIZE_RULE = whole_number(ALL_MEMORY + 1, _MAX_BYTES, _SIZE_WORDS)
 _SECONDS_RULE = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
-PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
+PERCENT_RULE = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
 KNOWN_SCALES = _make_tuple_rule(
     "magnitudes by precision, layer and role",
     lambda scale: isinstance(scale, tuple) and len(scale) == 4 and scale[3] >= 0,
@@ -105,10 +108,10 @@ class RequestOption:
     """Declares how a field of a request is set. The command line, option files, Python calls and the checks all read
     this declaration.
 
-    `group` is the section of the command line's help that lists the option, '' if the field is not an option.
-    `called` is the option's name if it differs from the field's. `metavar` is the value's placeholder in the help.
-    `parse` names the parser in cli/option_types if the type does not determine it. `choices` are the only allowed
-    values.
+    `group` is the section of the help that lists the option, '' if the command line cannot set the field. `called` is
+    the name of the option if it differs from the name of the field. `metavar` is the placeholder of the value in the
+    help. `parse` names the parser in cli/option_types if the field's type does not determine it. `choices` are the
+    only allowed values.
     """
 
     rule: Rule
@@ -120,8 +123,8 @@ class RequestOption:
     choices: tuple[str, ...] = ()
 
 
-WHAT = "what to measure"
-HOW = "how"
+WHAT_TO_MEASURE = "what to measure"
+HOW_TO_MEASURE = "how"
 
 
 def option(
@@ -129,7 +132,7 @@ def option(
     rule: Rule,
     words: str = "",
     metavar: str = "",
-    group: str = HOW,
+    group: str = HOW_TO_MEASURE,
     called: str = "",
     parse: str = "",
     choices: tuple[str, ...] = (),
@@ -138,25 +141,25 @@ def option(
     return field(default=default, metadata={"option": request_option})
 
 
-def options_of(kind: type) -> dict[str, RequestOption]:
+def list_request_options(kind: type) -> dict[str, RequestOption]:
     return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 
 def name_fields(kind: type) -> dict[str, str]:
-    """Returns the name of each field in Python calls. This is the option's name on the command line, unless that is a
-    keyword or the name of a different field.
+    """Returns the name that each field has in Python calls: the name of its option on the command line, unless that is
+    a keyword of Python or the name of a different field.
     """
     names = [field.name for field in fields(kind)]
-    called = {
+    option_name_by_field = {
         name: request_option.called
-        for name, request_option in options_of(kind).items()
+        for name, request_option in list_request_options(kind).items()
         if not keyword.iskeyword(request_option.called)
     }
-    return {name: word if (word := called.get(name)) and word not in names else name for name in names}
+    return {name: word if (word := option_name_by_field.get(name)) and word not in names else name for name in names}
 
 
 def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
-    """Raises UsageError for the first field that breaks its rule. None is allowed if it is the default."""
+    """Raises UsageError for the first field whose value breaks its rule. A field may be None if this is its default."""
     defaults = {field.name: field.default for field in fields(request)}
     option_names = name_fields(type(request))
     for name, rule in rules.items():
@@ -166,8 +169,8 @@ def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
             raise UsageError(f"{option_names[name]} must be {rule.words}, got {value!r:.80}.")
 
 
-# The energy of complete steps only, or also of each phase.
-ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
+# What --energy may ask for: the energy of complete steps only, or also that of each phase.
+ENERGY_PARTS = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 
 
 @dataclass(frozen=True)
@@ -183,23 +186,23 @@ class Request:
         Rule("a suite's name, several with commas, 'all', or a .py file", lambda value: isinstance(value, str)),
         group="",
     )
-    dtypes: tuple[str, ...] = option((), _NAMES_RULE, "precisions; default fp32,bf16,fp8", "A,B", WHAT)
+    dtypes: tuple[str, ...] = option((), _NAMES_RULE, "precisions; default fp32,bf16,fp8", "A,B", WHAT_TO_MEASURE)
     devices: tuple[str, ...] = option(
-        (), _NAMES_RULE, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT
+        (), _NAMES_RULE, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT_TO_MEASURE
     )
     reference: str | None = option(
         None,
         Rule("a dtype's name", lambda value: isinstance(value, str)),
         "the precision that others are compared with; default the highest",
         "DTYPE",
-        WHAT,
+        WHAT_TO_MEASURE,
     )
     axes: tuple[tuple[str, tuple[str, ...]], ...] = option(
         (),
         _make_tuple_rule("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
         "values of an axis; `fp8bench list NAME` names the axes of a suite",
         "AXIS=A,B",
-        WHAT,
+        WHAT_TO_MEASURE,
         called="set",
         parse="axis",
     )
@@ -211,10 +214,12 @@ class Request:
             "beginning of names (blocks.0); or a file with one such entry per line; the reference ignores it"
         ),
         "LAYER=DTYPE,...",
-        WHAT,
+        WHAT_TO_MEASURE,
         parse="precision_map",
     )
-    data: str | None = option(None, _PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT)
+    data: str | None = option(
+        None, _PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT_TO_MEASURE
+    )
     quick: bool = option(False, _FLAG_RULE, "quick test with few rounds")
     brisk: bool = option(
         False,
@@ -233,7 +238,7 @@ class Request:
         _NAMES_RULE,
         "a module or .py file that registers your workloads, precisions or devices",
         "MODULE",
-        WHAT,
+        WHAT_TO_MEASURE,
         called="import",
         parse="each",
     )
@@ -245,7 +250,11 @@ class Request:
         "SECONDS",
     )
     grid: bool = option(
-        False, _FLAG_RULE, "measure the cases of the history, as `asv run` does; --set overrides them", "", WHAT
+        False,
+        _FLAG_RULE,
+        "measure the cases of the history, as `asv run` does; --set overrides them",
+        "",
+        WHAT_TO_MEASURE,
     )
     trace: str | None = option(
         None,
@@ -262,15 +271,17 @@ class Request:
         whole_number(1, 100_000),
         "set the float32 scale of each tensor from the data of N untimed steps",
         "N",
-        WHAT,
+        WHAT_TO_MEASURE,
     )
-    refresh_scales: int | None = option(None, whole_number(1), "renew static scales every M steps", "M", WHAT)
+    refresh_scales: int | None = option(
+        None, whole_number(1), "renew static scales every M steps", "M", WHAT_TO_MEASURE
+    )
     saturation_bound: float | None = option(
         None,
-        PERCENT,
+        PERCENT_RULE,
         "renew a tensor's scale whenever more than PERCENT of its values would saturate",
         "PERCENT",
-        WHAT,
+        WHAT_TO_MEASURE,
     )
     energy: bool = option(
         True,
@@ -279,11 +290,11 @@ class Request:
     )
     energy_of: str = option(
         STEP_ENERGY,
-        Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
+        Rule(f"one of {', '.join(ENERGY_PARTS)}", lambda value: value in ENERGY_PARTS),
         "phases: also measure the energy of each phase, in windows that only repeat this phase",
         "OF",
         called="energy",
-        choices=ENERGY_OF,
+        choices=ENERGY_PARTS,
     )
     memory_limit: int | None = option(
         None,
@@ -300,7 +311,7 @@ class Request:
         "the library for low-precision products: {backends} (default auto: torch if it can, else emulated); for one "
         "dtype: fp8:backend=torchao",
         "NAME",
-        WHAT,
+        WHAT_TO_MEASURE,
     )
     sustained: float | None = option(
         None,
@@ -332,9 +343,9 @@ class Request:
     )
 
     scales_from: str | None = option(
-        None, _PATH_RULE, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT
+        None, _PATH_RULE, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT_TO_MEASURE
     )
-    # The scales that were read from the run `scales_from`.
+    # The largest magnitudes that were read from the run `scales_from`.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
@@ -363,8 +374,7 @@ class Request:
             raise UsageError("--static-scales measures scales, but --scales-from reads them from a run. Omit one.")
 
     def _check_ranks(self) -> None:
-        # These options time or count a single process. With several ranks, it would be unclear to which rank the
-        # figures belong.
+        # Refuse options that time or count a single process: it would be unclear to which rank their figures belong.
         single_process_options = {
             "--no-isolation": not self.isolation,
             "--energy phases": self.energy_of == PHASE_ENERGY,
@@ -388,8 +398,11 @@ class Request:
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
-# Values of --trace that are not folders: marks for a profiler that already runs (NVTX), and profilers to start.
+# The values of --trace that are not folders: `nvtx` marks slots for a profiler that already runs, the others name a
+# profiler to start.
 NVTX = "nvtx"
 PROFILERS = ("nsys", "ncu")
 
-REQUEST_RULES: Mapping[str, Rule] = {name: request_option.rule for name, request_option in options_of(Request).items()}
+REQUEST_RULES: Mapping[str, Rule] = {
+    name: request_option.rule for name, request_option in list_request_options(Request).items()
+}

@@ -1,5 +1,5 @@
-"""A run, its environment, and the findings from its samples. Also the cells of a fleet's plan: each cell is measured
-as a run.
+"""Defines a run, its environment, and the findings from its samples. Also defines the plan of a fleet, of which each
+cell is measured as a run.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from fp8bench.errors import UsageError
 from fp8bench.model.measured import Interval, Record
 from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
-from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
+from fp8bench.model.words import LABELS_OF_OTHER_WORK, Label, Status, Verdict
 
-# The origin of runs that profile a user's model.
-PROFILE = "profile"
-# The origin of runs that compare callables, and the name of their workload.
+# The `origin` of runs that profile a user's model.
+PROFILE_ORIGIN = "profile"
+# The `origin` of runs that compare callables, and the name of their workload.
 BENCH = "bench"
 
 CEILINGS = "ceilings"
-# If an effect is this many times the noise floor, labels of disturbances do not cast doubt on it.
+# If an effect is at least this many times the noise floor, labels of disturbances do not cast doubt on it.
 _LARGE_EFFECT = 3
 
 
-# The share of a step's time that time stamps may take on a GPU. If they would take more, phases are marked in only
-# one of several steps.
+# The largest share of a step's time that time stamps may take on a GPU. If they would take more, phases are marked in
+# only one of several steps.
 MARKS_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """The cost of measuring on this machine in seconds; None if it could not be measured.
+    """The cost of measuring on this machine in seconds: of a marker, of a marker that does nothing, of a time stamp,
+    and of a pair of events on the device (None if it could not be measured).
 
-    `why_idle` is the reason if a GPU is idle while its queue is filled, although it should work; otherwise ''.
+    If a GPU idles while its queue is filled, although it should be busy, `why_idle` is the reason; otherwise ''.
     """
 
     marker_on: float
@@ -64,7 +65,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Describes how an unfinished run was resumed: when, and in which environment."""
+    """When and in which environment an unfinished run was resumed."""
 
     started: str
     command: str
@@ -73,9 +74,9 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: its header and records. `path` is its file, '' if it is not stored. `origin` is the command that made
-    it. `cell` names its part of a fleet's plan, such as '8f3a2c1d/4', or ''. `notes` were written during the run.
-    `troubles` were found when its file was read.
+    """One run: its header and its records. `path` is its file, '' if it is not stored. `origin` is the command that
+    made the run. If the run belongs to a fleet's plan, `cell` names its part of the plan, such as '8f3a2c1d/4'. `notes`
+    were written during the run. `troubles` were found when the file was read.
     """
 
     id: str
@@ -109,8 +110,8 @@ class Run:
 class PhaseGain:
     """The seconds of one phase in a step of the case, and in a step of its reference.
 
-    `saved_seconds` is positive if the case is faster. `low` and `high` are the bounds of the saved seconds. `control`
-    is the difference between the reference and its control, which run the same code.
+    `saved_seconds` is positive if the phase is faster in the case. `low` and `high` are the bounds of the saved
+    seconds. `control` is the difference between the reference and its control, which run the same code.
     """
 
     phase: str
@@ -126,8 +127,8 @@ class PhaseGain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval excludes 0, and the gain is larger than the difference between two copies of the same
-        code.
+        """Whether the interval of the saved seconds excludes 0, and they exceed the difference between the reference
+        and its control, which run the same code.
         """
         return (self.low > 0 or self.high < 0) and abs(self.saved_seconds) > self.control
 
@@ -137,10 +138,11 @@ class Finding:
     """The conclusions from the samples of one case. They are computed from its record whenever they are needed.
 
     `phases` are the best-case seconds of each phase, which sum to `best_seconds`. Phases in `below_floor` are too
-    short to be distinguished from the cost of their markers. `ratio` compares best cases, and `typical` compares
-    means over all calls. `floor` is the distance from 1 that the A/A interval reaches. `why` is the reason why there
-    is no verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard` are labels of this case
-    or its reference that prevent a verdict. `gains` sum to the difference that `ratio` measures.
+    short to be distinguished from the cost of their markers. `ratio` compares best cases with the reference, and
+    `typical` compares means over all calls. `floor` is the noise floor: how far the A/A interval reaches from 1. `why`
+    is the reason why there is no verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard`
+    are the labels of this case or its reference that prevent a verdict. The saved seconds in `gains` sum to the
+    difference that `ratio` measures.
     """
 
     case: Case
@@ -164,11 +166,11 @@ class Finding:
         return self.doubts(self.ratio)
 
     def doubts(self, ratio: Interval | None) -> bool:
-        """Returns whether a label casts doubt on a verdict by this ratio. A large effect outweighs labels of
-        disturbances.
+        """Returns whether a label casts doubt on a verdict that is based on this ratio. If the ratio is far from 1,
+        only the labels in LABELS_OF_OTHER_WORK do.
         """
         labels = {label for label in self.labels if label.casts_doubt}
-        return bool(labels & OF_ANOTHER_KIND) or (bool(labels) and not self._outweighs(ratio))
+        return bool(labels & LABELS_OF_OTHER_WORK) or (bool(labels) and not self._outweighs(ratio))
 
     def _outweighs(self, ratio: Interval | None) -> bool:
         if ratio is None or self.floor is None or not 0 < ratio.point < math.inf:
@@ -181,16 +183,16 @@ class Finding:
 
     @property
     def verdict_words(self) -> str:
-        """The verdict as a text: 'faster', or 'perhaps faster' if a label casts doubt on it."""
+        """The verdict as a text, with 'perhaps' if a label casts doubt on it: 'perhaps faster'."""
         return f"perhaps {self.verdict}" if self.is_judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of a fleet's plan. One process measures its `cases` together.
+    """One part of a fleet's plan: a group, whose `cases` one process measures together.
 
     `kind` is the kind of device for which the cell was planned, such as 'cpu' or 'h200', '' if unknown. A machine
-    needs `gpus` GPUs to have that device.
+    needs at least `gpus` GPUs to measure the cell.
     """
 
     setting: str
@@ -216,7 +218,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A worker's attempt to measure a cell: where, when, and the exit code of the process (None while it runs)."""
+    """An attempt to measure a cell: on which host, when, and the exit code of the process (None while it runs)."""
 
     host: str
     process: int
@@ -226,8 +228,8 @@ class Attempt:
 
 
 class CellStatus(StrEnum):
-    """The status of a cell. DONE: it has a complete run. BEGUN: it was interrupted. FAILED: it ended without a
-    complete run. DAMAGED: its files were changed, so its state is unknown.
+    """The status of a cell. DONE: it has a complete run. BEGUN: its run was interrupted. FAILED: its process ended
+    without a complete run. DAMAGED: its files were changed, so it is unknown whether it is done.
     """
 
     DONE = "done"
@@ -240,9 +242,9 @@ class CellStatus(StrEnum):
 
 @dataclass(frozen=True)
 class CellState:
-    """The progress of a cell. `run` is its newest run, and `machine` the machine of that run. `why` explains why the
-    cell failed, or which of its cases failed. `cases` counts the cases of that run by status. `damage` names changed
-    files.
+    """The progress of a cell. `run` is the newest run of the cell, `machine` is the machine of this run, and `cases`
+    counts the cases of this run by status. `why` says why the cell failed, or which of its cases failed. `damage`
+    describes changed files.
     """
 
     number: int
@@ -256,8 +258,8 @@ class CellState:
     damage: tuple[str, ...] = ()
 
 
-# Environment variables that users may set for torch and its libraries. Variables that torch itself sets are left out.
-READ_BY_TORCH = (
+# Environment variables that torch and its libraries read. Variables that torch itself sets are left out.
+TORCH_VARIABLES = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
     "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
     "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_VERBOSE",
@@ -273,15 +275,17 @@ READ_BY_TORCH = (
     "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED", "PYTORCH_TUNABLEOP_ROCBLAS_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF",
     "LD_PRELOAD",
 )  # fmt: skip
-# Environment variables that lower the precision of products, whatever the precision of the case is.
-LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
-# Names in the environment of a run: the beginning of the name of a switch, and the fact that lists changed switches.
-SWITCH = "switch "
+# Environment variables that lower the precision of products in every case, whatever its precision is.
+PRECISION_LOWERING_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
+# In the environment of a run, the names of torch's switches begin with SWITCH_PREFIX. The fact SWITCHES_SET lists the
+# switches that were changed.
+SWITCH_PREFIX = "switch "
 SWITCHES_SET = "switches_set"
-# The name of the fact how many cores other processes used when a run began.
-BUSY_CORES = "busy_cores"
-# Software and settings that affect times. Comparisons and histories give no verdict if they differ.
-CONDITIONS = (
+# The name of a fact: the number of cores that other processes used when a run began.
+BUSY_CORES_FACT = "busy_cores"
+# The facts about software and settings that affect times. If one of them differs, comparisons and histories give no
+# verdict.
+TIME_CONDITIONS = (
     "fp8bench",
     "python",
     "torch",
@@ -297,13 +301,13 @@ CONDITIONS = (
     "smt",
     "cgroup_cpu_max",
 )
-# The settings of a device that its driver reports.
+# The facts about a device that its driver reports as settings.
 DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 
-def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
-    """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for values other than
-    `on` and `off`. `purpose` completes the sentence 'Set it to `off` ...' of the error.
+def is_switched_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
+    """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for a value other than
+    `on` and `off`. Its message says 'Set it to `off` `purpose`'.
     """
     value = environment.get(variable, "") or on
     if value not in (on, off):

@@ -1,7 +1,7 @@
-"""The values of a history: series of points (one point per run), figures of commits, changes, and faults of a store.
+"""Defines the values of a history: series of points (one point per run), figures of commits, and faults of a store.
 
-This module also has comparisons of a figure between two sides (runs, interpreters or commits), and acknowledged
-changes. In all figures, lower is better.
+Also defines comparisons of a figure between two sides (runs, interpreters or commits), and acknowledged changes. In all
+figures of a history, lower is better.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]
-# The software, settings and device of a measurement, by name.
+# The conditions of a measurement: facts about its software, settings and device, by name.
 Conditions = tuple[tuple[str, Scalar | None], ...]
-# The condition that must be equal to compare joules at all.
+# The name of a condition: the source of energies. Energies from different sources cannot be compared.
 ENERGY_SOURCE = "energy_source"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of a workload for all its combinations of parameters. asv calls this a benchmark.
+    """One metric of a workload for all combinations of its parameters. asv calls this a benchmark.
 
-    `name` is asv's name, such as 'gemm.Gemm.track_time'. `params` are the values of each parameter, the dtype first.
-    A cell has one value of each parameter. Points of different versions cannot be compared.
+    `name` is asv's name, such as 'gemm.Gemm.track_time'. `params` are the values of each parameter, those of the dtype
+    first. A cell of the series is one combination: one value of each parameter. Points of different versions cannot be
+    compared.
     """
 
     name: str
@@ -43,9 +44,10 @@ class Series:
 class Point:
     """The samples of one run for one cell of a series, in the unit of the series.
 
-    OK without samples means that the case has no such number: for example, an emulated case has no speed. `reason` is
-    why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with --quick. `under` are the
-    conditions of the measurement, and samples are pooled only if these are equal. `runs` counts the pooled runs.
+    If the case is OK but there are no samples, the case has no such number: for example, an emulated case has no
+    speed. `reason` says why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with
+    --quick. `under` are the conditions of the measurement. Samples of several runs are pooled only if their conditions
+    are equal, and `runs` counts the pooled runs.
     """
 
     series: str
@@ -61,8 +63,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Figure:
-    """The figure of a commit in one cell of a series: the median over the samples of `runs` runs, with an interval
-    for asv.
+    """The value of a commit in one cell of a series: the median over the samples of `runs` runs, with an interval for
+    asv.
 
     `date` is the author date of the commit in ms since 1970. If `value` is None, `status` and `reason` explain why.
     `low` and `high` are the ends of a 99% interval; None if there are too few samples.
@@ -83,7 +85,9 @@ class Figure:
 
     @property
     def source(self) -> Scalar | None:
-        """The source of joules; None for other figures. Joules of different sources cannot be compared."""
+        """The source of an energy, or None for a figure that is not an energy. Energies from different sources cannot
+        be compared.
+        """
         return dict(self.under).get(ENERGY_SOURCE)
 
 
@@ -118,9 +122,10 @@ class Trend:
 
 
 class Ending(NamedTuple):
-    """The end of a trend: its last figure, the last earlier figure with a number, and how many figures have numbers.
+    """The end of a trend: its last figure, the last figure with a number before that one, and how many figures have a
+    number.
 
-    In lists of endings, the trends are stored without their figures.
+    An ending that is listed has a `trend` without figures.
     """
 
     trend: Trend
@@ -137,7 +142,8 @@ def trend_name(series: str, cell: Cell) -> str:
 class Fault:
     """A fault of a file in a store, or a remark about a file: the file, what is wrong, and what to do.
 
-    `broken` is true for a fault, by which something is lost, wrong or hidden from readers. It is false for a remark.
+    `broken` is True for a fault, which means that something is lost, wrong or not found by readers. `broken` is False
+    for a remark.
     """
 
     path: str
@@ -147,8 +153,9 @@ class Fault:
 
 
 class Direction(StrEnum):
-    """How a figure changes from the first side to the second. DIFFERS: the sides were measured under different
-    conditions, named in `why`, so the ratio proves nothing. NONE: nothing can be compared, for the reason in `why`.
+    """How a figure changes from the first side of a comparison to the second. DIFFERS: the sides were measured under
+    different conditions, which `why` names, so their ratio proves nothing. NONE: nothing can be compared, for the
+    reason in `why`.
     """
 
     BETTER = "better"
@@ -160,7 +167,7 @@ class Direction(StrEnum):
 
 
 class Evidence(StrEnum):
-    """How the two sides were measured, the most reliable way first. A gate decides by it."""
+    """How the two sides of a comparison were measured, the most reliable way first. A gate decides by this evidence."""
 
     PAIRED = "paired"  # measured in the same rounds
     CROSS_RUN = "cross-run"  # measured at different times
@@ -171,8 +178,8 @@ class Evidence(StrEnum):
 class Noise:
     """The standard error of the logarithm of a ratio, and its degrees of freedom.
 
-    `before` and `after` are the numbers of runs on each side, 0 in a duel. With 0 degrees of freedom, `error` is only
-    the error within runs, because the difference between runs is unknown.
+    `before` and `after` are the numbers of runs on the first and second side, 0 in a duel. With 0 degrees of freedom,
+    it is unknown how much runs differ, and `error` is only the error within runs.
     """
 
     error: float
@@ -185,11 +192,11 @@ class Noise:
 class Comparison:
     """One figure of one case on both compared sides (runs, interpreters or commits).
 
-    `before` and `after` are in `unit`, None if that side has no value. `ratio` is after / before. `p_value` is the
-    probability of at least this difference if nothing had changed, None if unknown. If the figure is from a series,
-    the change happened after the commit `since`, and at the latest with `until`; otherwise these are ''. `failed`
-    means that the case failed only on the second side. `noise` is None if unknown. `others` is the factor by which
-    other processes may have lengthened a time on one side.
+    `before` and `after` are the values of the first and second side in `unit`, None if the side has no value. `ratio`
+    is after / before. `p_value` is the probability of at least this difference if nothing had changed, None if unknown.
+    If the figure is from a series, it changed after the commit `since` and at the latest with the commit `until`;
+    otherwise both are ''. `failed` means that the case failed only on the second side. `noise` is None if unknown.
+    `others` is the factor by which other processes may have lengthened a time on one side.
     """
 
     case: str
@@ -215,8 +222,9 @@ class Comparison:
 class Ack:
     """An acknowledged change of a series in one cell of its grid, on one machine and with one interpreter.
 
-    The change happened after the commit `since`, at the latest with the commit `until`. `before` and `after` are
-    levels in the unit of the series. `when` is the time of the acknowledgement, and `because` its reason.
+    The change happened after the commit `since` and at the latest with the commit `until`. `before` and `after` are
+    the values before and after the change, in the unit of the series. `when` is the time of the acknowledgement, and
+    `because` is its reason.
     """
 
     id: str

@@ -1,8 +1,8 @@
-"""Defines every figure of a case, with one row for each. Tables, CSV, charts, the history, comparisons, gates and
-docs read these rows, and name no figure themselves.
+"""Defines every figure of a case in one row. Tables, CSV, charts, the history, comparisons, gates and docs read these
+rows, and name no figure themselves.
 
 A new figure needs a row in this module and code that measures it: a `Measurement` of the record, or a function in
-METRIC_FUNCTIONS of analysis/metrics.py. The tables of figures in the reference of the docs come from this module.
+METRIC_FUNCTIONS of analysis/metrics.py. The tables of figures in docs/reference.md come from this module.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Any
 from fp8bench import units
 from fp8bench.model.words import CELL_PHASES, MemoryRole
 
-# The name of the complete step in lists of its phases.
+# In lists of phases, the name of the complete step.
 STEP = "step"
-# Two builds of the same program differ by this relative amount, because their code and data have different addresses.
+# The times of two builds of the same program differ by up to this relative amount, because their code and data have
+# different addresses.
 BAND = 0.01
-# A different order of sums changes the mean loss of the suite `learning` by a third of this relative amount.
+# Summing in a different order changes the mean loss of the suite `learning` by a third of this relative amount.
 LOSS_BAND = 0.001
-# Units of clocks and sensors, whose values differ at every reading.
+# The units of values that clocks and sensors measure, which differ from one measurement to the next.
 _NOISY_UNITS = frozenset({"s", "J", "W"})
 
 
 class Better(StrEnum):
-    """The direction in which a figure becomes better."""
+    """Which values of a figure are better: lower ones, higher ones or neither."""
 
     LOWER = "lower"
     HIGHER = "higher"
@@ -36,9 +37,9 @@ class Better(StrEnum):
 
 
 class Rank(StrEnum):
-    """Where a figure is shown. MAIN: everywhere. DETAIL: not on boards, because it is a part of a different figure or
-    derived from one. RESTATED: in the row of a different figure; it has its own row only in the history and in
-    comparisons.
+    """Where a figure is shown. MAIN: everywhere. DETAIL: not in TensorBoard and Weights & Biases, because it is part of
+    another figure or derived from one. RESTATED: it is shown in the row of another figure, and has a separate row only
+    in the history and in comparisons.
     """
 
     MAIN = "main"
@@ -50,16 +51,15 @@ class Rank(StrEnum):
 class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     """The properties of a figure. As a string it is the figure's name, in which `*` stands for any text.
 
-    `table` is the table of cases with a column for the figure, if any case has a value. It is one of fp8bench's
-    tables ('cases', 'sustained', 'energy', 'capacity') or a separate table; '' for none. `heading` is the heading of
-    that column. `show` formats a value if its unit does not determine the format. `page` is the page of the docs
-    about the figure.
+    If a case has a value of the figure, `table` gets a column for it: one of fp8bench's tables ('cases', 'sustained',
+    'energy', 'capacity') or a separate table; '' for none. `heading` is the heading of this column. `show` formats a
+    value if the unit does not determine the format. `page` is the page of the docs about the figure.
 
-    `history` describes the figure's series, '' if none is stored. `kept_where` restricts the series to grids with
-    this word: a phase, a count of work, 'energy', 'ranks' or 'one rank'. `least_change` is the smallest relative
-    change that counts as one. A gate fails beyond `threshold`, a relative and an absolute difference. A `counted`
-    figure is equal whenever the same code runs. The three `error_sizes` are the largest negligible, small and
-    moderate error. Figures `of_workload` are measured by a suite, which may use their names.
+    `history` describes the series of the figure, '' if none is stored. Only grids with the word `kept_where` store the
+    series: a phase, a count of work, 'energy', 'ranks' or 'one rank'. `least_change` is the smallest relative change
+    that counts as a change. A gate fails beyond `threshold`, a relative and an absolute difference. A `counted` figure
+    has the same value whenever the same code runs. The three `error_sizes` are the largest negligible, the largest
+    small and the largest moderate error. A figure `of_workload` is measured by a suite, which may use its name.
     """
 
     name: str
@@ -87,8 +87,8 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
         return self.unit in _NOISY_UNITS
 
     def to_text(self, value: float | None, unit: str = "", digits: int = 3) -> str:
-        """Formats a value. `unit` is the unit in which the value is stored, if it differs from that of the figure.
-        `digits` applies to times and energies.
+        """Formats a value of the figure. `unit` is the unit in which the value is stored, if it differs from the
+        figure's unit. `digits` applies only to times and energies.
         """
         if value is None or self.show is None:
             return units.describe(value, unit or self.unit, digits)
@@ -99,7 +99,7 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
 METRICS: dict[str, MetricSpec] = {}
 
 
-def _add(name: str, unit: str, description: str, **fields: Any) -> MetricSpec:
+def _add_spec(name: str, unit: str, description: str, **fields: Any) -> MetricSpec:
     return METRICS.setdefault(name, MetricSpec(name, unit, description, **fields))
 
 
@@ -108,7 +108,9 @@ def _show_exact(unit: str = "") -> Callable[[float], str]:
 
 
 def time_of_phase(phase: str) -> str:
-    """Returns the name of a phase's time, such as 'time_gemm', for tables without a column for phases."""
+    """Returns the name of the figure for a phase's time, such as 'time_gemm', where the phase has no separate
+    column.
+    """
     return f"time_{phase}"
 
 
@@ -120,310 +122,325 @@ _NEITHER = Better.NONE
 _HIGHER = Better.HIGHER
 _MAIN = Rank.MAIN
 _RESTATED = Rank.RESTATED
-# These thresholds are a relative and an absolute amount. A new memory layout changes a time by less than 5%.
+# Each threshold is a relative and an absolute amount. A new memory layout changes a time by less than 5%.
 _TIME_THRESHOLD = (0.05, 5e-6)
 _RATIO_THRESHOLD = (0.05, 0.005)
 _ENERGY_THRESHOLD = (0.05, 1e-3)
 
 # fmt: off
-TIME = _add(
+TIME = _add_spec(
     "time", "s", "time of the step and of each of its phases", rank=_MAIN, threshold=_TIME_THRESHOLD,
-    history="a step, the fastest call of each round",
+    history="a step: the fastest call of each round",
 )
-REPLAY = _add(
+REPLAY = _add_spec(
     "replay_time", "s",
     "best time of the device alone: each step is repeated as one launch, without the host's launches; "
     "verdicts and other figures use the original steps", rank=_MAIN, heading="replayed",
 )
-MEAN = _add(
+MEAN_TIME = _add_spec(
     "mean_time", "s", "mean time of the step over all calls", rank=_RESTATED,
-    history="a step, the mean over all calls, less what they waited for a core",
+    history="a step: the mean over all calls, without the time that they waited for a core",
 )
 for _phase in CELL_PHASES:
-    _add(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED, threshold=_TIME_THRESHOLD,
+    _add_spec(time_of_phase(_phase), "s", f"time of the {_phase} phase", rank=_RESTATED, threshold=_TIME_THRESHOLD,
          history=f"the {_phase} phase of a step", kept_where=_phase)
-# Times divided by a count of work, such as FLOPs. For each count: the figure, and the amount of work to which the
-# time is scaled.
-PER: Mapping[str, tuple[MetricSpec, float]] = {
+# The times for a fixed amount of work. For each count of work, such as FLOPs: the figure, and the amount of work for
+# which it has the time.
+TIME_PER_WORK: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
-        _add(f"seconds_per_{name}", "s", f"the step's time for {many:.0e} {count}", rank=_RESTATED, kept_where=count,
-             history=f"a step's time for every {many:.0e} {count} of it"),
-        many,
+        _add_spec(f"seconds_per_{name}", "s", f"the step's time for {amount:.0e} {count}", rank=_RESTATED,
+             kept_where=count,
+             history=f"a step's time for every {amount:.0e} {count} of it"),
+        amount,
     )
-    for count, name, many in (("flops", "tflop", 1e12), ("tokens", "mtok", 1e6), ("bytes", "gb", 1e9))
+    for count, name, amount in (("flops", "tflop", 1e12), ("tokens", "mtok", 1e6), ("bytes", "gb", 1e9))
 }
-# The speed of a case relative to the reference. It depends on the machine less than a time.
-RELATIVE = _add(
+# A time relative to the reference depends less on the machine than a time in seconds.
+RELATIVE_TIME = _add_spec(
     "relative_time", "x", "the step's time over the reference's in the same rounds", rank=_RESTATED,
     threshold=_RATIO_THRESHOLD,
     history="a step's time over that of the highest precision in the same round",
 )
-RELATIVE_MEAN = _add(
+RELATIVE_MEAN_TIME = _add_spec(
     "relative_mean_time", "x", "the step's mean time over the reference's", rank=_RESTATED,
     history="a step's mean time over that of the highest precision",
 )
-RATIOS = frozenset({RELATIVE, RELATIVE_MEAN})
-SHARE_OF_STEP = _add(
+RELATIVE_TIMES = frozenset({RELATIVE_TIME, RELATIVE_MEAN_TIME})
+SHARE_OF_STEP = _add_spec(
     "share_of_step", units.RATIO,
     "share of a phase in the step's best time; the median is over the shares of single calls", better=_NEITHER
 )
-# Rates of work per second, by the counted work.
-RATES: Mapping[str, MetricSpec] = {
-    count: _add(
-        f"{count}_per_second", unit, f"{count} of a step's work per second; for a phase, as the tape counted them",
+# The rates of work per second, by what is counted.
+WORK_RATES: Mapping[str, MetricSpec] = {
+    count: _add_spec(
+        f"{count}_per_second", unit,
+        f"{count} of a step's work per second; for a phase, those of its operators",
         better=_HIGHER
     )
     for count, unit in (("tokens", "tok/s"), ("flops", "FLOP/s"), ("bytes", "B/s"))
 }
-CEILING_RATE = _add(
-    "ceiling_rate", "FLOP/s", "median rate of several runs of the suite `ceilings`; also in B/s or launches/s",
+CEILING_RATE = _add_spec(
+    "ceiling_rate", "FLOP/s",
+    "median rate of several runs of the suite `ceilings`; B/s for memory, launches/s for launches",
     better=_HIGHER, rank=_MAIN,
 )
-CEILING_TIME = _add(
+CEILING_TIME = _add_spec(
     "ceiling_time", "s", "time of 1 GFLOP, 1 GB or one launch at the ceiling rate, for `compare`",
     rank=_MAIN,
 )
-SHARE_OF_CEILING = _add(
-    "share_of_ceiling", units.RATIO, "of a phase: the least time for its counted FLOPs, bytes or launches by measured "
+SHARE_OF_CEILING = _add_spec(
+    "share_of_ceiling", units.RATIO, "least time of a phase by its counted FLOPs, bytes and launches and the measured "
     "ceilings, over its best time", better=_HIGHER, page="method.md#ceilings",
 )
-SHARE_OF_DATASHEET = _add(
-    "share_of_datasheet", units.RATIO, "of a phase: the least time by the vendor's peaks, over its best time",
+SHARE_OF_DATASHEET = _add_spec(
+    "share_of_datasheet", units.RATIO, "least time of a phase by the vendor's peak rates, over its best time",
     better=_HIGHER,
     page="method.md#ceilings",
 )
-PEAK_MEMORY = _add(
+PEAK_MEMORY = _add_spec(
     "peak_memory", "B", "bytes of tensors at the highest point of a step", rank=_MAIN, heading="peak memory",
     page="method.md",
     history="tensor memory at the highest point of a step, the state included", threshold=(0.02, float(1 << 20)),
 )
-DEVICE_PEAK_MEMORY = _add(
+DEVICE_PEAK_MEMORY = _add_spec(
     "device_peak_memory", "B", "peak memory on hardware that has the formats: codes and scales replace the "
     "emulation's wide values; derived from the same allocations; equal to `peak_memory` if nothing is "
     "emulated", heading="on a device", page="method.md#memory-on-a-device",
 )
-PEAKS = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
+PEAK_MEMORIES = (PEAK_MEMORY, DEVICE_PEAK_MEMORY)
 for _role in MemoryRole:
-    _add(memory_of_role(_role), "B", "part of `peak_memory` with this role; all roles sum to it; derived",
+    _add_spec(memory_of_role(_role), "B", "part of `peak_memory` with this role; all roles sum to it; derived",
          page="method.md#roles")
-RESERVED_MEMORY = _add(
+RESERVED_MEMORY = _add_spec(
     "reserved_memory", "B", "memory that torch's allocator holds for these tensors", heading="reserved"
 )
-PROCESS_MEMORY = _add("process_memory", "B", "memory that the driver counts for the process", heading="process")
-RESIDENT_MEMORY = _add(
+PROCESS_MEMORY = _add_spec("process_memory", "B", "memory that the driver counts for the process", heading="process")
+RESIDENT_MEMORY = _add_spec(
     "resident_memory", "B", "most memory of the machine that the process used, torch included",
     heading="resident",
 )
-# Further figures of a step's memory.
+# The figures of a step's memory besides its peak.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
-_COUNTER: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
-ALLOCATOR_TIME = _add(
+_COUNTER_FIELDS: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
+ALLOCATOR_TIME = _add_spec(
     "allocator_time", "s", "time in the host's allocator (malloc, free, ...), of the whole process, per step "
-    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER,
+    "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_FIELDS,
 )
-ALLOCATOR_CALLS = _add(
+ALLOCATOR_CALLS = _add_spec(
     "allocator_calls", "count", "calls of the host's allocator in a step", heading="calls of it", show=_show_exact(),
-    **_COUNTER
+    **_COUNTER_FIELDS
 )
-ALLOCATED_BYTES = _add(
-    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER,
+ALLOCATED_BYTES = _add_spec(
+    "allocated_bytes", "B", "bytes requested in calls of the allocator", heading="asked for", **_COUNTER_FIELDS,
 )
-PAGE_FAULTS = _add(
+PAGE_FAULTS = _add_spec(
     "page_faults", "count", "memory pages that a step was first to use; the system clears each", heading="page faults",
-    show=_show_exact(), **_COUNTER,
+    show=_show_exact(), **_COUNTER_FIELDS,
 )
-DEVICE_ALLOCATIONS = _add(
-    "device_allocations", "count", "calls of a GPU's driver, for memory that torch's allocator lacked",
-    heading="driver's allocations", show=_show_exact(), **_COUNTER,
+DEVICE_ALLOCATIONS = _add_spec(
+    "device_allocations", "count", "calls of a GPU's driver for more memory than torch's allocator held",
+    heading="driver's allocations", show=_show_exact(), **_COUNTER_FIELDS,
 )
-ALLOCATION_RETRIES = _add(
+ALLOCATION_RETRIES = _add_spec(
     "allocation_retries", "count", "device allocations that first had to return unused memory", heading="retried",
-    show=_show_exact(), **_COUNTER,
+    show=_show_exact(), **_COUNTER_FIELDS,
 )
-DEVICE_ALLOCATOR_TIME = _add(
-    "device_allocator_time", "s", "time in device allocations, by torch's profiler", heading="in them", **_COUNTER
+DEVICE_ALLOCATOR_TIME = _add_spec(
+    "device_allocator_time", "s", "time in device allocations, by torch's profiler", heading="in them",
+    **_COUNTER_FIELDS
 )
-WIRE_BYTES = _add(
+WIRE_BYTES = _add_spec(
     "wire_bytes", "B", "bytes that a rank sends to others in a step", heading="wire",
-    history="that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
+    history="bytes that a rank sends to others in a step", kept_where="ranks", page="distributed.md",
 )
-_COUNTED = {"counted": True, "least_change": 0.0, "threshold": (0.0, 0.0), "kept_where": "one rank", "page": "tape.md"}
-FLOPS = _add(
+_COUNTED_FIELDS = {
+    "counted": True, "least_change": 0.0, "threshold": (0.0, 0.0), "kept_where": "one rank", "page": "tape.md",
+}
+FLOPS = _add_spec(
     "flops", "FLOP", "FLOPs of products in a step and in its phases, counted exactly", show=_show_exact("FLOP"),
-    history="of a step, as its operators were counted", **_COUNTED,
+    history="FLOPs of a step, counted from its operators", **_COUNTED_FIELDS,
 )
-MOVED_BYTES = _add(
+MOVED_BYTES = _add_spec(
     "moved_bytes", "B", "bytes read and written by operators, counted exactly", show=_show_exact("B"),
-    history="that the operators of a step read and write", **_COUNTED,
+    history="bytes that the operators of a step read and write", **_COUNTED_FIELDS,
 )
-LAUNCHES = _add(
+LAUNCHES = _add_spec(
     "launches", "count", "least number of started kernels, counted exactly", show=_show_exact(),
-    history="of operators in a step that start a kernel", **_COUNTED,
+    history="operators of a step that start a kernel", **_COUNTED_FIELDS,
 )
-# Counts of a step's operators. They are exact: the same code gives the same number.
+# The counts over a step's operators. They are exact: the same code gives the same number.
 COUNTS = (FLOPS, MOVED_BYTES, LAUNCHES)
-UNKNOWN_OPERATORS = _add(
+UNKNOWN_OPERATORS = _add_spec(
     "unknown_operators", "count", "calls of operators without a formula, which no sum includes", page="tape.md"
 )
-USEFUL_FLOPS = _add(
-    "useful_flops", "FLOP", "FLOPs of products without the next three figures; equal for every precision",
+USEFUL_FLOPS = _add_spec(
+    "useful_flops", "FLOP", "FLOPs of products, less the FLOPs of the next three figures; equal for every precision",
     show=_show_exact("FLOP"), better=_NEITHER, page="tape.md",
 )
-ROTATION_FLOPS = _add(
+ROTATION_FLOPS = _add_spec(
     "rotation_flops", "FLOP", "FLOPs of products that rotate tensors in casts", show=_show_exact("FLOP"),
 )
-PADDING_FLOPS = _add(
+PADDING_FLOPS = _add_spec(
     "padding_flops", "FLOP", "FLOPs of matrix sides that are padded beyond the reference's", show=_show_exact("FLOP"),
 )
-RECOMPUTED_FLOPS = _add(
+RECOMPUTED_FLOPS = _add_spec(
     "recomputed_flops", "FLOP", "FLOPs of forward products that are repeated, unlike in the reference",
     show=_show_exact("FLOP")
 )
-INTENSITY = _add(
+INTENSITY = _add_spec(
     "intensity", "FLOP/B", "FLOPs of a step for each byte moved, if every operator is known", better=_NEITHER
 )
 SHARES_BY_BITS: Mapping[int, MetricSpec] = {
-    bits: _add(f"share_of_flops_in_{bits}_bits", units.RATIO,
+    bits: _add_spec(f"share_of_flops_in_{bits}_bits", units.RATIO,
                "share of a step's FLOPs that multiply elements of this width",
                better=_NEITHER, page="tape.md")
     for bits in (8, 4, 32)
 }
-SHARE_CONVERTED = _add(
+SHARE_CONVERTED = _add_spec(
     "share_of_flops_converted", units.RATIO, "share of a step's FLOPs in layers that the case "
     "converts", better=_NEITHER, page="profile.md",
 )
-ENERGY = _add(
+ENERGY = _add_spec(
     "energy", "J", "energy of a step: all that the device used while it ran", rank=_MAIN, heading="energy",
     page="energy.md",
     threshold=_ENERGY_THRESHOLD, kept_where="energy",
-    history="of a step: all that the device used while the step ran, one value for each window",
+    history="energy of a step: all that the device used while the step ran, one value per window",
 )
-ENERGY_NET = _add(
+ENERGY_NET = _add_spec(
     "energy_net", "J", "energy of a step beyond idle power", rank=_MAIN, threshold=_ENERGY_THRESHOLD, heading="net/step"
 )
-# The energy of a step per amount of its work, the most useful amount first.
+# The energy of a step for a fixed amount of its work. The most useful amount comes first.
 ENERGY_PER: Mapping[str, tuple[MetricSpec, float]] = {
     count: (
-        _add(f"energy_per_{word.lower()}", "J", f"energy for {much} of the step's work", rank=_MAIN,
+        _add_spec(f"energy_per_{word.lower()}", "J", f"energy for {amount_text} of the step's work", rank=_MAIN,
              threshold=_ENERGY_THRESHOLD,
              heading=f"per {word}"),
-        many,
+        amount,
     )
-    for count, word, much, many in (
+    for count, word, amount_text, amount in (
         ("tokens", "token", "a token", 1.0), ("flops", "TFLOP", "10^12 FLOPs", 1e12), ("bytes", "GB", "10^9 bytes", 1e9)
     )
 }
-ENERGY_LOW = _add("energy_low", "J", "energy of a measured phase: its lowest window, less its uncertainty")
-ENERGY_HIGH = _add("energy_high", "J", "energy of a measured phase: its highest window, plus its uncertainty")
-ENERGY_RESIDUAL = _add("energy_residual", "J", "energy of a step, less that of its measured phases", better=_NEITHER)
-ENERGY_UNCERTAINTY = _add(
+ENERGY_LOW = _add_spec("energy_low", "J", "energy of a measured phase: its lowest window, less its uncertainty")
+ENERGY_HIGH = _add_spec("energy_high", "J", "energy of a measured phase: its highest window, plus its uncertainty")
+ENERGY_RESIDUAL = _add_spec(
+    "energy_residual", "J", "energy of a step, less that of its measured phases", better=_NEITHER
+)
+ENERGY_UNCERTAINTY = _add_spec(
     "energy_uncertainty", units.RATIO, "largest possible error of a window's energy; none for power sensors"
 )
-POWER = _add("power", "W", "power of the device while steps ran", rank=_MAIN)
-IDLE_POWER = _add(
+POWER = _add_spec("power", "W", "power of the device while steps ran", rank=_MAIN)
+IDLE_POWER = _add_spec(
     "idle_power", "W", "power of the idle device with the same states in memory", better=_NEITHER, rank=_MAIN,
 )
-SUSTAINED_TIME = _add(
+SUSTAINED_TIME = _add_spec(
     "sustained_time", "s", "median time of a step in turns of several seconds; only with `--sustained`",
     page="energy.md#what-the-figures-are",
 )
-SUSTAINED_CLOCK = _add("sustained_clock", "Hz", "the device's clock right after the sustained turns", better=_NEITHER)
-SUSTAINED_POWER = _add("sustained_power", "W", "the device's power in the sustained turns", better=_NEITHER)
-SM_CLOCK = _add("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NEITHER)
-MAX_BATCH = _add(
+SUSTAINED_CLOCK = _add_spec(
+    "sustained_clock", "Hz", "the device's clock right after the sustained turns", better=_NEITHER
+)
+SUSTAINED_POWER = _add_spec("sustained_power", "W", "the device's power in the sustained turns", better=_NEITHER)
+SM_CLOCK = _add_spec("sm_clock", "Hz", "the device's mean clock over the case's slots", better=_NEITHER)
+MAX_BATCH = _add_spec(
     "max_batch", "count", "the largest batch that fits, 0 if none does; only with `--max-batch`", better=_HIGHER,
     page="planning.md",
 )
-DEVICE_MAX_BATCH = _add(
+DEVICE_MAX_BATCH = _add_spec(
     "device_max_batch", "count", "largest batch of an emulated case on hardware that has its formats, by a line "
     "through the memory of two batches; derived", better=_HIGHER, heading="on a device", page="planning.md",
 )
-MAX_BATCH_TOKENS = _add(
+MAX_BATCH_TOKENS = _add_spec(
     "max_batch_tokens", "count", "tokens of a step with the largest batch", better=_HIGHER, heading="tokens a step",
     show=lambda value: units.whole(int(value)),
 )
-MAX_BATCH_MEMORY = _add("max_batch_memory", "B", "peak memory of the largest batch", heading="peak memory")
-MAX_BATCH_LIMIT = _add("max_batch_limit", "B", "the requested limit of memory")
-RANK_SKEW = _add(
+MAX_BATCH_MEMORY = _add_spec("max_batch_memory", "B", "peak memory of the largest batch", heading="peak memory")
+MAX_BATCH_LIMIT = _add_spec("max_batch_limit", "B", "the requested limit of memory")
+RANK_SKEW = _add_spec(
     "rank_skew", "%", "difference of the slowest and the fastest rank of a call", heading="skew", page="distributed.md"
 )
-MEMORY_SKEW = _add(
+MEMORY_SKEW = _add_spec(
     "memory_skew", "%", "difference of the ranks with the most and the least memory", heading="skew"
 )
-COMMUNICATION = _add(
+COMMUNICATION = _add_spec(
     "communication_time", "s", "the least time that any rank spent in communication", heading="communication"
 )
-EXPOSED = _add(
+EXPOSED_TIME = _add_spec(
     "exposed_time", "s", "time of products and communication at once, less that of products alone",
     heading="exposed",
 )
-HIDDEN_COMMUNICATION = _add(
-    "hidden_communication", "%", "1 less the exposed share of communication alone; may be negative", better=_HIGHER,
+HIDDEN_COMMUNICATION = _add_spec(
+    "hidden_communication", "%",
+    "share of communication that products hide: 1 less exposed over communication; may be negative", better=_HIGHER,
     heading="hidden",
 )
-LOGICAL_BYTES = _add(
+LOGICAL_BYTES = _add_spec(
     "logical_bytes", "B", "bytes of the complete vector in float32", better=_NEITHER, heading="logical",
 )
-ALGBW = _add("algbw", "B/s", "sent bytes of the vector, over the median step", better=_HIGHER)
-BUSBW = _add("busbw", "B/s", "algbw times nccl-tests' factor", better=_HIGHER)
-EFFECTIVE_BUSBW = _add("effective_busbw", "B/s", "busbw of the logical bytes", better=_HIGHER, heading="effective")
-BUBBLE = _add("bubble", "%", "time that a pipeline's ranks wait or send, over the time that they compute")
-IDEAL_BUBBLE = _add("ideal_bubble", "%", "the bubble of equal stages if sending took no time")
-STRONG_SCALING = _add(
-    "strong_scaling", "%", "time of one rank's step, over the number of ranks times that of all ranks", better=_HIGHER,
+ALGBW = _add_spec("algbw", "B/s", "bytes of the vector as it is sent, over the median time of a step", better=_HIGHER)
+BUSBW = _add_spec("busbw", "B/s", "algbw times nccl-tests' factor", better=_HIGHER)
+EFFECTIVE_BUSBW = _add_spec("effective_busbw", "B/s", "busbw of the logical bytes", better=_HIGHER, heading="effective")
+BUBBLE = _add_spec("bubble", "%", "time that a pipeline's ranks wait or send, over the time that they compute")
+IDEAL_BUBBLE = _add_spec("ideal_bubble", "%", "the bubble of equal stages if sending took no time")
+STRONG_SCALING = _add_spec(
+    "strong_scaling", "%", "time of a step on one rank, over the number of ranks times its time on all ranks",
+    better=_HIGHER,
 )
-WEAK_SCALING = _add(
-    "weak_scaling", "%", "time of one rank with its share of the batch, over that of all ranks", better=_HIGHER,
+WEAK_SCALING = _add_spec(
+    "weak_scaling", "%", "time of one rank for its share of the batch, over the time of all ranks for the whole batch",
+    better=_HIGHER,
 )
-BREAK_EVEN = _add("break_even", "count", "a size from which, or up to which, a precision is faster")
-VALUES = _add("values", "count", "number of values of a kind and role; in the rows of the reference", better=_NEITHER)
-AMAX = _add("amax", "", "largest magnitude of the values before any scaling", better=_NEITHER)
-SHARE_ABOVE = _add(
+BREAK_EVEN = _add_spec("break_even", "count", "a size from which, or up to which, a precision is faster")
+VALUE_COUNT = _add_spec(
+    "values", "count", "number of values of a kind and role; only in rows of the reference", better=_NEITHER
+)
+AMAX = _add_spec("amax", "", "largest magnitude of the values before any scaling", better=_NEITHER)
+SHARE_ABOVE = _add_spec(
     "share_above_*", units.RATIO, "share of the values above the format's largest number", better=_NEITHER,
 )
-SHARE_VANISHING = _add(
+SHARE_VANISHING = _add_spec(
     "share_vanishing_*", units.RATIO, "share of the nonzero values that become zero in the format", better=_NEITHER,
 )
 
-# Figures of suites. These rows match the ends of names, and come after the rows of complete names.
-_OF_WORKLOADS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
+# The figures that suites measure. Most of these rows match the ends of names, and come after rows with full names.
+_WORKLOAD_FIELDS: dict[str, Any] = {"rank": _MAIN, "of_workload": True}
 RELATIVE_LOSS = "relative_loss"
 LOSS_ERROR = "loss_error"
-# The errors of a callable: from its reference in float64, and from the unchanged reference.
+# The errors of a callable: compared with float64, and compared with the unchanged reference.
 OUTPUT_ERROR = "output_error"
 DIFFERENCE_ERROR = "difference_error"
-# The difference again, if rounding does not explain it.
+# The difference from the reference, if rounding does not explain it.
 BEYOND_ROUNDING_ERROR = "beyond_rounding_error"
-# These values are near 1, and a difference of a thousandth matters. The gate's threshold is above the least change
-# that the history counts.
-_add(
+# Relative losses are near 1, and a difference of a thousandth matters. The threshold of the gate is above the least
+# change that the history counts.
+_add_spec(
     f"*{RELATIVE_LOSS}", "x", "mean loss of a small training over that of bf16, in the suite `learning`",
     show="{:.5f}x".format,
-    least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_OF_WORKLOADS,
+    least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_WORKLOAD_FIELDS,
 )
-_ERRORS: dict[str, Any] = {"show": units.relative_error, **_OF_WORKLOADS}
-# A different order of sums changes a loss by less than a thousandth, and a training in another format by a hundredth.
-LOSS_ERRORS = _add(
+_ERROR_FIELDS: dict[str, Any] = {"show": units.relative_error, **_WORKLOAD_FIELDS}
+# Summing in a different order changes a loss by less than a thousandth, and training in another format by a hundredth.
+LOSS_ERRORS = _add_spec(
     f"*{LOSS_ERROR}", units.RATIO, "relative error of a step's loss; 0 is exact",
-    error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERRORS,
+    error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERROR_FIELDS,
 )
 # Rounding to bf16 gives an error of half a percent. A gradient with an error of 30% keeps its direction (cosine 0.96),
 # as in published trainings in 4 bits; gradients of two batches differ more.
-GRADIENT_ERRORS = _add(
+GRADIENT_ERRORS = _add_spec(
     "*gradient_error", units.RATIO, "relative error of all gradients as one vector; 0 is exact",
-    error_sizes=(1e-5, 0.01, 0.3), **_ERRORS,
+    error_sizes=(1e-5, 0.01, 0.3), **_ERROR_FIELDS,
 )
 # Rounding to bf16 gives products an error of half a percent, FP8 4%, and 4 bits 15%.
-OTHER_ERRORS = _add("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERRORS)
-_add("*_vanished", units.RATIO, "share of values that are zero but not in the reference, which a norm hides",
-     show=lambda value: units.share(value) if value else "0%", **_OF_WORKLOADS)
-_add("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_OF_WORKLOADS)
-# for these figures, neither more nor less is better
+OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relative; 0 is exact", **_ERROR_FIELDS)
+_add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
+     show=lambda value: units.share(value) if value else "0%", **_WORKLOAD_FIELDS)
+_add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_WORKLOAD_FIELDS)
+# Of these figures, neither more nor less is better.
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
-    _add(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
-    **_OF_WORKLOADS)
-# Figures of mixtures of experts, of RLHF's models, and of samplers: neither more nor less is better.
-for _name, _unit, _words in (
+    _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
+    **_WORKLOAD_FIELDS)
+# The figures of mixtures of experts, of RLHF's models, and of samplers: neither more nor less is better.
+for _name, _unit, _description in (
     ("load_ratio", "x", "most tokens of an expert, over the mean"),
     ("distinct_experts", "count", "experts that have any token, in all layers"),
     ("expert_bytes", "B", "bytes of the experts' weights with scales, in the multiplied format"),
@@ -433,20 +450,20 @@ for _name, _unit, _words in (
     ("reward_bytes", "B", "bytes of RLHF's reward model: stored weights with scales"),
     ("rows_least", "count", "fewest tokens of an expert that has any"),
     ("rows_median", "count", "median tokens of experts that have any"),
-    ("layers_that_agree", "count", "layers before the first whose router chooses other experts than an exact one"),
+    ("layers_that_agree", "count", "layers before the first whose router chooses other experts than in the exact pass"),
     ("evaluations", "count", "evaluations of the denoiser in all steps of a sampler"),
     ("mean_depth", "count", "mean number of blocks that a row passes before it leaves"),
 ):
-    _format = "{:g}".format if _unit == "count" else None
-    _add(_name, _unit, _words, better=_NEITHER, page="suites.md", show=_format, **_OF_WORKLOADS)
-for _end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
-    _add(f"*_{_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_OF_WORKLOADS)
+    _show_value = "{:g}".format if _unit == "count" else None
+    _add_spec(_name, _unit, _description, better=_NEITHER, page="suites.md", show=_show_value, **_WORKLOAD_FIELDS)
+for _name_end, _unit in (("percent", "%"), ("ulp", "ulp"), ("octaves", "octaves"), ("ppm", "ppm")):
+    _add_spec(f"*_{_name_end}", _unit, f"numerical errors in {_unit}", page="formats.md", **_WORKLOAD_FIELDS)
 # fmt: on
 
 
 def spec_of(name: str) -> MetricSpec:
-    """Returns the properties of the figure with this name. An unknown name gets the default properties of a figure
-    that a suite measures.
+    """Returns the properties of the figure with this name. An unknown name gets the default properties of figures that
+    suites measure.
     """
     return METRICS.get(name) or _find_by_pattern(name)
 
@@ -454,11 +471,11 @@ def spec_of(name: str) -> MetricSpec:
 @cache
 def _find_by_pattern(name: str) -> MetricSpec:
     spec = next((metric for metric in METRICS.values() if "*" in metric and fnmatchcase(name, metric)), None)
-    return replace(spec, name=name) if spec is not None else MetricSpec(name, **_OF_WORKLOADS)
+    return replace(spec, name=name) if spec is not None else MetricSpec(name, **_WORKLOAD_FIELDS)
 
 
 def reserved_name_reason(name: str) -> str:
-    """Returns why a workload may not use this name for a figure; '' if it may."""
+    """Returns why a workload may not use this name for a figure. Returns '' if it may."""
     if name in (STEP, *CELL_PHASES) or not spec_of(name).of_workload:
         return f"{name!r} is the name of a figure or a phase that fp8bench defines. Rename it"
     return ""

@@ -1,8 +1,8 @@
-"""The contents of one untimed step: its operators, how much of its time they take, and which of its products can be
-converted.
+"""Defines what is observed in one untimed step: its operators, how much of its time they take, and which of its
+products can be converted to low precision.
 
-They are observed, and not declared by a workload. Only shares of the time are stored, and no times, because
-observation makes a step slower.
+All of this is observed and not declared by a workload. Only shares of the time are stored and not the times, because
+observing makes a step slower.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """An operator, and how often a step calls it with tensors of these shapes, in one phase, forward or backward.
+    """An operator of torch, and how often a step calls it with tensors of the same shapes, in one phase and in the
+    forward or the backward pass.
 
     `inputs` and `outputs` are its tensors, such as 'bf16[128,256]'. `flops`, `bytes` and `launches` are those of one
-    call. `flops` is None if the operator has no formula, and 0 if nothing is multiplied. `bytes` are read and
-    written, each tensor counted once. `launches` is the smallest possible number of kernels. `path` is the dtype in
-    which a product multiplies, '' for other operators. Views move no data and are not listed.
+    call. `flops` is None if the operator has no formula, and 0 if nothing is multiplied. `bytes` are the
+    bytes read and written, each tensor counted once. `launches` is the smallest possible number of kernels. `path` is
+    the dtype in which a product multiplies, '' for other operators. Views move no data and are not listed.
     """
 
     phase: str
@@ -37,9 +38,9 @@ class OperatorCount:
 
 @dataclass(frozen=True)
 class PhaseCount:
-    """The sums over the operators of a phase, forward and backward. `by_path` divides its FLOPs by the dtype that
-    multiplies, and `by_dtype` its bytes by the dtype of the tensors. `unknown` counts calls of operators without a
-    formula, whose FLOPs are not included.
+    """The sums over the operators of a phase, forward and backward. `by_path` has the FLOPs for each dtype in which
+    products multiply, and `by_dtype` has the bytes for each dtype of tensors. `unknown` counts calls of operators for
+    which no formula counts FLOPs: the sums do not include them.
     """
 
     phase: str
@@ -55,9 +56,9 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts tensors that were made in the step, and then read or left behind, although no operator wrote to
-    them. A kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. Its
-    operators are listed as they run without a compiler.
+    `unwritten` counts tensors that were made in the step, and that were read or outlived it, although no operator wrote
+    to them: a kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. The
+    operators of this function are listed as they run without a compiler.
     """
 
     operators: tuple[OperatorCount, ...] = ()
@@ -83,7 +84,7 @@ class Tape:
 
     @property
     def complete(self) -> bool:
-        """Whether `flops` includes all that the step multiplied."""
+        """Whether `flops` includes all products of the step."""
         return not self.unknown and not self.unwritten
 
     @property
@@ -100,15 +101,15 @@ class Tape:
 
 @dataclass(frozen=True)
 class LateSteps:
-    """Observations of steps that ran after the timing, in slots of a timed state, while their operators were
-    recorded.
+    """Observations of late steps: steps that ran after the timing, in slots of a timed state, while their operators
+    were recorded.
 
-    `told_apart` describes how timed slots differ from recorded ones, or ''. `by_path` is the mean FLOPs of a step by
-    the dtype that multiplies (compiled steps run uncompiled); None if an operator has no formula. `varies` means that
-    the FLOPs differ from step to step. `switches` are the arithmetic switches that a step sets and restores.
-    `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` is the mean seconds
-    of all operators of a step, and `seconds` has the seconds of the slowest operators by name. Both are measured by
-    the clock of the thread, and only on a CPU. `waits` is how often a step gave up its core.
+    `told_apart` describes how timed slots differ from recorded ones, or ''. `by_path` has the mean FLOPs of a step for
+    each dtype in which products multiply (compiled steps run uncompiled); None if an operator has no formula. `varies`
+    means that the FLOPs differ from step to step. `switches` are the arithmetic switches of torch that a step sets and
+    restores. `subnormal` is the share of subnormal numbers in the results of the operators. `in_operators` is the mean
+    time of all operators of a step, and `seconds` has the seconds of the slowest operators by name. Both are measured
+    by the CPU clock of the thread, and only on a CPU. `waits` is how often a step gave up its core.
     """
 
     told_apart: str = ""
@@ -129,7 +130,7 @@ Key = TypeVar("Key")
 
 
 class ShareKind(StrEnum):
-    """The purpose of an operator or kernel. UNKNOWN has no known purpose, and is shown by its name."""
+    """The purpose of an operator or kernel. One with an UNKNOWN purpose is shown by its name."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -144,8 +145,8 @@ class ShareKind(StrEnum):
 
 
 class SharesFrom(StrEnum):
-    """The source of time shares: operators on a CPU, or kernels of a device, assigned to the operator that launched
-    them. Older runs also have kernels of compiled steps, which belong to no module.
+    """What time shares are measured on. OPERATORS: operators on a CPU. KERNELS: kernels on a device, each assigned to
+    the operator that launched it. COMPILED: kernels of compiled steps, which belong to no module (only in older runs).
     """
 
     OPERATORS = "operators"
@@ -155,11 +156,11 @@ class SharesFrom(StrEnum):
 
 @dataclass(frozen=True)
 class Share:
-    """The time that one kind of operators takes in one module, forward or backward, in an untimed pass.
+    """The time that one kind of operators takes in one module, in the forward or the backward pass of an untimed step.
 
-    `module` is the path of the module. For work between the modules of a model it is the model's class, and outside
-    of the model it is ''. `what` refines the kind, such as 'conv' for a product, or is the name of an unknown
-    operator.
+    `module` is the path of the module. For operators between the modules of a model it is the model's class, and for
+    operators outside of the model it is ''. `what` refines the kind, such as 'conv' for a product, or is the name of an
+    unknown operator.
     """
 
     kind: ShareKind
@@ -172,10 +173,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step's time. `step` is the time in seconds of an unobserved step in the same pass.
+    """The parts of a step's time. `step` is the time in seconds of a step in the same pass that was not observed.
 
-    The rest of the time is the host's time between operators, called 'unattributed'. If the parts sum to more than
-    the step, because clocks vary, they are divided by their sum.
+    Time that belongs to no part is called 'unattributed': the host's time between operators. If the parts sum to more
+    than `step`, because clocks vary, shares are computed by dividing by their sum.
     """
 
     parts: tuple[Share, ...] = ()
@@ -197,7 +198,7 @@ class Shares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """The share of the step by module, the largest first."""
+        """The share of the step's time that each module takes, the largest share first."""
         shares = self.sum_by(lambda part: part.module)
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
@@ -211,8 +212,8 @@ class Shares:
 
 @dataclass(frozen=True)
 class HeldProduct:
-    """A product of a layer in a step: a matrix (m, k) times a matrix (k, n), repeated `times` times. `backward` marks
-    a product that computes a gradient.
+    """A product of a layer in a step: a matrix (m, k) times a matrix (k, n), computed `times` times. `backward` is True
+    for a product that computes a gradient.
     """
 
     m: int
@@ -228,7 +229,7 @@ class HeldProduct:
 
 # Words in module paths that identify a part of a transformer. The first match counts, because some paths match several
 # parts, such as BERT's attention.output.dense.
-_PARTS = {
+_WORDS_BY_PART = {
     "attn": ("attn", "attention"),
     "mlp": (
         "mlp",
@@ -247,21 +248,23 @@ _PARTS = {
 }
 
 
-def part_of(path: str) -> str:
-    """Returns the part of a transformer that a layer's path names: 'attn', 'mlp' or ''."""
-    return next((part for part, marks in _PARTS.items() if any(mark in path.lower() for mark in marks)), "")
+def find_transformer_part(path: str) -> str:
+    """Returns the part of a transformer to which a layer belongs by its path: 'attn', 'mlp', or '' if unknown."""
+    return next(
+        (part for part, part_words in _WORDS_BY_PART.items() if any(word in path.lower() for word in part_words)), ""
+    )
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A weight that is multiplied: that of a module, or one parameter of a module with several.
+    """A weight that a step multiplies: the weight of a module, or one parameter of a module with several weights.
 
-    `name` is its path in the model, and `also` are further paths of the same module. If the weight can be converted,
-    `kind` is 'linear', 'conv1d' (of GPT-2), 'conv2d', 'experts' (one matrix per expert) or 'head'; otherwise it is
-    the name of the class. `weight` is the shape of the weight, and `flops` counts all of its products in a step,
-    forward and backward. A weight that is not converted has a `reason` (a sentence) and a `rule` (one of 'skipped',
-    'kept', 'class', 'forward', 'shape', 'not-called'). `native` names requirements of native products that its shapes
-    break on every device.
+    `name` is the path of the weight in the model, and `also` are further paths of the same module. If the weight can be
+    converted to low precision, `kind` is 'linear', 'conv1d' (of GPT-2), 'conv2d', 'experts' (one matrix per expert) or
+    'head'; otherwise it is the name of the module's class. `weight` is the shape of the weight, and `flops` counts all
+    of its products in a step, forward and backward. A weight that is not converted has a `reason` (a sentence) and a
+    `rule` (one of 'skipped', 'kept', 'class', 'forward', 'shape', 'not-called'). `native` names the requirements of
+    native products that the shapes of its products break on every device.
     """
 
     name: str
@@ -278,14 +281,14 @@ class Holder:
 
     @property
     def group(self) -> str:
-        return "" if self.kind == "head" else part_of(self.name)
+        return "" if self.kind == "head" else find_transformer_part(self.name)
 
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """Products whose operands are not weights of a `Holder`. `operator` is torch's name, and `module` the path of the
-    module that runs it, or ''. `weight` is the parameter that is multiplied, '' if none or unknown. `flops` is None
-    if the operator has no formula.
+    """Products of a step that multiply no weight of a `Holder`. `operator` is torch's name of the product, and `module`
+    is the path of the module that runs it, or ''. If the product multiplies a parameter, `weight` names it; '' if none
+    or unknown. `flops` is None if the operator has no formula.
     """
 
     operator: str
@@ -298,11 +301,11 @@ class OtherProduct:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The products of one step: those of the model's weights (`holders`), and all others. `flops` counts the complete
-    step.
+    """Which products of one step can be converted to low precision: the products of the model's weights (`holders`),
+    and all other products. `flops` counts the complete step.
 
-    `loss` is a sentence about the tensor from which backward started. `remarks` describe how other steps differ from
-    this one.
+    `loss` is a sentence about the tensor from which the backward pass started. `remarks` describe how other steps
+    differ from this one.
     """
 
     holders: tuple[Holder, ...] = ()
@@ -317,17 +320,17 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """The share of the step's FLOPs that is converted; 0 for a step without products."""
+        """The share of the step's FLOPs that is converted to low precision; 0 for a step without products."""
         return self.converted_flops / self.flops if self.flops else 0.0
 
     @property
     def unknown(self) -> int:
-        """The number of calls of operators for which no formula counts FLOPs. No sum includes them."""
+        """The number of calls of operators for which no formula counts FLOPs. `flops` does not include them."""
         return sum(product.calls for product in self.others if product.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns two numbers for each kind of holder, the largest first: all FLOPs of the kind, and its converted
-        FLOPs.
+        """Returns the FLOPs of each kind of holder, the kind with the most FLOPs first: (all FLOPs, converted
+        FLOPs).
         """
         flops_by_kind: dict[str, tuple[int, int]] = {}
         for holder in self.holders:

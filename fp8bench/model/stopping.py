@@ -1,4 +1,4 @@
-"""Decides when a group has been measured enough, and when a device has settled."""
+"""Decides when the rounds of a group end, and when the clock and temperature of a device have settled."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-# The number of rounds for emulated cases. Their time is only shown, so they get as many rounds as a best case needs,
-# and one more.
+# The number of rounds for emulated cases: one more than a best case needs, because their time is only shown.
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
 BUDGET_SECONDS = 6.0
-# The seconds of rounds in a brisk group, which is measured in a short time. Groups are brisk if the budget allows
+# A brisk group is measured in a short time, with rounds of BRISK_SECONDS in all. Groups are brisk if the budget allows
 # each of them less than _BRISK_BUDGET_SECONDS.
 BRISK_SECONDS = 2.0
 _BRISK_BUDGET_SECONDS = 20.0
 CEILING_SECONDS = 120.0
-# If a group has at least this many candidates, the fastest is timed again.
+# If a group has at least this many cases to compare with the reference, none emulated, the fastest is timed again.
 LEAST_CANDIDATES = 3
 
 
@@ -29,7 +28,8 @@ class StoppingRule:
 
     After `budget` seconds (without emulated steps) and at least `least` rounds, timing stops even if nothing is
     decided. After `ceiling` seconds it stops in any case. `fixed` is a number of rounds that replaces all limits
-    except `ceiling`. Seconds count the timing. With `whole`, they also count the preparation of the group.
+    except `ceiling`. The seconds count only the timing; if `whole` is True, they also count the preparation of the
+    group.
     """
 
     least: int = LEAST_ROUNDS
@@ -40,8 +40,8 @@ class StoppingRule:
     whole: bool = False
 
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
-        """Returns the rule for the next session, if `sessions` sessions remain. The group has already taken
-        `seconds`.
+        """Returns the stopping rule for the next session of a group that has already taken `seconds`. `sessions` is the
+        number of remaining sessions.
         """
         if not self.whole:
             return self
@@ -50,9 +50,9 @@ class StoppingRule:
         return replace(self, budget=next(remaining_seconds), ceiling=next(remaining_seconds))
 
     def looks(self, rounds: int) -> bool:
-        """Returns whether the results are judged after this number of rounds. They are judged every 8 rounds up to
-        128 rounds. After that, they are judged each time that the number has grown by about an eighth. So there are
-        few judgements, and the chance of a false alarm stays small.
+        """Returns whether the results are judged after this number of rounds: every 8 rounds up to 128 rounds, and then
+        each time that the number of rounds has grown by about an eighth. There are few such judgements, because each
+        one adds to the chance of a wrong verdict.
         """
         if self.fixed is not None or rounds < self.least:
             return False
@@ -60,8 +60,8 @@ class StoppingRule:
         return rounds % rounds_between_looks == 0
 
     def reason_to_end(self, rounds: int, seconds: float, emulating: float = 0.0) -> str:
-        """Returns why measuring must end after this number of rounds and seconds; '' if it need not end. Emulated
-        steps took `emulating` of the seconds.
+        """Returns why timing must end after this number of rounds and seconds, or '' if it may go on. Emulated steps
+        took `emulating` of the seconds.
         """
         if self.fixed is not None and rounds >= self.fixed:
             return f"{_count_rounds(self.fixed)}, a fixed number"
@@ -79,15 +79,16 @@ def _count_rounds(rounds: int) -> str:
     return "1 round" if rounds == 1 else f"{rounds} rounds"
 
 
-def is_brisk(requested: bool, budget: float | None, groups: int) -> bool:
-    """Returns whether each group is measured in about 10 s: because the user asked for it, or because the budget of
-    the run allows no more."""
+def is_run_brisk(requested: bool, budget: float | None, groups: int) -> bool:
+    """Returns whether each group is measured in about 10 s, because the user asked for this or because the budget of
+    the run allows no more.
+    """
     return requested or (budget is not None and budget < _BRISK_BUDGET_SECONDS * groups)
 
 
-def rule_for(quick: bool, rounds: int | None, budget: float | None, brisk: bool = False) -> StoppingRule:
-    """Returns the rule by which one group stops timing. `budget` is the group's part of the seconds that the user
-    allowed for the run, or None.
+def make_stopping_rule(quick: bool, rounds: int | None, budget: float | None, brisk: bool = False) -> StoppingRule:
+    """Returns the stopping rule of a group. `budget` is the group's part of the seconds that the user allowed for the
+    run, or None.
     """
     counts_preparation = budget is not None
     # A fixed number of rounds overrides a budget, but not the time limit.
@@ -101,24 +102,25 @@ def rule_for(quick: bool, rounds: int | None, budget: float | None, brisk: bool 
     return StoppingRule(budget=BUDGET_SECONDS if budget is None else budget, ceiling=ceiling, whole=counts_preparation)
 
 
-# Slopes of clock and temperature are fitted to the samples of this many last seconds. At least _MIN_LOOKS samples are
-# needed.
-STRETCH = 4.0
-# The seconds of samples and the largest slope for a brisk group. The clock of a GPU at its power cap reaches its
-# level within a second, and then varies by 2% between samples.
+# The slopes of clock and temperature are fitted to the samples of the last SLOPE_SECONDS, if these are at least
+# _MIN_LOOKS samples.
+SLOPE_SECONDS = 4.0
+# In a brisk group, slopes are fitted to the samples of fewer seconds, and a larger slope is allowed. The clock of a GPU
+# at its power cap reaches its level within a second, and then varies by 2% between samples.
 _BRISK_STRETCH = 0.9
 _BRISK_SLOPE = 0.02
 _MIN_LOOKS = 5
-# The largest slopes of a settled device: of its clock (relative, per second) and of its temperature (degrees per
-# second).
+# The largest slopes of a settled device: of its clock (relative to the clock, per second) and of its temperature
+# (degrees per second).
 CLOCK_SLOPE = 0.002
 TEMPERATURE_SLOPE = 0.3
 
 
 @dataclass(frozen=True)
 class ClockLook:
-    """A sample of a device's clock in hertz and temperature in degrees Celsius, at a time in seconds; None if
-    unknown."""
+    """A sample of a device's clock in hertz and its temperature in degrees Celsius (None if unknown). `at` is the time
+    of the sample in seconds.
+    """
 
     at: float
     clock: float | None
@@ -127,9 +129,11 @@ class ClockLook:
 
 @dataclass(frozen=True)
 class Settling:
-    """Samples of a device while a case warmed it up. The first sample is from before the case ran.
+    """Samples of a device's clock and temperature while a case warmed it up. The first sample is from before the case
+    ran.
 
-    `settled` is whether clock and temperature were constant at the end. `limit` is the allowed number of seconds.
+    `settled` is whether clock and temperature were constant at the end. `limit` is the number of seconds that the
+    device was given to settle.
     """
 
     looks: tuple[ClockLook, ...] = ()
@@ -143,28 +147,31 @@ class Settling:
 
 @dataclass(frozen=True)
 class Slopes:
-    """How fast a clock changes (relative to itself) and a temperature changes (in degrees), per second; None if
-    unknown."""
+    """How fast the clock of a device changes (relative to itself) and how fast its temperature changes (in degrees),
+    per second; None if unknown.
+    """
 
     clock: float | None
     temperature: float | None
 
     @property
-    def flat(self) -> bool:
-        """Whether all known slopes are small enough; False if none is known."""
+    def is_flat(self) -> bool:
+        """Whether clock and temperature have settled: all known slopes are small, and at least one slope is known."""
         bounds = ((self.clock, CLOCK_SLOPE), (self.temperature, TEMPERATURE_SLOPE))
-        within_bounds = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
-        return bool(within_bounds) and all(within_bounds)
+        are_small = [abs(slope) <= bound for slope, bound in bounds if slope is not None]
+        return bool(are_small) and all(are_small)
 
 
 def is_clock_flat(looks: Sequence[ClockLook]) -> bool:
     """Returns whether the clock was constant for about a second. The device may still get warmer."""
-    clock = slopes(looks, _BRISK_STRETCH).clock
+    clock = fit_slopes(looks, _BRISK_STRETCH).clock
     return clock is not None and abs(clock) <= _BRISK_SLOPE
 
 
-def slopes(looks: Sequence[ClockLook], stretch: float = STRETCH) -> Slopes:
-    """Returns the slopes over the last `stretch` seconds. They are unknown if less time has passed."""
+def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Slopes:
+    """Returns the slopes of clock and temperature over the last `stretch` seconds. They are unknown if the samples
+    cover less time.
+    """
     recent_looks = [look for look in looks if look.at >= looks[-1].at - stretch]
     if not looks or looks[-1].at - looks[0].at < stretch:
         return Slopes(None, None)

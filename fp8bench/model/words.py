@@ -1,15 +1,15 @@
-"""Names from closed sets: phases, levels, statuses, labels, roles of memory, and verdicts."""
+"""Defines the closed sets of names: phases, levels of support, statuses, labels, roles of memory, and verdicts."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-# The text that is shown while a run measures the ceilings of a device, which happens once a week.
+# A run prints this text while it measures the ceilings of a device, once a week.
 MEASURING_CEILINGS = "measuring what this machine can do, once a week"
 
 
 class Phase(StrEnum):
-    """The purpose of a part of a step. Suites cannot add phases, so that workloads can be compared."""
+    """The kind of work that a part of a step does. Suites cannot add phases, so that workloads can be compared."""
 
     DATA_LOAD = "data_load"
     DECODE = "decode"
@@ -23,14 +23,14 @@ class Phase(StrEnum):
 
 
 UNATTRIBUTED = "unattributed"
-# The precision name of a user's unchanged model.
+# The name of the precision of a user's unchanged model.
 UNTOUCHED = "untouched"
-# The optimization levels of MS-AMP. They are arms of a training, and not precisions.
+# The optimization levels of MS-AMP. A training can have them as arms, but they are not precisions.
 MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
 PHASES: tuple[str, ...] = tuple(Phase)
-# Phases that load data, outside of tensor operations.
-LOADING = frozenset({Phase.DATA_LOAD, Phase.DECODE})
-# The order of phases in clocks, cells and tables. Unattributed time is the part of a step outside of all phases.
+# The phases that load data and compute nothing with tensors.
+LOADING_PHASES = frozenset({Phase.DATA_LOAD, Phase.DECODE})
+# All phases and the unattributed time (the part of a step outside of all phases), in the order of cells and tables.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
 
 
@@ -59,7 +59,7 @@ class Provenance(StrEnum):
 
 
 class Label(StrEnum):
-    """A machine-readable reason to doubt a result."""
+    """A machine-readable reason to doubt a result, or something worth knowing about it."""
 
     NOISY = "noisy"
     AA_FAILED = "aa-failed"
@@ -97,14 +97,14 @@ class Label(StrEnum):
 
     @property
     def casts_doubt(self) -> bool:
-        return self not in REMARKS
+        return self not in REMARK_LABELS
 
 
-# Labels that do not cast doubt on a speed.
-REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# Labels of work that may be different from what its name promises, or from the work of the reference. Even a large
-# effect does not outweigh them.
-OF_ANOTHER_KIND = frozenset(
+# The labels that do not cast doubt on a speed.
+REMARK_LABELS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
+# The labels of a case that may do other work than its name promises, or other work than the reference. They cast doubt
+# on a verdict however large the effect is.
+LABELS_OF_OTHER_WORK = frozenset(
     {
         Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,
         Label.OTHER_INPUTS, Label.HANDICAP, Label.EAGER_QUANTISER, Label.UNPAIRED, Label.CROSS_RUN,
@@ -127,7 +127,7 @@ class MemoryRole(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The answer to the question 'is it faster than the reference?'."""
+    """The answer to the question whether a case is faster than the reference."""
 
     FASTER = "faster"
     SLOWER = "slower"

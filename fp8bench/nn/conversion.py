@@ -42,7 +42,7 @@ from fp8bench.nn.holders import (
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import LibraryArithmetic
-from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
+from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, find_map_key
 
 # A function that returns the arithmetic of a layer, or None if the layer shall not change.
 ChooseForLayer = Callable[[Layer], Arithmetic | None]
@@ -87,7 +87,7 @@ class Conversion:
         check_precision_map(keys, holders, [layer for layer, _ in surrounding_layers])
         self._around: list[tuple[nn.Module, Arithmetic]] = []
         for layer, module in surrounding_layers:
-            arithmetic = None if key_of(layer, keys) is None else choose(layer)
+            arithmetic = None if find_map_key(layer, keys) is None else choose(layer)
             if isinstance(arithmetic, LibraryArithmetic):
                 raise UsageError(
                     f"{layer.name} has no matrix product, and this backend only has layers with one. Give {layer.kind} "

@@ -23,8 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.model.step import part_of
-from fp8bench.protocols import Layer, key_of, list_map_keys
+from fp8bench.model.step import find_transformer_part
+from fp8bench.protocols import Layer, find_map_key, list_map_keys
 
 LINEAR_KIND = "linear"
 CONV1D_KIND = "conv1d"
@@ -82,14 +82,14 @@ class ProductWeight:
 
     @property
     def group(self) -> str:
-        return "" if self.head else part_of(self.name)
+        return "" if self.head else find_transformer_part(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
         """Returns the weight as a layer that a precision map can name. If the weight has several paths, the map's
         `keys` decide which one the layer gets: the one to which the longest key applies.
         """
         layers = list(_make_layers(self))
-        layers_with_keys = [(key_of(layer, keys) or "", layer) for layer in layers]
+        layers_with_keys = [(find_map_key(layer, keys) or "", layer) for layer in layers]
         matching_layers = [(len(key), layer) for key, layer in layers_with_keys if key not in (layer.kind, layer.group)]
         return max(matching_layers, key=lambda pair: pair[0])[1] if matching_layers else layers[0]
 

@@ -28,7 +28,7 @@ from fp8bench.nn.model_calls import (
 )
 from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
-from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
+from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, find_map_key
 
 # The learning rate is small, so that thousands of steps on one batch hardly change the model.
 _LEARNING_RATE = 1e-5
@@ -330,7 +330,7 @@ def make_conversion(model: nn.Module, setup: Setup, multiples: tuple[int, int]) 
     skip = [pattern for pattern in str(setup.params.get("skip", "")).split(";") if pattern]
 
     def choose_for_layer(layer: Layer) -> Arithmetic | None:
-        key = key_of(layer, precision_map)
+        key = find_map_key(layer, precision_map)
         return None if key is not None and precision_map[key] == UNTOUCHED else setup.layer(layer)
 
     return Conversion(model, choose_for_layer, skip=skip, keys=precision_map, multiples=multiples)

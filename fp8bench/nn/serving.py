@@ -28,7 +28,7 @@ from fp8bench.nn.storage import (
 from fp8bench.nn.user_decoder import UserDecoder, make_model
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Layer, Phases, Setup, SilentPhases
-from fp8bench.protocols.workload import key_of
+from fp8bench.protocols.workload import find_map_key
 
 
 @dataclass
@@ -103,7 +103,7 @@ def _make_decoder(
         layer = layers_by_name[name]
         # Layers that stay in high precision, and layers that the map names, use their own arithmetic.
         weight_format = OWN if layer.high else arm.weight_format
-        if weight_format in (OWN, *DTYPES) or key_of(layer, setup.layers) is not None:
+        if weight_format in (OWN, *DTYPES) or find_map_key(layer, setup.layers) is not None:
             uses_plain_product = weight_format in DTYPES and weight_format != arm.carrier
             return CastWeight(
                 weight, PlainArithmetic(DTYPES[weight_format]) if uses_plain_product else setup.layer(layer)

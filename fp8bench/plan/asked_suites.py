@@ -17,16 +17,16 @@ ALL = "all"
 
 
 def known_suites() -> list[str]:
-    """Returns all names that `fp8bench suite` accepts. This includes suites that `all` leaves out, namely those of
-    several ranks and `ceilings`.
+    """Returns all names that `fp8bench suite` accepts. Some of these suites are not in `all`: `ceilings`, and those
+    that need several ranks.
     """
     suites_of_several_ranks = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
     return sorted({*workloads.names(), *suites_of_several_ranks, CEILINGS})
 
 
 def find_suites(request: Request) -> tuple[Workload, ...]:
-    """Returns the suites of a request. The request has names with commas between them, `all`, or a file that
-    registers suites.
+    """Returns the suites that a request names. It may name several suites with commas between them, `all`, or a file
+    that registers suites.
     """
     suite_names = _split_names(request.suite)
     if not all(suite_names):
@@ -41,8 +41,8 @@ def find_suites(request: Request) -> tuple[Workload, ...]:
 
 
 def suite_files(suite: str) -> tuple[str, ...]:
-    """Returns the .py files among the names of a suite. These files must be imported first, because they register
-    suites.
+    """Returns the .py files among the suites that a request names. These files must be imported before any other name
+    is looked up, because they register suites.
     """
     return tuple(name for name in _split_names(suite) if name.endswith(".py"))
 

@@ -1,5 +1,5 @@
-"""Divides a plan into cells. A cell is one group of cases, which must run in the same process so that they can be
-compared.
+"""Divides a plan into cells for a fleet. A cell is one group of cases: they must run in the same process so that they
+can be compared.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _VENDOR_WORDS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", 
 
 
 def list_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
-    """Returns a cell for each group that has a case to measure, in the plan's order."""
+    """Returns a cell for each group in which a case will run, in the order of the plan."""
     return tuple(make_cell(group, facts) for group in plan if any(planned.runs for planned in group.cases))
 
 
 def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
-    """Makes the cell of a group. Without facts about the device, the cell does not name a kind of device."""
-    cases = tuple(planned.case.id for planned in group.cases)
+    """Makes the cell of a group. If `facts` does not describe the group's device, the cell names no kind of device."""
+    case_ids = tuple(planned.case.id for planned in group.cases)
     first_case = group.cases[0].case
     for device in facts:
         if device.key == first_case.device:
             if not device.accelerated:
-                return Cell(group.setting, cases, device.kind)
-            return Cell(group.setting, cases, shorten_device_name(device.name), device.index + first_case.ranks)
-    return Cell(group.setting, cases, "")
+                return Cell(group.setting, case_ids, device.kind)
+            return Cell(group.setting, case_ids, shorten_device_name(device.name), device.index + first_case.ranks)
+    return Cell(group.setting, case_ids, "")
 
 
 def shorten_device_name(name: str) -> str:
@@ -39,15 +39,15 @@ def shorten_device_name(name: str) -> str:
 
 
 def restrict_to_cell(plan: Plan, cell: Cell) -> Plan:
-    """Returns the plan for only one cell, on this machine. Raises UsageError if the plan here differs from the plan
-    that made the cell.
+    """Returns the part of this machine's plan that belongs to a fleet's cell. Raises UsageError if this machine would
+    plan the cell differently.
     """
     groups = [group for group in plan if group.setting == cell.setting]
     if not groups:
         raise UsageError(f"{cell.setting} cannot be planned here: it was planned for other devices.")
-    cases = {planned.case.id for planned in groups[0].cases}
-    if cases != set(cell.cases):
-        differing_case = min(cases ^ set(cell.cases))
+    case_ids = {planned.case.id for planned in groups[0].cases}
+    if case_ids != set(cell.cases):
+        differing_case = min(case_ids ^ set(cell.cases))
         raise UsageError(
             f"{cell.setting} would be planned differently here ({differing_case}): another version made the plan."
         )

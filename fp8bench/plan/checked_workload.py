@@ -1,7 +1,7 @@
-"""Calls the methods of workloads and checks their results, because a user's workload may return anything.
+"""Calls the methods of workloads and checks what they return, because a user's workload may return anything.
 
-A wrong value raises UsageError before anything is measured. Otherwise it would cause an error hours later, when a run
-is written or read.
+A wrong value raises UsageError before anything is measured. Without the check, it would cause an error hours later,
+when a run is written or read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _R = TypeVar("_R")
 
 @contextmanager
 def user_errors_as_usage(workload: Workload) -> Iterator[None]:
-    """Turns an exception of a user's workload into UsageError. Exceptions of built-in workloads are not changed,
-    because they are bugs of fp8bench.
+    """A context that turns an exception of a user's workload into UsageError. Exceptions of built-in workloads are not
+    changed, because they are bugs of fp8bench.
     """
     try:
         yield
@@ -57,7 +57,7 @@ def _translates_user_errors(
 @_translates_user_errors
 def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     """Returns the axes of a workload, followed by the axes that all workloads have. Raises UsageError if a quiet axis
-    (which is not part of a case's name at its default) has no single default.
+    does not have exactly one default (a quiet axis is not part of a case's name if it has its default).
     """
     axes = workload.axes(facts)
     for axis in axes:
@@ -72,15 +72,14 @@ def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
 
 @_translates_user_errors
 def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scalars) -> tuple[Params, ...]:
-    """Returns the parameters of all cases: each has one value of every axis. `chosen_values` need not contain quiet
-    axes, which are not part of a case's name at their default.
+    """Returns the parameters of the cases for one value of every axis. `chosen_values` need not contain quiet axes.
 
-    The workload receives only the values of axes that it declares. Values of common axes come after its parameters. A
-    quiet axis with its default value is left out, so that a new quiet axis does not change the ids of existing cases.
+    The workload receives only the values of the axes that it declares. The values of common axes are added after its
+    parameters. A quiet axis that has its default is left out of the parameters, so that a new quiet axis does not
+    change the ids of existing cases.
     """
     quiet_values = {axis.name: axis.of({}) for axis in axes if axis.quiet}
-    # Chosen values take precedence, and are also the first in order. The order must not change, because it is part of
-    # a case's id.
+    # Put chosen values first, because the order is part of a case's id. They also override the defaults.
     values = {**chosen_values, **quiet_values, **chosen_values}
     common_params = [(name, values[name]) for name in values if name in _COMMON_AXES]
     cases = []
@@ -92,7 +91,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
 
 @_translates_user_errors
 def expand_request(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
-    """Returns the parameters of all cases of a suite on a device, without repetitions."""
+    """Returns the parameters of all cases that a request asks for in a suite on a device, each once."""
     axes = checked_axes(workload, facts)
     values = _choose_axis_values(request, workload, axes, facts)
     combinations = math.prod(len(choices) for choices in values)
@@ -110,8 +109,8 @@ def expand_request(workload: Workload, request: Request, facts: DeviceFacts, cor
 def _choose_axis_values(
     request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts
 ) -> list[list[Scalar]]:
-    """Returns the values of each axis. They are those of the request. If it has none, they are those of the history's
-    grid if the request asks for that, or else the defaults.
+    """Returns the values of each axis: those of the request; otherwise, with --grid, those of the history's grid;
+    otherwise the defaults of the axis.
     """
     requested_values = dict(request.axes)
     is_quick = request.quick
@@ -126,11 +125,17 @@ def _choose_axis_values(
 
 
 def _check_params(workload: Workload, params: Params) -> Params:
-    """Returns the parameters if each is a pair of a name and a plain value that can be printed on one line."""
-    returned: object = params
-    if not isinstance(returned, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in returned):
-        raise _make_planning_error(workload, f"its parameters are {returned!r:.120}, and must be a tuple of pairs")
-    for name, value in returned:
+    """Returns `params` unchanged. Raises UsageError unless each parameter is a pair of a name and a plain value that
+    can be printed on one line.
+    """
+    returned_value: object = params
+    if not isinstance(returned_value, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in returned_value
+    ):
+        raise _make_planning_error(
+            workload, f"its parameters are {returned_value!r:.120}, and must be a tuple of pairs"
+        )
+    for name, value in returned_value:
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise _make_planning_error(
                 workload, f"a parameter is called {name!r:.80}, and its name must be text on one line"
@@ -140,7 +145,7 @@ def _check_params(workload: Workload, params: Params) -> Params:
             raise _make_planning_error(
                 workload, f"{subject} ({type(value).__name__}), and must be an int, float, str or bool"
             )
-        # Control characters would break tables, and lone surrogates all files except JSON.
+        # Control characters would break tables. Lone surrogates cannot be written to files other than JSON.
         if not (value.isprintable() if isinstance(value, str) else math.isfinite(value)):
             raise _make_planning_error(workload, f"{subject}, and must be finite, or text on one line")
     return params
@@ -149,10 +154,10 @@ def _check_params(workload: Workload, params: Params) -> Params:
 @_translates_user_errors
 def checked_work(workload: Workload, params: Scalars) -> Work:
     work = workload.work(params)
-    returned: object = work
-    if not isinstance(returned, Work):
-        raise _make_planning_error(workload, f"work() returned {returned!r:.80}, and must return a Work")
-    for name, value in vars(returned).items():
+    returned_value: object = work
+    if not isinstance(returned_value, Work):
+        raise _make_planning_error(workload, f"work() returned {returned_value!r:.80}, and must return a Work")
+    for name, value in vars(returned_value).items():
         is_count = name == "tokens"
         subject = f"work() returned {name} = {value!r:.80}"
         if type(value) is not int and (is_count or type(value) is not float):
@@ -165,10 +170,14 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
 
 @_translates_user_errors
 def checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
-    returned: object = workload.memory(params, precision)
-    if type(returned) not in (int, float) or not math.isfinite(byte_count := float(str(returned))) or byte_count < 0:
+    returned_value: object = workload.memory(params, precision)
+    if (
+        type(returned_value) not in (int, float)
+        or not math.isfinite(byte_count := float(str(returned_value)))
+        or byte_count < 0
+    ):
         raise _make_planning_error(
-            workload, f"memory() returned {returned!r:.80}, and must return a number of bytes (float)"
+            workload, f"memory() returned {returned_value!r:.80}, and must return a number of bytes (float)"
         )
     return byte_count
 
@@ -177,9 +186,7 @@ def checked_memory(workload: Workload, params: Scalars, precision: Precision) ->
 def checked_support(
     workload: Workload, params: Scalars, precision: Precision, facts: DeviceFacts, kind: str = ""
 ) -> Support:
-    """Returns how a device supports a precision in a workload. If `kind` is given, this applies only to the
-    workload's layers of that kind.
-    """
+    """Returns how a device supports a precision in a workload, or only in the workload's layers of this `kind`."""
     if reason := _explain_refusal(workload, params, precision, kind):
         return Support(Level.REFUSED, reason)
     if kind:
@@ -217,10 +224,9 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
 
 @_translates_user_errors
 def checked_layers(workload: Workload, params: Scalars, keys: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """Returns the layers of a case, and the operations around the layers.
+    """Returns the layers of a case, and the operations around them that a precision map can name.
 
-    Only a worker knows the layers of a user's model. For such a model, all layers that `keys` name are assumed to
-    exist.
+    Only a worker knows the layers of a user's model. For such a model, all layers in `keys` are assumed to exist.
     """
     if workload.examined:
         return tuple(Layer(key, key) for key in keys)
@@ -233,13 +239,15 @@ def checked_products(workload: Workload, params: Scalars) -> tuple[Layer, ...]:
 
 
 def merge_layers(workload: Workload, settings: Iterable[Params], keys: Sequence[str] = ()) -> list[Layer]:
-    """Returns the layers of several cases, without repetitions."""
+    """Returns the layers of the cases with these parameters, each layer once."""
     layers = (checked_layers(workload, dict(params), keys) for params in settings)
     return list(dict.fromkeys(itertools.chain.from_iterable(layers)))
 
 
 def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
-    """Returns the layers if their names are unique, and if names and kinds can be written in a precision map."""
+    """Returns `layers` unchanged. Raises UsageError unless the names are unique, and names and kinds can be keys of a
+    precision map.
+    """
     if not isinstance(layers, tuple):
         raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")
     for layer in layers:
@@ -255,7 +263,7 @@ def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
 
 
 def _is_map_key(text: object) -> bool:
-    """Whether a text can be a key of a precision map, like 'attn.qkv'."""
+    """Returns whether a text can be a key of a precision map, like 'attn.qkv'."""
     if not isinstance(text, str) or not text.isprintable() or any(letter in ",= " for letter in text):
         return False
     return all(text.split("."))

@@ -1,7 +1,7 @@
-"""Prepares the text that a run trains on. The result is a file of tokens, a 16-bit token for each byte, which is
-mapped into memory.
+"""Prepares the text that a run trains on, as a file of tokens that workers map into memory. Each byte of the text is a
+16-bit token.
 
-The default text is the source of Python's standard library, which is equal on all machines with this version of
+The default text is the source of Python's standard library, which is equal on all machines with the same version of
 Python. The hash of the text is part of every case that reads it.
 """
 
@@ -21,15 +21,15 @@ from fp8bench.files import open_file, read_file, write_whole
 
 MAX_BYTES = 8 << 20
 MIN_BYTES = 64 << 10
-# A file with a larger share of control characters is not text. Text has hardly any, except tabs and line ends. In
-# compressed data they are a tenth of all bytes.
+# A file with a larger share of control characters is not text. Except for tabs and line ends, text has hardly any
+# control characters, and in compressed data they are a tenth of all bytes.
 _CONTROL_CHARACTERS = bytes({*range(32), 127} - set(b"\t\n\r\f\b"))
 _MAX_CONTROL_SHARE = 0.02
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A token file and the hash of its text."""
+    """The path of a token file, and the name and the hash of the text in it."""
 
     path: str
     name: str
@@ -38,23 +38,23 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The name of the text in a case, like 'python-3.11.7:1a2b3c4d'."""
+        """How a case's parameters name the text, like 'python-3.11.7:1a2b3c4d'."""
         return f"{self.name}:{self.digest[:8]}"
 
 
 def read_standard_library() -> bytes:
     """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    library_folder = Path(sysconfig.get_paths()["stdlib"])
     text = bytearray()
     for pattern in ("*.py", "asyncio/*.py", "email/*.py"):
-        for path in sorted(root.glob(pattern)):
+        for path in sorted(library_folder.glob(pattern)):
             if len(text) < MAX_BYTES:
                 text += path.read_bytes()
     return bytes(text[:MAX_BYTES])
 
 
 def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
-    """Reads at most `max_bytes` of a user's text file. Raises UsageError if it is not text, or too short."""
+    """Reads at most `max_bytes` of a user's text file. Raises UsageError if the file is not text or is too short."""
     try:
         with open_file(path, most=None) as file:
             text = file.read(max_bytes or MAX_BYTES)
@@ -77,9 +77,11 @@ def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[bytes, str]:
-    """Returns the text of a run and its name: the user's file, or the sources of Python's standard library."""
+    """Returns the text that a run reads and the name of the text. It is the user's file `data`, or the sources of
+    Python's standard library.
+    """
     if data is not None:
-        return read_user_text(Path(data), max_bytes=max_bytes), name_of(data)
+        return read_user_text(Path(data), max_bytes=max_bytes), name_user_text(data)
     text = read_standard_library()
     if len(text) < MIN_BYTES:
         raise UsageError(
@@ -88,13 +90,13 @@ def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[byt
     return text, f"python-{platform.python_version()}"
 
 
-def name_of(data: str) -> str:
-    """Returns the name of a file for case ids. Characters that cannot be printed become '?'."""
+def name_user_text(data: str) -> str:
+    """Returns how case ids name the file `data`. Characters that cannot be printed become '?'."""
     return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
 
 
 def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:
-    """Returns the text of a run as a Corpus. With `write`, also writes its token file to `folder`, unless it exists."""
+    """Returns the corpus of a run. If `write` is True, also writes the token file to `folder`, unless it exists."""
     text, name = read_named_text(data)
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
@@ -109,25 +111,25 @@ def default_corpus_identity() -> str:
 
 def byte_tokens(text: bytes) -> bytes:
     """Returns a 16-bit token for each byte, in the byte order of this machine."""
-    tokens = bytearray(2 * len(text))
-    tokens[0 if sys.byteorder == "little" else 1 :: 2] = text
-    return bytes(tokens)
+    token_bytes = bytearray(2 * len(text))
+    token_bytes[0 if sys.byteorder == "little" else 1 :: 2] = text
+    return bytes(token_bytes)
 
 
-def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:
+def write_tokens(path: Path, make_tokens: Callable[[], bytes]) -> None:
     """Writes a token file and its digest, unless an undamaged token file exists."""
     digest_file = path.with_suffix(".sha256")
     with contextlib.suppress(OSError):
         if read_file(digest_file).decode() == hashlib.sha256(read_file(path)).hexdigest():
             return
-    content = tokens()
+    content = make_tokens()
     replace_tokens(path, content)
     replace_tokens(digest_file, hashlib.sha256(content).hexdigest().encode())
 
 
 def replace_tokens(path: Path, tokens: bytes) -> None:
-    """Replaces a token file. Runs that have the old file open can still read it."""
+    """Replaces a token file. Runs that have the old file open can still read the old content."""
     try:
-        write_whole(path, tokens, sync=False)  # replaced atomically, because other runs may read or write the same file
+        write_whole(path, tokens, sync=False)  # atomic, because other runs may use the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

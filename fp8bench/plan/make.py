@@ -38,12 +38,12 @@ from fp8bench.protocols.axes import CACHE, HOT
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.units import size
 
-# This precision is added as the reference if only one requested precision is native, because that precision would
-# have nothing to be compared with.
+# If only one requested precision is native, this precision is added as the reference, because the native one would have
+# nothing to be compared with.
 ADDED_REFERENCE = "fp32"
-# If cases need more than this share of a device's memory, a note announces it before they run.
-_LARGE_SHARE = 0.1
-# One example for each class of devices. Some answers depend only on the class: the defaults of axes, and the layers.
+# If a case needs more than this share of a device's memory, a note says so before it runs.
+_LARGE_MEMORY_SHARE = 0.1
+# One example of each class of devices (CPUs and GPUs). The defaults of axes and the layers depend only on the class.
 _EXAMPLE_DEVICES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
 
 _XLA_REASON = "torch_xla collects a whole step and runs it later as one graph, so phases cannot be timed"
@@ -55,45 +55,48 @@ _LEVELS_BY_SUPPORT = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
 @dataclass(frozen=True)
 class _SuitePlan:
     """One suite of a request, with its precisions (`modes`). The first precision is the reference. `layers` is the
-    part of the precision map for the layers of this suite. If `may_add` is true, `ADDED_REFERENCE` may be added.
+    part of the precision map that applies to this suite. If `may_add_reference` is True, ADDED_REFERENCE is added where
+    only one precision is native.
     """
 
     workload: Workload
     modes: tuple[str, ...]
     layers: PrecisionMap
-    may_add: bool = False
+    may_add_reference: bool = False
 
 
 def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None = None, compares: bool = True) -> Plan:
     """Plans all groups of a request, ordered by suite, device and parameters. Raises UsageError for impossible
     requests.
 
-    With `compares`, fp32 is added as the reference if the precisions of the request leave nothing to compare.
+    If `compares` is True, fp32 is added as the reference where only one of the requested precisions is native.
     """
     chosen_devices = choose_devices(request, facts)
     suites = find_suites(request)
-    parts = _plan_suites(request, suites, chosen_devices, compares)
+    suite_plans = _plan_suites(request, suites, chosen_devices, compares)
 
     # 1. Plan one group for each suite, device and combination of parameters.
     groups: list[Group] = []
     notes: list[str] = []
-    for part in parts:
+    for suite_plan in suite_plans:
         for device in chosen_devices:
-            for params in expand_request(part.workload, request, device, corpus):
-                group, note = _plan_group(part, params, device, request.reference is not None)
+            for params in expand_request(suite_plan.workload, request, device, corpus):
+                group, note = _plan_group(suite_plan, params, device, request.reference is not None)
                 groups.append(group)
                 notes += [note] if note else []
     notes = list(dict.fromkeys(notes))
 
     # 2. Note options that have no effect in this plan.
-    if request.data is not None and not any(part.workload.uses_corpus for part in parts):
+    if request.data is not None and not any(suite_plan.workload.uses_corpus for suite_plan in suite_plans):
         notes.append(f"--data has no effect: suite {request.suite} reads no text")
-    modes = list(dict.fromkeys(chain.from_iterable(part.modes for part in parts)))
+    modes = list(dict.fromkeys(chain.from_iterable(suite_plan.modes for suite_plan in suite_plans)))
     if request.backend != AUTO and not any(precisions.get(mode).takes_backend for mode in modes):
         names = ", ".join(modes)
-        notes.append(f"--backend {request.backend} has no effect: it is for low precisions, and these are {names}")
+        notes.append(
+            f"--backend {request.backend} has no effect: only low precisions have a backend, and this run has {names}"
+        )
 
-    # 3. Note cases that need much memory, and figures that runs with several ranks do not have.
+    # 3. Note cases that need much memory, and figures that are missing in a run with several ranks.
     notes += _check_memory(request, suites, chosen_devices)
     for device in chosen_devices:
         notes += _describe_large_cases(groups, device)
@@ -111,20 +114,20 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
     # 4. Add static scales to cases if they are requested.
     if request.scales is None:
         return Plan(tuple(groups), tuple(notes))
-    changed, scale_notes = add_static_scales(groups, request.scales)
-    return Plan(changed, (*notes, *scale_notes))
+    changed_groups, scale_notes = add_static_scales(groups, request.scales)
+    return Plan(changed_groups, (*notes, *scale_notes))
 
 
 def has_reference_added(plan: Plan) -> bool:
-    """Returns whether a reference may have been added to the plan. Old versions never added one, and their plans have
-    no fp32.
+    """Returns whether the plan has ADDED_REFERENCE, so that it may have been added. Old versions of fp8bench added
+    none.
     """
     return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 
 
-def check_names(request: Request) -> tuple[Workload, ...]:
-    """Returns the suites of a request. Raises UsageError for unknown names and impossible values. This is checked
-    before anything slow starts.
+def check_request(request: Request) -> tuple[Workload, ...]:
+    """Returns the suites of a request. Raises UsageError for unknown names and impossible values. Called before
+    anything slow starts.
     """
     suites = find_suites(request)
     if request.memory_limit is not None and not any(suite.batch_axis for suite in suites):
@@ -133,10 +136,10 @@ def check_names(request: Request) -> tuple[Workload, ...]:
             f"--max-batch: suite {request.suite} has no batch axis. Suites with one: {', '.join(suites_with_batch)}. "
             "In your own suite, set `batch_axis` to the name of the axis."
         )
-    parts = _plan_suites(request, suites, _EXAMPLE_DEVICES)
-    for part in parts:
-        if (request.ranks or 1) < (min_ranks := part.workload.least_ranks):
-            raise UsageError(f"suite {part.workload.name} needs {min_ranks} processes. Add --ranks {min_ranks}.")
+    suite_plans = _plan_suites(request, suites, _EXAMPLE_DEVICES)
+    for suite_plan in suite_plans:
+        if (request.ranks or 1) < (min_ranks := suite_plan.workload.least_ranks):
+            raise UsageError(f"suite {suite_plan.workload.name} needs {min_ranks} processes. Add --ranks {min_ranks}.")
     _refuse_repetition("--dtypes", request.dtypes, ": the reference is already measured twice in every round")
     _refuse_repetition("--devices", request.devices)
     for axis, values in request.axes:
@@ -146,10 +149,10 @@ def check_names(request: Request) -> tuple[Workload, ...]:
         if reason := _REFUSED_DEVICES.get(kind):
             raise UsageError(f"device {device_name!r} is not measured: {reason}.")
         devices.canonical(kind)
-    # Check only one device. Devices differ in the defaults of axes, but not in their names and parsers.
-    for part in parts:
-        for params in expand_request(part.workload, request, _EXAMPLE_DEVICES[0], None):
-            checked_work(part.workload, dict(params))
+    # Check the axes on one device only: on another device they have other defaults, but the same names and parsers.
+    for suite_plan in suite_plans:
+        for params in expand_request(suite_plan.workload, request, _EXAMPLE_DEVICES[0], None):
+            checked_work(suite_plan.workload, dict(params))
     return suites
 
 
@@ -159,8 +162,8 @@ def _refuse_repetition(option: str, names: Sequence[str], reason: str = "") -> N
 
 
 def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedCase | None:
-    """Returns a case with a different batch size. Returns None if the suite has no batch axis, or if the axis refuses
-    the size.
+    """Returns a case with a different batch size. Returns None if the suite has no batch axis, or if the axis does not
+    accept the size.
     """
     case = planned.case
     workload = workloads.get(planned.case.workload)
@@ -172,15 +175,15 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
         try:
             value = axis.parse(str(batch))
             (params,) = expand_cases(workload, axes, {**dict(case.params), workload.batch_axis: value})
-        except (ValueError, UsageError):  # also if the batch stands for several cases
+        except (ValueError, UsageError):  # the axis refuses the batch, or several cases have it
             return None
         case_with_batch = _plan_case(workload, params, facts, case.precision, case.precision_map)
     return replace(case_with_batch, case=replace(case_with_batch.case, static=case.static))
 
 
 def settings_with_batch_search(plan: Plan) -> frozenset[str]:
-    """Returns the settings for which the largest batch is searched. If settings differ only in their batch, the
-    search uses the first one.
+    """Returns the settings for which the largest batch is searched. Of several settings that differ only in their
+    batch, it is searched only for the first one.
     """
     first_settings: dict[object, str] = {}
     for group in plan:
@@ -193,7 +196,7 @@ def settings_with_batch_search(plan: Plan) -> frozenset[str]:
 
 
 def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
-    """Raises UsageError if the memory limit of a search for the largest batch is not safe on this device."""
+    """Raises UsageError if a search for the largest batch within this memory limit is not safe on this device."""
     if limit == ALL_MEMORY and not facts.accelerated:
         raise UsageError(
             f"--max-batch device would take the memory of other programs on {facts.key}. Give a size, "
@@ -205,14 +208,14 @@ def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
         )
 
 
-def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence[DeviceFacts]) -> list[str]:
-    """Returns notes about the search for the largest batch. Raises UsageError if the memory limit is not safe on a
-    device.
+def _check_memory(request: Request, suites: Sequence[Workload], devices_of_request: Sequence[DeviceFacts]) -> list[str]:
+    """Returns notes about the search for the largest batch, if it is requested. Raises UsageError if its memory limit
+    is not safe on a device.
     """
     limit = request.memory_limit
     if limit is None:
         return []
-    for device in chosen:
+    for device in devices_of_request:
         check_batch_limit(limit, device)
     limit_text = f"within {size(limit)} of tensors" if limit != ALL_MEMORY else "that fits in the device's memory"
     notes = [f"--max-batch: at the end, the largest batch {limit_text} is searched for"]
@@ -223,32 +226,34 @@ def _check_memory(request: Request, suites: Sequence[Workload], chosen: Sequence
 
 def _describe_large_cases(groups: Sequence[Group], facts: DeviceFacts) -> Iterator[str]:
     """Yields a note for each suite whose largest case takes much of a device's memory."""
-    by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
+    cases_by_suite: dict[str, list[tuple[float, PlannedCase]]] = {}
     for planned in chain.from_iterable(group.cases for group in groups):
         case = planned.case
         required_bytes = workloads.get(case.workload).memory(dict(case.params), precisions.get(case.precision))
         if required_bytes and case.device == facts.key:
-            by_suite.setdefault(case.workload, []).append((required_bytes, planned))
-    for suite, cases in by_suite.items():
+            cases_by_suite.setdefault(case.workload, []).append((required_bytes, planned))
+    for suite, cases in cases_by_suite.items():
         largest_bytes = 0.0
-        takes_most = "does not fit"
+        largest_case_text = "does not fit"
         too_large_count = 0
         for required_bytes, planned in cases:
             if planned.runs and required_bytes > largest_bytes:
                 largest_bytes = required_bytes
-                takes_most = f"({planned.case.mode}) takes about {size(required_bytes)}"
+                largest_case_text = f"({planned.case.mode}) takes about {size(required_bytes)}"
             elif not planned.runs and required_bytes > facts.memory_bytes > 0:
                 too_large_count += 1
-        if too_large_count or largest_bytes > _LARGE_SHARE * facts.memory_bytes > 0:
-            skipped = f"; {too_large_count} of {len(cases)} cases take more and are skipped" if too_large_count else ""
-            capacity = f"{facts.key} has {size(facts.memory_bytes)}"
-            yield f"{Plan.MEMORY}the largest case of {suite} {takes_most}, {capacity}{skipped}"
+        if too_large_count or largest_bytes > _LARGE_MEMORY_SHARE * facts.memory_bytes > 0:
+            skipped_text = (
+                f"; {too_large_count} of {len(cases)} cases take more and are skipped" if too_large_count else ""
+            )
+            capacity_text = f"{facts.key} has {size(facts.memory_bytes)}"
+            yield f"{Plan.MEMORY}the largest case of {suite} {largest_case_text}, {capacity_text}{skipped_text}"
 
 
 def _plan_suites(
     request: Request, suites: Sequence[Workload], facts: Sequence[DeviceFacts], compares: bool = True
 ) -> list[_SuitePlan]:
-    # Each axis in the request must belong to at least one requested suite. Suites without the axis ignore it.
+    # Each axis in the request must belong to at least one requested suite. Suites that do not have it ignore it.
     axes = list(chain.from_iterable(checked_axes(workload, _EXAMPLE_DEVICES[0]) for workload in suites))
     names = {axis.name for axis in axes} | {axis.alias for axis in axes if axis.alias}
     for name, _ in request.axes:
@@ -258,15 +263,15 @@ def _plan_suites(
         raise UnknownName("backend", request.backend, [AUTO, *backends.names()])
     layers = [_find_layers(request, workload, facts) for workload in suites]
     check_keys(request.precision_map, list(chain.from_iterable(layers)), f"suite {request.suite}")
-    parts = []
+    suite_plans = []
     for workload, suite_layers in zip(suites, layers, strict=True):
         with user_errors_as_usage(workload):
-            parts.append(_plan_suite(request, workload, suite_layers, compares))
-    return parts
+            suite_plans.append(_plan_suite(request, workload, suite_layers, compares))
+    return suite_plans
 
 
 def _find_layers(request: Request, workload: Workload, facts: Sequence[DeviceFacts]) -> list[Layer]:
-    """Returns the layers of all cases of a suite. Returns none if the request has no precision map."""
+    """Returns the layers of all cases of a suite, or [] if the request has no precision map."""
     if not request.precision_map:
         return []
     keys = [key for key, _ in request.precision_map]
@@ -275,8 +280,8 @@ def _find_layers(request: Request, workload: Workload, facts: Sequence[DeviceFac
 
 
 def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], compares: bool) -> _SuitePlan:
-    """Chooses the precisions of one suite, the reference first. They are those of the request, or else the defaults
-    of the suite.
+    """Chooses the precisions of one suite, with the reference first. They are those of the request, or the defaults of
+    the suite if the request has none.
     """
     defaults = workload.history.dtypes if request.grid and workload.history else workload.dtypes
     names = [find_mode(word, request.backend) for word in (request.dtypes or defaults)]
@@ -286,66 +291,73 @@ def _plan_suite(request: Request, workload: Workload, layers: Sequence[Layer], c
         reference = min(names, key=lambda name: precisions.get(name).rank)
     modes = (reference, *(name for name in dict.fromkeys(names) if name != reference))
     has_choice = request.reference is None and len(request.dtypes) > 1 and not request.grid
-    may_add = compares and has_choice and workload.fused and ADDED_REFERENCE not in modes
-    return _SuitePlan(workload, modes, select_map_entries(request, layers, modes), may_add)
+    may_add_reference = compares and has_choice and workload.fused and ADDED_REFERENCE not in modes
+    return _SuitePlan(workload, modes, select_map_entries(request, layers, modes), may_add_reference)
 
 
 def choose_devices(request: Request, facts: Sequence[DeviceFacts]) -> list[DeviceFacts]:
-    return list(dict.fromkeys(device_named(name, facts) for name in request.devices or ("",)))
+    return list(dict.fromkeys(find_device(name, facts) for name in request.devices or ("",)))
 
 
-def device_named(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
-    """Returns a device by its key. 'cuda' is the first CUDA device; '' is the first GPU or, without GPUs, the CPU."""
+def find_device(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
+    """Returns a device of this machine by its key. 'cuda' means the first CUDA device, and '' means the first GPU or,
+    on a machine without GPUs, the CPU.
+    """
     if not name:
         return next((fact for fact in facts if fact.accelerated), facts[0])
-    by_key = {fact.key: fact for fact in facts}
+    device_by_key = {fact.key: fact for fact in facts}
     key = f"{name}:0" if name != "cpu" and ":" not in name else name
-    if key not in by_key:
+    if key not in device_by_key:
         torch_build = facts[0].torch
         reason = f" (torch {torch_build} is built for CPUs only)" if torch_build.endswith("+cpu") else ""
-        raise UnknownName("device on this machine", name, by_key, ", ".join(by_key) + reason)
-    return by_key[key]
+        raise UnknownName("device on this machine", name, device_by_key, ", ".join(device_by_key) + reason)
+    return device_by_key[key]
 
 
-def _plan_group(part: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
-    """Plans the cases of one setting. Also returns a note if a reference was added. If the user named the reference
-    (`is_named`), it stays the reference even if it is emulated.
+def _plan_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
+    """Plans the cases of one setting. Also returns a note if a reference was added, otherwise ''. If the user named the
+    reference (`is_named`), it stays the reference even if it is emulated.
     """
-    cases_without_map = [_plan_case(part.workload, params, facts, name, ()) for name in part.modes]
+    cases_without_map = [_plan_case(suite_plan.workload, params, facts, name, ()) for name in suite_plan.modes]
     reference = _choose_reference(cases_without_map, is_named)
-    native = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
-    added: list[PlannedCase] = []
+    native_indices = [index for index, planned in enumerate(cases_without_map) if _is_native(planned)]
+    added_cases: list[PlannedCase] = []
     note = ""
-    if part.may_add and len(native) == 1:
-        added_case = _plan_case(part.workload, params, facts, ADDED_REFERENCE, ())
+    if suite_plan.may_add_reference and len(native_indices) == 1:
+        added_case = _plan_case(suite_plan.workload, params, facts, ADDED_REFERENCE, ())
         if _is_native(added_case):
-            added = [added_case]
-            reference = native[0]
-            name = part.modes[reference]
+            added_cases = [added_case]
+            reference = native_indices[0]
+            name = suite_plan.modes[reference]
             reason = f"on {facts.key} {name} would have had nothing native to compare with"
             note = f"{ADDED_REFERENCE} was added as the reference: {reason} (--reference {name} leaves it out)"
-    # The reference has no precision map, nor has the native case that was the reference until one was added.
+    # Apply the precision map to all cases except the reference. If a reference was added, the native case that it is
+    # compared with has no precision map either.
     cases = [
-        planned if index == reference else _apply_precision_map(part, planned, facts)
+        planned if index == reference else _apply_precision_map(suite_plan, planned, facts)
         for index, planned in enumerate(cases_without_map)
     ]
-    return Group((*added, *cases), 0 if added else reference), note
+    return Group((*added_cases, *cases), 0 if added_cases else reference), note
 
 
 def _is_native(planned: PlannedCase) -> bool:
     return planned.runs and planned.support.is_native
 
 
-def _apply_precision_map(part: _SuitePlan, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
+def _apply_precision_map(suite_plan: _SuitePlan, planned: PlannedCase, facts: DeviceFacts) -> PlannedCase:
     case = planned.case
-    return _plan_case(part.workload, case.params, facts, case.precision, part.layers) if part.layers else planned
+    return (
+        _plan_case(suite_plan.workload, case.params, facts, case.precision, suite_plan.layers)
+        if suite_plan.layers
+        else planned
+    )
 
 
 def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str, layers: PrecisionMap) -> PlannedCase:
     case = Case(workload.name, params, name, facts.key, layers, workload.version, ranks=facts.ranks)
     values = dict(params)
     precision = precisions.get(name)
-    # 1. The support level of a case is the lowest level of its layers.
+    # 1. Find the support of the case: that of the layer with the lowest level of support.
     supports = [
         checked_support(workload, values, precision, facts),
         *iterate_layer_supports(workload, values, facts, layers, name),
@@ -362,23 +374,27 @@ def _plan_case(workload: Workload, params: Params, facts: DeviceFacts, name: str
     if support.level is Level.REFUSED:
         skip_reason = support.reason
     elif facts.memory_bytes and max(work.least_memory, expected_bytes) > facts.memory_bytes:
-        need = f"take about {size(expected_bytes)}"
+        need_text = f"take about {size(expected_bytes)}"
         if work.least_memory > facts.memory_bytes:
-            need = f"need at least {size(work.least_memory)}"
-        skip_reason = f"its tensors {need} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
+            need_text = f"need at least {size(work.least_memory)}"
+        skip_reason = f"its tensors {need_text} and {facts.key} has {size(facts.memory_bytes)}: choose smaller sizes"
     elif cache != HOT and not facts.cache_bytes:
         skip_reason = f"cache={cache}: the size of the last-level cache of {facts.key} is unknown; choose cache={HOT}"
     return PlannedCase(case, support, work, skip_reason)
 
 
 def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
-    """Returns the index of the reference. This is the first case if it runs, and is native or named by the user
-    (`is_named`). Otherwise it is the highest precision of the native cases that run, because an emulated reference
-    has no meaningful speed, or of all cases that run if none of them is native.
+    """Returns the index of the reference. The first case is the reference if it runs and is native, or if it runs and
+    the user named it (`is_named`).
+
+    Otherwise the reference is the native case with the highest precision, because an emulated reference has no
+    meaningful speed. If no case is native, it is the case with the highest precision. Only cases that run count.
     """
     if cases[0].runs and (is_named or cases[0].support.is_native):
         return 0
-    runnable = [index for index, planned in enumerate(cases) if planned.runs]
-    native = [index for index in runnable if cases[index].support.is_native]
-    ranks = {index: precisions.get(cases[index].case.precision).rank for index in native or runnable}
-    return min(ranks, key=ranks.__getitem__, default=0)
+    runnable_indices = [index for index, planned in enumerate(cases) if planned.runs]
+    native_indices = [index for index in runnable_indices if cases[index].support.is_native]
+    rank_by_index = {
+        index: precisions.get(cases[index].case.precision).rank for index in native_indices or runnable_indices
+    }
+    return min(rank_by_index, key=rank_by_index.__getitem__, default=0)

@@ -1,6 +1,6 @@
-"""Resolves a request before anything slow starts: its suites, its text, and switches from environment variables.
+"""Resolves a request before anything slow starts: finds its suites and its text, and reads environment variables.
 
-All names and variables are read here, so that a wrong one is refused before a worker starts.
+All names and variables are read here, so that a wrong name or value is refused before a worker starts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fp8bench.model import Request
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import is_on
+from fp8bench.model.run import is_switched_on
 from fp8bench.plan.corpus import Corpus, prepare_corpus
-from fp8bench.plan.make import check_names
+from fp8bench.plan.make import check_request
 from fp8bench.protocols import Workload
 from fp8bench.user_code import import_user_modules
 
@@ -26,12 +26,12 @@ WARM_UP_SECONDS, SHORT_WARM_UP_SECONDS = 30.0, 5.0
 
 @dataclass(frozen=True)
 class Switches:
-    """Settings of a run from environment variables.
+    """Settings of a run that environment variables can change.
 
-    `why_eager` is the reason why quantisers are not compiled, or ''. With `ceilings`, the highest rates of a device
-    are measured if they are not stored yet. `warm_up_seconds` limits how long a device may take to settle. With
-    `tapes`, operators are recorded. With `tapes_apart`, this happens in a separate worker, which takes seconds to
-    start. With `second`, a second worker starts.
+    `why_eager` is the reason why quantisers are not compiled, or ''. If `ceilings` is True, the highest rates of a
+    device are measured, unless they are stored already. `warm_up_seconds` limits how long a device may take to settle.
+    If `tapes` is True, operators are recorded; if `tapes_apart` is True, a separate worker does this, which takes
+    seconds to start. If `second` is True, a second worker starts for untimed passes.
     """
 
     why_eager: str
@@ -44,14 +44,16 @@ class Switches:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A request whose names have been checked, with its suites."""
+    """A request whose names have been checked, its suites, and its switches from environment variables."""
 
     request: Request
     suites: tuple[Workload, ...]
     switches: Switches
 
     def corpus(self, store: Path, write: bool = True) -> Corpus | None:
-        """Returns the text that the suites read, or None. With `write`, also writes its tokens into the store."""
+        """Returns the text that the suites read, or None if they read none. If `write` is True, also writes the tokens
+        of the text into the store.
+        """
         reads_text = any(suite.uses_corpus for suite in self.suites)
         return prepare_corpus(self.request.data, store / "data", write) if reads_text else None
 
@@ -59,31 +61,31 @@ class Resolved:
 def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
     """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
     import_user_modules(request.imports)
-    suites = check_names(request)
+    suites = check_request(request)
     is_hurried = request.brisk or request.budget is not None
     switches = read_switches(environ, request.quick, is_hurried, request.tape)
-    if request.brisk:  # measuring ceilings would take longer than measuring a brisk group
+    if request.brisk:  # a brisk group takes less time than measuring ceilings
         switches = replace(switches, ceilings=False)
     return Resolved(request, suites, switches)
 
 
 def read_switches(
-    environ: Mapping[str, str], quick: bool = False, budgeted: bool = False, tape: bool = False
+    environ: Mapping[str, str], quick: bool = False, has_budget: bool = False, tape: bool = False
 ) -> Switches:
-    """Returns the switches from environment variables. Quick runs and runs with a budget measure less. With `tape`,
-    operators are recorded regardless of the variables.
+    """Reads the switches from environment variables. In a quick run, or a run with a budget, fewer things are switched
+    on. With `tape`, operators are recorded regardless of the variables.
     """
-    compiles_quantisers = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
+    compiles_quantisers = is_switched_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
     eager_reason = "--quick compiles none" if quick else ""
-    ceilings = is_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
-    warms_up = is_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
-    records_tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
-    warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or budgeted else WARM_UP_SECONDS
+    ceilings = is_switched_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
+    warms_up = is_switched_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
+    records_tapes = is_switched_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
+    warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or has_budget else WARM_UP_SECONDS
     return Switches(
         why_eager=eager_reason if compiles_quantisers else f"{QUANTISERS_VARIABLE}=eager compiles none",
         ceilings=ceilings and not quick,
         warm_up_seconds=warm_up_seconds if warms_up else 0.0,
         tapes=tape or records_tapes,
         tapes_apart=tape or not quick,
-        second=is_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
+        second=is_switched_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
     )

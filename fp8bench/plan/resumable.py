@@ -11,7 +11,7 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, PlannedCase, Run, Scalar
 from fp8bench.model.run import SWITCHES_SET
 
-# Facts of the environment that must be equal to resume a run, with their names in messages.
+# A run can only be resumed if these facts of the environment are unchanged. The values name the facts in messages.
 _REQUIRED_FACTS = {
     "machine": "machine",
     "fp8bench": "fp8bench",
@@ -27,10 +27,10 @@ _REQUIRED_FACTS = {
 
 
 def refuse_lost_header(run: Run) -> None:
-    """Raises UsageError if the run's file has lost its header."""
+    """Raises UsageError if the header of the run's file was lost."""
     if not run.devices:
         reason = "its header is lost, so it is unknown which cases are missing"
-        raise resume_error(f"the run {run.id}", reason, "Start a new run.")
+        raise make_resume_error(f"the run {run.id}", reason, "Start a new run.")
 
 
 def refuse_missing_files(run: Run) -> None:
@@ -39,7 +39,7 @@ def refuse_missing_files(run: Run) -> None:
 
 
 def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) -> None:
-    """Raises UsageError if code or a text that `subject` reads does not exist here, or if another user may have
+    """Raises UsageError if a code or text file that `subject` reads does not exist here, or if another user may have
     replaced the code.
     """
     refuse_code_of_others(subject, imports)
@@ -49,7 +49,7 @@ def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) 
 
 
 def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
-    """Raises UsageError if a file to import does not exist, or if another user may have replaced it."""
+    """Raises UsageError if a file in `imports` does not exist, or if another user may have replaced it."""
     for name in imports:
         file = Path(name)
         if file.suffix != ".py":
@@ -58,19 +58,19 @@ def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
             raise _make_missing_file_error(subject, name)
         if _is_owned_by_others(file):
             reason = f"{file} belongs to another user, in a folder where every user may create files"
-            raise resume_error(subject, reason, "The code may have been replaced; start a new run.")
+            raise make_resume_error(subject, reason, "The code may have been replaced; start a new run.")
 
 
 def _make_missing_file_error(subject: str, name: str) -> UsageError:
-    return resume_error(
+    return make_resume_error(
         subject, f"it reads {name}, which does not exist here", "Resume it in the folder where it was started."
     )
 
 
 def _is_owned_by_others(file: Path) -> bool:
-    """Returns whether a different user owns the file or one of the folders around it. Only folders below one like
-    /tmp are checked, in which every user may create files. When a temporary folder there is deleted after its run,
-    any user can create a folder with the same name.
+    """Returns whether a file lies below a folder like /tmp, in which every user may create files, and a different user
+    owns the file or a folder between. After a temporary folder in /tmp was deleted, any user can create a folder with
+    the same name.
     """
     has_other_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
@@ -82,40 +82,42 @@ def _is_owned_by_others(file: Path) -> bool:
     return False
 
 
-def resume_error(subject: str, reason: str, advice: str) -> UsageError:
+def make_resume_error(subject: str, reason: str, advice: str) -> UsageError:
     return UsageError(f"{subject} cannot be resumed here: {reason}. {advice}")
 
 
 def refuse_changed_conditions(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
     """Raises UsageError if the machine, software, devices or plan differ from those at the start of the run."""
     if difference := find_difference(run, plan, facts, environment):
-        raise resume_error(f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run.")
+        raise make_resume_error(
+            f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run."
+        )
 
 
 def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
-    """Compares the present conditions with those at the start of the run. Returns the first difference; '' if nothing
+    """Returns the first difference between the present conditions and those at the start of the run, or '' if nothing
     differs.
     """
     if change := next(describe_environment_changes(run.environment, environment), ""):
         return change
-    current = {fact.key: fact.name for fact in facts}
-    previous = {fact.key: fact.name for fact in run.devices}
+    current_names = {fact.key: fact.name for fact in facts}
+    previous_names = {fact.key: fact.name for fact in run.devices}
     for planned in _list_planned_cases(run.plan):
         key = planned.case.device
-        if key not in previous or key not in current:
+        if key not in previous_names or key not in current_names:
             return f"there is no device {key}"
-        if previous[key] != current[key]:
-            return f"{key} was {previous[key]} and is {current[key]}"
+        if previous_names[key] != current_names[key]:
+            return f"{key} was {previous_names[key]} and is {current_names[key]}"
     return _find_plan_difference(run.plan, plan)
 
 
 def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
-    """Yields a sentence for each difference between two environments, among the facts that must be equal."""
+    """Yields a sentence for each fact that differs between two environments and that must be equal to resume a run."""
     for fact, name in _REQUIRED_FACTS.items():
-        previous = first.get(fact)
-        current = second.get(fact)
-        if previous != current:
-            yield f"{name} was {_describe_value(previous)} and is {_describe_value(current)}"
+        previous_names = first.get(fact)
+        current_names = second.get(fact)
+        if previous_names != current_names:
+            yield f"{name} was {_describe_value(previous_names)} and is {_describe_value(current_names)}"
 
 
 def _find_plan_difference(previous: Plan, current: Plan) -> str:
@@ -124,13 +126,16 @@ def _find_plan_difference(previous: Plan, current: Plan) -> str:
     for name in (*old_cases, *new_cases):
         if name not in old_cases or name not in new_cases:
             return f"it would be planned differently now ({name})"
-    for name, old in old_cases.items():
-        new = new_cases[name]
-        backend = new.support.backend
-        if old.support.backend and backend != old.support.backend:
-            return f"{name} was multiplied by {old.support.backend} and would now be by {backend or 'no backend'}"
-        if old.case.version != new.case.version:
-            return f"the workload {old.case.workload} was version {old.case.version} and is {new.case.version}"
+    for name, old_case in old_cases.items():
+        new_case = new_cases[name]
+        backend = new_case.support.backend
+        if old_case.support.backend and backend != old_case.support.backend:
+            return f"{name} was multiplied by {old_case.support.backend} and would now be by {backend or 'no backend'}"
+        if old_case.case.version != new_case.case.version:
+            return (
+                f"the workload {old_case.case.workload} was version {old_case.case.version} "
+                f"and is {new_case.case.version}"
+            )
     return ""
 
 

@@ -1,8 +1,7 @@
-"""The interfaces that suites, precisions, backends and devices implement, and the small values that these interfaces
-pass.
+"""The interfaces that suites, precisions, backends and devices implement, and the values that these interfaces pass.
 
-Each interface has at most four abstract methods. torch appears in annotations only. Implementations import torch
-inside their methods, so that all their names can be listed without importing it.
+Each interface has at most four abstract methods. This package uses torch in annotations only. Implementations import
+torch inside their methods, so that fp8bench can list their names without importing it.
 """
 
 from fp8bench.protocols.arithmetic import MEMORY_ROLES, Arithmetic, Fused, Operand, Role, ScaleBook, WatchedArithmetic
@@ -28,7 +27,7 @@ from fp8bench.protocols.workload import (
     Setup,
     Workload,
     explain_missing_product,
-    key_of,
+    find_map_key,
     list_map_keys,
 )
 
@@ -36,5 +35,5 @@ __all__ = [
     "MEMORY_ROLES", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "CannotMark", "Covered", "Device", "Fused",
     "Grid", "Layer", "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "ReportingMarker", "Role",
     "ScaleBook", "Setup", "SilentObserver", "SilentPhases", "Stamper", "TensorScale", "WatchedArithmetic", "Workload",
-    "explain_missing_product", "float32_products", "key_of", "limit_to_one_thread", "list_map_keys",
+    "explain_missing_product", "find_map_key", "float32_products", "limit_to_one_thread", "list_map_keys",
 ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""How a precision casts and multiplies, how it keeps scales that come from data, and which roles tensors have in
-products. torch appears in annotations only.
+"""Defines how a precision casts and multiplies, how scales that come from data are stored, and which roles tensors have
+in products. This module uses torch in annotations only.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class ScaleState(NamedTuple):
-    """The state of a static scale: the largest magnitude from which it was computed, the scale, and how often it was
-    computed again.
+    """The state of a static scale: the largest magnitude from which it was computed, the scale itself, and how often it
+    was computed again (`renewals`).
     """
 
     amax: float
@@ -30,10 +30,11 @@ class ScaleState(NamedTuple):
 class ScaleBook:
     """The static scales of all layers of one model.
 
-    While the book is `watching`, a cast uses the tensor's current scale, and its largest magnitude is recorded. When
-    the book is not watching, a cast uses the scale of the recorded magnitude.
+    While the book is `watching`, a cast uses a scale computed from the present values of the tensor, and the largest
+    magnitude of these values is recorded. While the book is not watching, a cast uses the scale of the recorded
+    magnitude.
 
-    A book that starts without known magnitudes watches in every step, to calibrate.
+    A book that starts without known magnitudes watches in every step, because it calibrates the scales.
     """
 
     def __init__(self, rule: StaticScales, known: Mapping[tuple[str, str], float] | None = None) -> None:
@@ -45,21 +46,20 @@ class ScaleBook:
 
     def begin_step(self) -> None:
         self._steps += 1
-        # A book without stored magnitudes watches in every step. A book that has them watches in one of `refresh`
-        # steps.
+        # A book with known magnitudes watches in one of `refresh` steps, a book without them in every step.
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
     def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
-        """Registers a scale. `state` is a function that reads the scale, which waits for the device. It returns None
-        if nothing was cast with the scale.
+        """Registers the scale of a layer and role. `state` is a function that reads the scale, for which it waits for
+        the device. The function returns None if nothing was cast with the scale.
 
-        If a model is built again with the same book, its scales replace the earlier ones.
+        If a model is built again with the same book, the new scales replace the old ones.
         """
         self._readers[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
-        # Skip a scale with which nothing was cast, like that of an expert without tokens. It has no state yet.
+        # Skip a scale that has no state yet because nothing was cast with it, like that of an expert without tokens.
         readings = ((key, read_state()) for key, read_state in self._readers.items())
         return tuple(LayerScale(layer, role, *state) for (layer, role), state in readings if state is not None)
 
@@ -76,9 +76,9 @@ class Role(StrEnum):
 class Operand:
     """A tensor that is ready for a product. It has two dimensions, and the product sums over the last one.
 
-    `data` are codes or rounded values. `scale` turns codes into values. It is None if `data` are values. `gradient`
-    is True if it is a cast gradient, because hardware may sum the products of gradients more precisely. `columns` is
-    the number of values in a row. It is needed if a row of codes has room for one value more.
+    `data` has codes or rounded values. `scale` turns codes into values; it is None if `data` has values. `gradient` is
+    True for a cast gradient, because hardware may sum the products of gradients more precisely. `columns` is the number
+    of values in a row, which is needed if the codes of a row have room for one more value.
     """
 
     data: Tensor
@@ -93,10 +93,12 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fused:
-    """The weights of layers that a library may execute as one layer. There are three kinds. The first is an RMS norm
-    and one product. The second is an RMS norm and a feed-forward block: two products with an activation between them
-    (`gated`: SwiGLU as in Llama, otherwise GELU). The third is a GPT-2 block with `heads` heads, which has two layer
-    norms and the weights qkv, out, up and down.
+    """The weights of several layers that a library may execute as one layer. There are three kinds of such a layer.
+
+    1. an RMS norm and one product.
+    2. an RMS norm and a feed-forward block: two products with an activation between them (SwiGLU as in Llama if
+       `gated` is True, otherwise GELU).
+    3. a GPT-2 block with `heads` heads: two layer norms and the weights qkv, out, up and down.
     """
 
     norms: tuple[nn.Parameter, ...]
@@ -108,22 +110,22 @@ class Fused:
 class Arithmetic(ABC):
     """How a precision casts and multiplies on one device.
 
-    `casts` is False if casts change nothing. Then no CAST phase is opened.
+    `casts` is False if casts change nothing, so that steps have no CAST phase.
 
-    `keeps_source` is True if codes cannot be transposed, because their block scales run along the contraction. Then
-    the source is cast again instead.
+    `keeps_source` is True if codes cannot be transposed, because their block scales run along the contraction. A
+    transposed operand is then cast again from the source.
 
-    `explicit` is True if a product is more than the product of its operands' values: they are rotated, or sums have
-    few bits. Such a product exists only for two matrices.
+    `explicit` is True if a product does more than multiply the values of its operands: it rotates them, or sums in few
+    bits. Such a product exists only for two matrices.
 
-    `settles` is True if scales come from earlier casts. Then the first casts differ from later ones.
+    `settles` is True if scales come from earlier casts, so that the first casts differ from later ones.
 
     `plain` is True if operands are torch tensors in the carrier's dtype, without scales.
 
-    `takes_amax` is True if `cast_both` can use the largest magnitude of a tensor that the caller has computed.
+    `takes_amax` is True if `cast_both` can use the largest magnitude of a tensor that its caller has computed.
 
-    `groups` is not 0 if one product can serve several weights (`multiply_groups`). Then the sides of weights must be
-    multiples of `groups`, and the rows of each weight's part must be multiples of `part_rows`.
+    `groups` is 0, unless `multiply_groups` can multiply several weights in one call. Then both sides of a weight must
+    be multiples of `groups`, and each weight must get a number of rows that is a multiple of `part_rows`.
     """
 
     carrier: torch.dtype
@@ -137,45 +139,47 @@ class Arithmetic(ABC):
     part_rows: int = 32
 
     def layer(self, name: str) -> Arithmetic:
-        """Returns the arithmetic of one layer. It is a separate instance if casts have state (scales, seeds), and
-        otherwise this one.
+        """Returns the arithmetic of one layer: a separate instance if casts have state (scales, seeds), otherwise this
+        instance.
         """
         return self
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        """Returns the arithmetic of one layer with static scales that the book keeps. If the recipe does not have one
-        scale for each tensor, returns this arithmetic.
+        """Returns the arithmetic of the layer `name` with static scales, which the book stores. Returns this arithmetic
+        if the recipe does not have one scale for each tensor.
         """
         return self
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
-        """Returns a library's layer as a function that multiplies inputs by `weight`. The layer casts, and computes
-        its gradients. Returns None if products consist of `cast` and `product`.
+        """Returns a layer of a library, as a function that multiplies inputs by `weight`. The layer casts by itself and
+        computes its gradients. Returns None if this arithmetic has no such layers, but `cast` and `product`.
         """
         return None
 
     def separate(self) -> Arithmetic:
-        """Returns an arithmetic that calls a library's casts and products separately, where the library's layers call
-        both at once. Returns this one if it does so already.
+        """Returns an arithmetic that calls the casts and the products of a library separately, and not in one layer.
+        Returns this arithmetic if it already does so.
         """
         return self
 
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        """Returns a library's layer for several operations, as one function. Returns None if the library has no such
-        layer.
+        """Returns a layer of a library that executes several layers at once, as one function. Returns None if the
+        library has no such layer.
         """
         return None
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
-        """Returns the current scales of the library's layers that this arithmetic has made. Waits for the device."""
+        """Returns the current scales of the library's layers that this arithmetic has made, for which it waits for the
+        device.
+        """
         return ()
 
     def memory(self) -> dict[str, Tensor]:
-        """Returns by name all tensors on which later casts depend. A cast may write into these tensors."""
+        """Returns all tensors on which later casts depend, by name. Casts may write into these tensors."""
         return {}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Continues from the tensors that `memory()` returned for an earlier instance. They are used without a copy."""
+        """Continues from the tensors that `memory()` of an earlier instance returned. The tensors are not copied."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -186,48 +190,48 @@ class Arithmetic(ABC):
         """Multiplies a (M, K) by the transpose of b (N, K). Returns (M, N) in `dtype`."""
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Computes several products in one call, in the carrier's dtype. `ends` (int32) holds the index at which each
-        part ends.
+        """Computes several products in one call, in the carrier's dtype. The rows or columns of a are divided into
+        parts, one for each product, and `ends` (int32) has the index at which each part ends.
 
-        If a is (M, K) and b is (groups, N, K), rows of a are grouped. Each part of the rows is multiplied by its own
-        transposed matrix of b, which gives (M, N).
+        If a is (M, K) and b is (groups, N, K), the rows of a are divided. Part i of the rows is multiplied by the
+        transposed matrix i of b, which gives (M, N).
 
-        If a is (N, M) and b is (K, M), columns are grouped. Each part of the columns of a is multiplied by the same
-        transposed columns of b, which gives (groups, N, K). Each row of each part has a scale.
+        If a is (N, M) and b is (K, M), the columns of a and b are divided. Part i of the columns of a is multiplied by
+        the transposed part i of the columns of b, which gives (groups, N, K). Each row of each part has a scale.
         """
         raise NotImplementedError
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        """Casts `source` for the product that needs this role transposed. `source` has two dimensions, and the last
-        is the contraction.
+        """Casts `source` for a product in which the tensor with this role is transposed. `source` has two dimensions,
+        of which the last is the contraction.
 
-        Weights are transposed in the input gradient. Inputs and gradients are transposed in the weight gradient. A
-        recipe may cast differently here than in `cast`.
+        The product for the input gradient transposes the weight. The product for the weight gradient transposes the
+        input and the gradient. A recipe may cast differently here than in `cast`.
         """
         return self.cast(source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         """Returns the operand with its dimensions swapped, for a product that sums over the other dimension.
 
-        If `keeps_source` is False, `source` may be missing, and any scale of the operand is one number for all its
-        values.
+        If `keeps_source` is False, `source` may be missing. The scale of the operand, if it has one, is then a single
+        number for all values.
         """
         if self.keeps_source:
             return self.cast_transpose(source.t(), role)
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """Casts a tensor, and possibly also its transpose. The transposed operand is the second result if one pass
-        over the tensor gives both. Otherwise the second result is None, and the caller uses `turn` when it needs the
-        transposed operand. Results have the same bits as those of `cast` and `turn`.
+        """Returns the cast tensor, and also the cast transposed tensor if one pass over the tensor gives both.
+        Otherwise the second result is None, and the caller uses `turn` when it needs the transposed operand. Both
+        results have the same bits as those of `cast` and `turn`.
 
-        `amax` is the largest magnitude of the tensor, in float32 on its device, if the caller has it. Only an
-        arithmetic that `takes_amax` uses it.
+        `amax` is the largest magnitude of the tensor, in float32 on its device, if the caller has computed it. Only an
+        arithmetic with `takes_amax` uses it.
         """
         return self.cast(tensor, role), None
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
-        """Rounds `tensor` to the element format without a scale. In a precision without scales that is the same as
+        """Rounds `tensor` to the element format without a scale. In a precision without scales, this does the same as
         `cast`.
         """
         return self.cast(tensor, role)
@@ -240,12 +244,12 @@ class Arithmetic(ABC):
         return (operand.data.to(torch.float32) * operand.scale).to(dtype)
 
 
-# A function that is called after each cast. It gets the operand, its source (None if it was not kept), its role, and,
-# after a transposition, the operand before it.
+# A function that is called after each cast. It gets the operand, the source of the operand (None if it was not kept),
+# the role, and, if the operand was transposed, the operand before that.
 Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 
-# A watched arithmetic copies these attributes from the arithmetic inside it.
+# WatchedArithmetic copies these attributes from the arithmetic that it wraps.
 DELEGATED_ATTRIBUTES = (
     "carrier",
     "casts",
@@ -267,7 +271,7 @@ class WatchedArithmetic(Arithmetic):
     """Wraps an arithmetic, and the arithmetics of its layers. It calls `watch` after each cast."""
 
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
-        """If `turned` is False, `watch` is not called for transposed operands."""
+        """Wraps `inner`. If `turned` is False, `watch` is not called for transposed operands."""
         self.inner, self.watch, self.reports_transposed = inner, watch, turned
         vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES})
 
@@ -309,12 +313,12 @@ class WatchedArithmetic(Arithmetic):
     def _wrap(self, arithmetic: Arithmetic) -> Arithmetic:
         return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.reports_transposed)
 
-    def _report(self, operand: Operand, source: Tensor, role: Role, untransposed: Operand | None = None) -> Operand:
-        self.watch(operand, source, role, untransposed)
+    def _report(self, operand: Operand, source: Tensor, role: Role, operand_before: Operand | None = None) -> Operand:
+        self.watch(operand, source, role, operand_before)
         return operand
 
 
-# The memory role of a tensor that has this role in a product and is not yet cast.
+# The memory role of a tensor before it is cast, by its role in a product.
 MEMORY_ROLES: Mapping[Role, MemoryRole] = {
     Role.INPUT: MemoryRole.ACTIVATIONS,
     Role.WEIGHT: MemoryRole.WEIGHTS,

@@ -1,4 +1,4 @@
-"""Parameters of a workload that `--set` varies, options of a precision, and the parsers of their values."""
+"""Defines the axes of workloads (parameters that `--set` varies), the options of precisions, and parsers of values."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from fp8bench.suggestions import meant_name
 class Axis:
     """A parameter of a workload that `--set` can vary.
 
-    `quick` is its default under --quick, if that differs. `alias` is a second name for `--set`. Values that are given
-    under both names are combined. A `quiet` axis has one default value, which is left out of a case's parameters. So
-    a new quiet axis does not change the names and the history of existing cases.
+    `default` has the values that are measured by default, and `quick` those under --quick if they differ. `alias` is a
+    second name of the axis in `--set`; values given under both names are combined. A `quiet` axis has one default
+    value, which is left out of the parameters of a case. So a new quiet axis does not change the names and the history
+    of existing cases.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Axis:
 
     @staticmethod
     def count(name: str, description: str, *default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
-        """Makes an axis whose values are whole numbers. If its default is 'auto', that word is a value too."""
+        """Makes an axis whose values are whole numbers. If the default is 'auto', the axis also accepts this word."""
         parse_number = whole_number(**bounds)
         return Axis(
             name, description, default, auto_or(parse_number) if default == ("auto",) else parse_number, quick=quick
@@ -37,17 +38,17 @@ class Axis:
 
     @staticmethod
     def choice(name: str, description: str, *choices: str, default: str = "", quiet: bool = False) -> Axis:
-        """Makes an axis whose values are words. Without a `default`, only the first word is measured by default."""
+        """Makes an axis whose values are words. By default it has one value: `default`, or the first word."""
         return Axis(name, description, (default or choices[0],), one_of(*choices), quiet)
 
     @staticmethod
     def each(name: str, description: str, *choices: str, quick: tuple[str, ...] = ()) -> Axis:
-        """Makes an axis whose values are words. By default all of them are measured."""
+        """Makes an axis whose values are words. By default it has all of these values."""
         return Axis(name, description, choices, one_of(*choices), quick=quick)
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
-        """Parses values and drops repetitions. The values stay in their order. Raises UsageError for a value that
-        cannot be parsed.
+        """Returns the parsed values in the given order, each value once. Raises UsageError for a value that cannot be
+        parsed.
         """
         # A dictionary keeps the order and drops repetitions.
         parsed: dict[Scalar, None] = {}
@@ -59,8 +60,8 @@ class Axis:
         return list(parsed)
 
     def of(self, params: Mapping[str, Scalar]) -> Scalar:
-        """Returns the value of this axis in a case's parameters. A quiet axis may be left out there. Then its default
-        is returned.
+        """Returns the value of this axis in the parameters of a case. Returns the default if the axis is quiet and the
+        parameters leave it out.
         """
         return self.parse(self.default[0]) if self.quiet and self.name not in params else params[self.name]
 
@@ -76,7 +77,7 @@ class Option:
     aliases: tuple[str, ...] = ()
 
     def value(self, mode: str, given: str) -> Scalar:
-        """Parses the text of a value. Raises UsageError with a message that names the mode."""
+        """Parses the text of a value of this option. Raises UsageError with a message that names the mode."""
         try:
             return self.parse(given)
         except ValueError as error:
@@ -86,7 +87,7 @@ class Option:
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
-            # The message of int() explains number literals, which does not help the user of an option.
+            # Replace the message of int(), which explains number literals and does not help the user of an option.
             value = int(text)
         except ValueError:
             raise ValueError("expected a whole number") from None
@@ -98,13 +99,13 @@ def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
 
 
 def read_integers(params: Mapping[str, Scalar], *names: str) -> list[int]:
-    """Returns the whole numbers of some parameters, in the order of `names`."""
+    """Returns the values of the parameters with these names as whole numbers, in the order of `names`."""
     return [int(params[name]) for name in names]
 
 
 def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
-    """Returns a parser that accepts 'auto' and what `parse` accepts. The workload later replaces 'auto' by a value
-    that fits the other parameters.
+    """Returns a parser that accepts 'auto' and everything that `parse` accepts. The workload later replaces 'auto' by a
+    value that fits its other parameters.
     """
     return lambda text: text if text == "auto" else parse(text)
 
@@ -112,7 +113,7 @@ def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            # A wrong choice is usually a typing error, so the message suggests the nearest choice.
+            # A wrong word is usually a typing error, so the message suggests the most similar choice.
             nearest_choice = meant_name("choice", text, choices)
             hint = f"; the nearest is {nearest_choice!r}" if nearest_choice else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
@@ -121,8 +122,8 @@ def one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-# An axis of every suite that draws its own operands. On a GPU at its power limit, the clock and so the time depend on
-# the values.
+# An axis of every suite that draws random operands. On a GPU at its power limit, the clock, and so the time, depend on
+# the values of operands.
 VALUES = Axis.choice(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
@@ -134,7 +135,7 @@ VALUES = Axis.choice(
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
-# How many times the bytes of its elements a matrix takes in memory, by layout.
+# A matrix with this layout takes this many times the bytes of its elements in memory.
 SPAN_FACTORS = {STRIDED: 2}
 # An axis of every suite whose operands are single matrices.
 LAYOUT = Axis(
@@ -155,10 +156,11 @@ CACHE = Axis.choice(
     ROTATING,
     quiet=True,
 )
-# To flush the last cache, this many times its size is written. The states of cache=rotating shall together fill this
-# many times its size. Once is not enough, because caches need not replace their oldest lines first.
+# To flush the last-level cache, this many times its size is written. With cache=rotating, the states together have at
+# least this many times its size. Its size alone is not enough, because caches need not replace their oldest lines
+# first.
 CACHE_FLUSH_FACTOR = 2
-# Axes that every workload has. The worker applies them, and workloads never see them.
+# The axes that every workload has. The worker applies their values, and workloads never see them.
 COMMON_AXES = (CACHE,)
-# Default values of quiet axes, for cases whose parameters leave them out.
+# The values of quiet axes in cases whose parameters leave these axes out.
 QUIET_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

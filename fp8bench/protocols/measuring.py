@@ -1,5 +1,5 @@
-"""Interfaces for measuring: devices with their clocks and memory meters, the markers of a step's phases, and the
-observer of a run.
+"""Defines the interfaces for measuring: devices with their clocks and memory meters, the markers of a step's phases,
+and the observer of a run.
 """
 
 from __future__ import annotations
@@ -15,44 +15,45 @@ from fp8bench.model.consumed import DeviceNote
 
 
 class Stamper(ABC):
-    """A clock of one device. Taking a time stamp is cheap. `intervals_ns` returns the times between stamps."""
+    """A clock of one device that takes time stamps, which is cheap. `intervals_ns` returns the times between stamps."""
 
     @abstractmethod
     def source(self) -> Callable[[], Any]:
-        """Returns the function that takes a time stamp. The function is called inside the timed code, so call
-        `source` before it, and only once.
+        """Returns the function that takes a time stamp. Only this function is called inside the timed code: `source` is
+        called once, before the timed code.
         """
 
     @abstractmethod
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
-        """Returns the nanoseconds between neighbouring stamps. Waits for the device if it must."""
+        """Returns the nanoseconds between neighbouring stamps. Waits for the device if necessary."""
 
     def recycle(self) -> None:
-        """Tells the clock that no stamp taken until now will be read again, so that the stamps' events can be used
-        again.
+        """Tells the clock that no earlier stamp will be read again, so that the clock may reuse the events of these
+        stamps.
         """
 
 
 class MemoryMeter(ABC):
-    """Measures the peak memory of some work. It may slow the work down, so it is for untimed passes only."""
+    """Measures the peak memory of some work. A meter may slow the work down, so it is for untimed passes only."""
 
     @abstractmethod
     def start(self, blocks: bool = True) -> None:
-        """Begins to count allocations. Memory that is already allocated never counts.
+        """Starts counting allocations. Memory that is already allocated never counts.
 
-        With `blocks=False` the meter need not observe single allocations, which is cheaper on some devices.
+        With `blocks=False` the meter need not observe single allocations, which makes it cheaper on some devices.
         """
 
     @abstractmethod
     def enter(self, phase: str) -> None:
         """Tells the meter that the work is now in `phase`.
 
-        The peak is searched from the first call on. It includes what was allocated between `start` and that call.
+        The meter searches the peak from the first call of `enter` on. The peak includes the memory that was allocated
+        between `start` and this call.
         """
 
     @abstractmethod
     def stop(self) -> MemoryCourse | None:
-        """Stops counting and returns the memory of the work. Returns None if `enter` was never called. It is also
+        """Stops counting and returns the memory of the work. Returns None if `enter` was never called. `stop` is also
         called after an exception.
         """
 
@@ -61,35 +62,35 @@ class MemoryMeter(ABC):
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
         """Records the role of the allocations at these addresses. A meter that does not observe single allocations
-        ignores it.
+        ignores this call.
         """
 
     @property
     def listening(self) -> bool:
-        """Whether the meter observes single allocations, so that notes about them have an effect."""
+        """Whether the meter observes single allocations, so that `say` and `note` have an effect."""
         return False
 
     def note(self, note: DeviceNote) -> None:
-        """Records what hardware with the emulated formats would do at this point. A meter that is not `listening`
-        ignores it.
+        """Records what memory hardware with the emulated formats would need from this point on. A meter that is not
+        `listening` ignores this call.
         """
 
 
 class CannotCapture(RuntimeError):
-    """Raised if a step cannot be captured in a CUDA graph and replayed as one launch."""
+    """A step cannot be captured in a CUDA graph and replayed as one launch."""
 
 
 class CannotMark(RuntimeError):
-    """Raised if a device has no named ranges that an external profiler could show."""
+    """A device has no named ranges that an external profiler could show."""
 
 
 class CannotLimit(RuntimeError):
-    """Raised if the memory of a device cannot be limited on this machine."""
+    """The memory of a device cannot be limited on this machine."""
 
 
 class Device(ABC):
-    """A kind of device. Only through this interface does measuring code reach CUDA events, synchronisation, memory,
-    and the errors of devices.
+    """A kind of device. Measuring code uses CUDA events, synchronisation, memory and the errors of devices only through
+    this interface.
     """
 
     kind: ClassVar[str]
@@ -107,83 +108,83 @@ class Device(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool: ...
 
     def select(self, index: int) -> None:
-        """Makes device `index` the current device of the calling thread. Clocks then record on this device."""
+        """Makes device `index` the current device of the calling thread, on which clocks then record."""
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Fills the device's queue with about `seconds` of work and returns at once. Kernels that are added to the
-        queue afterwards run without gaps, as fast as the device can. A device without a queue does nothing.
+        """Adds about `seconds` of work to the device's queue and returns at once. Kernels that are enqueued during this
+        time then run without gaps, as fast as the device can. Does nothing on a device without a queue.
         """
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` had to let the device spin without work. Returns '' if it gave the device work."""
+        """Returns why `occupy` had to let the device wait instead of work. Returns '' if the device gets work."""
         return ""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
-        """Returns a function that repeats a step's work on the device, in one launch on the current stream.
+        """Captures a step, and returns a function that replays the step's work on the device in one launch on the
+        current stream. Raises CannotCapture with the reason if this is impossible.
 
         To capture the step, it is run a few times now. A replay does not run the host's part of the step again. The
-        memory of the captured step stays reserved until the function is dropped. Raises CannotCapture with the
-        reason.
+        memory of the captured step stays reserved as long as the returned function exists.
         """
         raise CannotCapture(f"steps on {self.kind} devices cannot be replayed")
 
     def collecting(self, index: int) -> AbstractContextManager[Callable[[str], AbstractContextManager[object]]]:
-        """Lets an external profiler of this process (nsys, ncu) collect during the body, and waits for the device at
-        the body's end. Yields a function that opens a named range. Raises CannotMark if the device has no such
-        ranges.
+        """A context in which an external profiler of this process (nsys, ncu) collects. Yields a function that opens a
+        named range. Waits for the device at the end. Raises CannotMark if the device has no named ranges.
         """
         raise CannotMark(f"{self.kind} devices have no NVTX ranges")
 
     def captured_stamper(self, index: int) -> Stamper | None:
-        """Returns a clock whose stamps can be captured together with a step. Each replay takes the stamps again.
+        """Returns a clock whose stamps can be captured together with a step, so that each replay takes them again.
         Returns None if the device has no such clock.
         """
         return None
 
     def empty_cache(self) -> None:
-        """Gives memory that torch's allocator holds but does not use back to the driver."""
+        """Returns to the driver the memory that torch's allocator holds but does not use."""
 
     def retried(self, index: int) -> int | None:
-        """Returns how many allocations succeeded only at the second try, after torch had returned unused memory to
-        the driver. Such a return waits for the device. The result is None if the number is unknown.
+        """Returns how many allocations succeeded only at the second try, after torch had returned unused memory to the
+        driver, for which torch waits for the device. Returns None if the number is unknown.
         """
         return None
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
-        """Returns the counters of torch's allocator for the device, by their names in torch. Returns None without an
-        allocator.
+        """Returns the counters of torch's allocator for the device, by their names in torch. Returns None if torch has
+        no allocator for the device.
         """
         return None
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
-        """Returns a memory meter for the device. If it has none, returns the reason."""
+        """Returns a memory meter for the device, or the reason why the device has none."""
         return f"the memory of {self.kind} devices cannot be counted"
 
     def free_bytes(self) -> int:
-        """Returns the bytes that can be allocated before the kernel kills a process for lack of memory. Returns 0 if
-        unknown.
+        """Returns the bytes that can still be allocated before the kernel kills a process for lack of memory. Returns 0
+        if this is unknown.
         """
         return 0
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Limits this process to the memory that is free now. So a case that does not fit ends with an error message,
-        and is not killed.
+        """Limits this process to the memory that is free now, so that a case that needs more raises an error and is not
+        killed by the system.
 
-        `shared_by` processes share the free memory equally. If no limit can be set, nothing happens.
+        `shared_by` processes share the free memory equally. Does nothing if no limit can be set.
         """
 
     def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
-        """Limits memory to `limit` more bytes during the body. An allocation beyond the limit raises an error that
-        `is_out_of_memory` recognises.
+        """A context in which at most `limit` more bytes can be allocated. An allocation beyond the limit raises an
+        error that `is_out_of_memory` recognises.
 
-        A device that counts more than tensors may set a larger limit. Raises CannotLimit if there can be no limit.
+        A device on which the limit also counts other memory than that of tensors may set a larger limit. Raises
+        CannotLimit if no limit can be set.
         """
         raise CannotLimit(f"the memory of {self.kind} devices cannot be limited")
 
 
 class Markers:
-    """The markers of a step's phases, which a workload uses as `with phase.gemm: ...`. The time inside a nested marker
-    counts for the nested phase only.
+    """The markers of a step's phases. A workload uses them as `with phase.gemm: ...`. The time inside a nested marker
+    counts only for the phase of the nested marker.
 
     Markers have no thread-local state, because the backward pass may run on another thread.
     """
@@ -205,13 +206,13 @@ class Markers:
             setattr(self, name, make(str(name)))
 
 
-Phases = Markers  # the name that workloads use
+Phases = Markers  # workloads use this name
 
 
 @dataclass(slots=True, eq=False)
 class ReportingMarker:
-    """The context manager of a phase, which reports the current phase of a step. It reports when the phase starts,
-    and again when a nested phase ends.
+    """The context manager of a phase. It reports the name of the current phase: of this phase when it starts, and of
+    the phase around it when it ends.
     """
 
     _name: str
@@ -228,7 +229,7 @@ class ReportingMarker:
 
 
 class SilentPhases(Markers):
-    """Markers that do nothing, for untimed passes."""
+    """Markers that do nothing, for untimed passes of a step."""
 
     __slots__ = ()
 
@@ -238,13 +239,15 @@ class SilentPhases(Markers):
 
 
 class Observer(Protocol):
-    """An object that receives the progress of a run. Measuring code reports to an observer and never prints."""
+    """Receives the progress of a run. Measuring code reports to an observer and never prints."""
 
     def planned(self, plan: Plan) -> None:
         return None
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        """Reports which case is being worked on, and which fraction of its group's time has passed."""
+        """Reports the case that is being measured, what is being done, and the share of its group's time that has
+        passed.
+        """
         return
 
     def finished(self, record: Record) -> None:
@@ -252,4 +255,4 @@ class Observer(Protocol):
 
 
 class SilentObserver(Observer):
-    """An observer that ignores all reports."""
+    """An observer that ignores all progress."""

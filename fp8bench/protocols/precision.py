@@ -1,5 +1,5 @@
-"""Interfaces of precisions and backends. A precision is a mode of computing with options, and may switch settings of
-the process. A backend multiplies in such modes.
+"""Defines the interfaces of precisions and backends. A precision is a mode of computing with options, and may change
+settings of the process. A backend is a library that multiplies in such a mode.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8bench.protocols.axes import Option
 
 
 class TensorScale(StrEnum):
-    """Where the single float32 scale of a tensor comes from. With NONE the tensor has other scales, or no scale."""
+    """Where the single float32 scale of a tensor comes from. NONE: the tensor has no scale, or several scales."""
 
     NONE = "none"
     CURRENT = "current"
@@ -26,19 +26,20 @@ class TensorScale(StrEnum):
 
 
 class Precision(ABC):
-    """A mode of computing, which is more than a dtype: formats for each role, the kind of scales, and how a device
-    executes them.
+    """A mode of computing, which is more than a dtype: a format for each role, the kind of scales, and how a device
+    executes casts and products.
 
-    `options` may follow the name (`fp8-delayed:history=16`). An instance holds the values of all its options as
-    `chosen`. An impossible choice raises RecipeRefused.
+    `options` may follow the name (`fp8-delayed:history=16`). An instance has the values of all its options in
+    `chosen`. An impossible combination of values raises RecipeRefused.
 
-    `rank` orders precisions from the highest down. The default reference of a run is its precision with the lowest
-    rank. `loss_scale` multiplies the loss of a training step, for formats whose gradients would underflow.
-    `carried_by` names the precision of values between products, and is '' for this one.
+    `rank` orders precisions: the highest precision has the lowest rank, and is the default reference of a run.
+    `loss_scale` multiplies the loss of a training step, for formats in which gradients would underflow. `carried_by`
+    names the precision of values between products; '' means this precision.
 
-    `takes_backend` is whether libraries other than torch can multiply in it. `backend` is the one that was chosen, or
-    None for any. A precision that is not `listed` belongs to certain workloads only. With `unit_scaled` the whole
-    model is scaled by constants that follow from its shapes, so that its casts need no scales.
+    `takes_backend` is whether libraries other than torch can multiply in this precision. `backend` is the library that
+    was chosen, or None if any may be used. A precision that is not `listed` belongs to certain workloads only. If
+    `unit_scaled` is True, the whole model is scaled by constants that follow from its shapes, so that casts need no
+    scales.
     """
 
     listed: ClassVar[bool] = True
@@ -48,12 +49,14 @@ class Precision(ABC):
     rank: ClassVar[int]
     loss_scale: ClassVar[float] = 1.0
     carried_by: ClassVar[str] = ""
-    # torch's float32 matmul precision while this precision runs. It is a switch of the whole process, so a case
-    # cannot mix two settings.
+    # The setting of torch's float32 matmul precision while this precision runs. The whole process has one setting, so a
+    # case cannot mix two.
     float32_products: ClassVar[str] = "highest"
-    # A native product needs a contraction and a number of columns that are multiples of these two numbers.
+    # In a native product, the contraction must be a multiple of the first number, and the number of columns a multiple
+    # of the second.
     multiples: ClassVar[tuple[int, int]] = (1, 1)
-    # In a graph that torch compiles, all contractions and columns must be multiples of this number.
+    # In a graph that torch compiles, the contraction and the number of columns of each product must be multiples of
+    # this number.
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
@@ -61,12 +64,12 @@ class Precision(ABC):
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
-        # Give every option a value, so that code that reads `chosen` need not know the defaults.
+        # Give every option a value, so that code that reads `chosen` need not know the default values.
         default_values = {option.name: option.parse(option.default) for option in self.options}
         self.chosen: Mapping[str, Scalar] = {**default_values, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
-        # Make a copy, because the same precision may be measured with several backends.
+        # Copy the precision, because it may be measured with several backends.
         precision = copy.copy(self)
         precision.backend = backend
         return precision
@@ -90,19 +93,19 @@ class Precision(ABC):
 
     @property
     def tensor_scale(self) -> TensorScale:
-        """Where the scale of a tensor comes from. If a precision has one scale for each tensor, static scales from
-        data can replace it.
+        """Where the scale of a tensor comes from, if the precision has one scale for each tensor. Static scales can
+        replace such a scale.
         """
         return TensorScale.NONE
 
     @property
     def remembers(self) -> bool:
-        """Whether a cast depends on earlier casts, on their magnitudes or on their number."""
+        """Whether a cast depends on earlier casts: on the magnitudes of their tensors or on their number."""
         return False
 
     def prepares(self, facts: DeviceFacts) -> Support | None:
-        """Returns how a device is supported by a library that converts whole models. Returns None for precisions that
-        convert layer by layer.
+        """If a library converts whole models to this precision, returns how the library supports a device. Returns None
+        for a precision to which models are converted layer by layer.
         """
         return None
 
@@ -111,32 +114,34 @@ class Precision(ABC):
 
     @abstractmethod
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        """Returns the casts and products for a device. It is called only if `support` does not refuse the device."""
+        """Returns the casts and products for a device. Called only if `support` does not refuse the device."""
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        """Returns an arithmetic that lays out codes in memory as hardware with these formats would. It only serves to
-        count memory. If that layout is unknown, returns the reason.
+        """Returns an arithmetic that stores codes in memory as hardware with these formats would, which serves only to
+        count memory. If it is unknown how hardware would store them, returns the reason.
         """
-        # A native arithmetic stores codes in the device's layout already.
+        # A native arithmetic already stores codes as the device does.
         if self.support(facts).is_native:
             return self.arithmetic(facts)
         return f"{self.mode} is emulated, which does not show how hardware would store it"
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Sets the process's switches for this precision during the body. By default products are plain IEEE fp32."""
-        # Set the switch for every case, because an earlier case may have left another setting.
+        """A context in which the switches of the process are set for this precision. By default, float32 products are
+        plain IEEE products.
+        """
+        # Set the switch in every case, because an earlier case may have left another setting.
         with float32_products(self.float32_products):
             yield
 
 
 class Backend(ABC):
-    """A library that multiplies. `package` is the name of its distribution, `least` its first usable version, and
-    `install` the argument for pip.
+    """A library that multiplies. `package` is the name of its distribution, `least` is its first usable version, and
+    `install` is the argument for `pip install`.
 
-    With `whole_layers` it offers layers instead of separate casts and products. With `caches_weights` its layers cast
-    their weights only in the first pass of a step, if the caller marks that pass. `refuses` has the values of axes
-    that it cannot execute, each with the reason.
+    If `whole_layers` is True, the library offers layers instead of separate casts and products. If `caches_weights` is
+    True, these layers cast their weights only in the first pass of a step, which the caller marks. `refuses` has the
+    values of axes that the library cannot execute, each with the reason.
     """
 
     name: ClassVar[str]
@@ -150,19 +155,19 @@ class Backend(ABC):
 
     @abstractmethod
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
-        """Returns how the installed library supports a precision on a device. A refusal has the reason and the
-        nearest alternative.
+        """Returns how the installed library supports a precision on a device. The reason of a refusal names the nearest
+        alternative.
         """
 
     @abstractmethod
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        """Returns the casts and products of a precision. It is called only if `support` does not refuse the
-        precision. Raises BackendMissing if the library cannot run.
+        """Returns the casts and products of a precision. Called only if `support` does not refuse the precision. Raises
+        BackendMissing if the library cannot run.
         """
 
     def why_inseparable(self, precision: Precision) -> str:
         """Returns why the casts and products inside the library's layers cannot be called separately. Returns '' if
-        they can (`separate`).
+        they can be, by `Arithmetic.separate`.
         """
         return f"{self.name} has whole layers, whose casts and products cannot be called one by one"
 
@@ -172,8 +177,8 @@ class Backend(ABC):
         """
 
     def missing(self, version: str | None) -> str:
-        """Returns why this version of the library cannot be used, or ''. `version` is None if the library is not
-        installed.
+        """Returns why this version of the library cannot be used, or '' if it can be. `version` is None if the library
+        is not installed.
         """
         if version is None:
             return f"{self.package} is not installed here: pip install '{self.install}'"
@@ -183,22 +188,24 @@ class Backend(ABC):
 
 
 def _parse_version(version: str) -> tuple[int, ...]:
-    """Returns (2, 13, 0) for '2.13.0+cpu', up to the first part that is not a number."""
+    """Returns the parts of a version up to the first one that is not a number: (2, 13, 0) for '2.13.0+cpu'."""
     return tuple(map(int, takewhile(str.isdigit, version.partition("+")[0].split("."))))
 
 
 @contextmanager
 def float32_products(setting: str) -> Iterator[None]:
-    """Sets torch's float32 matmul precision during the body, and also whether convolutions use TF32."""
+    """A context in which torch's float32 matmul precision has this setting. It also sets whether convolutions use
+    TF32.
+    """
     import torch
 
     matmul_setting, cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    # torch's newer switches have a value that the older switch cannot express. Setting the older switch overwrites
-    # them.
+    # Remember torch's newer switches, which setting the older switch overwrites: they may have a value that the older
+    # switch cannot express.
     backends: Any = torch.backends
     newer_switches = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
     torch.set_float32_matmul_precision(setting)
-    # cuDNN has its own switch, which is on by default. It would make fp32 convolutions compute in TF32.
+    # cuDNN has a separate switch. It is on by default, which makes fp32 convolutions compute in TF32.
     torch.backends.cudnn.allow_tf32 = setting != "highest"
     try:
         yield
@@ -211,10 +218,10 @@ def float32_products(setting: str) -> Iterator[None]:
 
 @contextmanager
 def limit_to_one_thread() -> Iterator[None]:
-    """Limits torch to one CPU thread during the body.
+    """A context in which torch uses one CPU thread.
 
-    torch divides even the smallest tensor among threads, which then wait for each other on a busy machine. Also,
-    several threads would sum the same numbers in a different order.
+    torch divides even the smallest tensor among threads, which then wait for each other on a busy machine. Several
+    threads would also sum the same numbers in a different order.
     """
     import torch
 

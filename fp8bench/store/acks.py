@@ -1,5 +1,5 @@
-"""Stores acknowledgements, which are changes that a person has accepted. They are in `<store>/acks.jsonl`, one per
-line. Lines are only appended.
+"""Stores acknowledgements: changes of a series that a person has accepted. The file `<store>/acks.jsonl` has one
+acknowledgement per line, and lines are only appended.
 
 A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, the setting
 `acks.jsonl merge=union` merges the files of two machines.
@@ -15,12 +15,12 @@ from fp8bench.errors import StoreError
 from fp8bench.model import Ack
 from fp8bench.store.kept_lines import Log
 
-VERSION = 1
+ACKS_VERSION = 1
 
 
 @dataclass(frozen=True)
 class Undo:
-    """Withdraws the acknowledgement that has this id."""
+    """A line of the file that withdraws the acknowledgement with this `id`."""
 
     id: str
     when: str
@@ -28,8 +28,8 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """The valid acknowledgements, oldest first. `troubles` lists the lines of the file that were left out, with the
-    reason.
+    """The valid acknowledgements, oldest first. `troubles` has a sentence for each line of the file that was left
+    out.
     """
 
     acks: tuple[Ack, ...] = ()
@@ -42,7 +42,7 @@ def acks_path(store: Path) -> Path:
 
 def load_acks(store: Path) -> Acks:
     try:
-        lines, troubles = _open_log(store).lines()
+        lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
         reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
@@ -55,16 +55,16 @@ def load_acks(store: Path) -> Acks:
 
 
 def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
-    _open_log(store).append(lines)
+    _open_acks_log(store).append(lines)
 
 
 def merge_acks(store: Path, theirs: Path) -> int:
     """Adds the acknowledgements of a second store that this store lacks. Returns the number of added lines. Raises
     StoreError.
     """
-    return len(_open_log(store).merge(_open_log(theirs).lines()[0]))
+    return len(_open_acks_log(store).merge(_open_acks_log(theirs).lines()[0]))
 
 
-def _open_log(store: Path) -> Log[Ack | Undo]:
+def _open_acks_log(store: Path) -> Log[Ack | Undo]:
     remedy = "Make room, or acknowledge in a store that is writable."
-    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", VERSION, remedy)
+    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", ACKS_VERSION, remedy)

@@ -1,8 +1,8 @@
-"""Stores the measured peak rates of a machine's devices: a file in `<store>/ceilings` for each device, software and
-settings.
+"""Stores the ceilings (measured peak rates) of a machine's devices. `<store>/ceilings` has one file for each
+combination of device, software and settings.
 
-Measurements of the last week are current. `history.jsonl` has all measurements, one per line, so it shows whether a
-machine became slower.
+Ceilings from the last week are used again. `history.jsonl` has all measured ceilings, one measurement per line, so it
+shows whether a machine became slower.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Scalar
-from fp8bench.model.file_names import safe
+from fp8bench.model.file_names import make_safe
 from fp8bench.model.run import SWITCHES_SET
 from fp8bench.store.kept_lines import Log
 
-# Increase this when a rate is measured differently under the same name.
-_VERSION = 2
-CURRENT_DAYS = 7
+# Increase this version when a rate is measured differently under the same name.
+_CEILINGS_VERSION = 2
+MAX_CEILINGS_AGE_DAYS = 7
 # Facts of the environment and of a device. Ceilings measured with other values of these facts are stored separately.
 _DISTINGUISHING_FACTS = (
     "machine",
@@ -47,8 +47,8 @@ def find_or_measure_ceilings(
     Holds a lock, so that the second of two simultaneous runs uses the measurement of the first.
     """
     with lock_folder(store / "ceilings"):
-        stored_ceilings = _read_ceilings(_open_log(store, machine_file_name(environment, device)))
-        if stored_ceilings is not None and _is_current(stored_ceilings):
+        stored_ceilings = _read_ceilings(_open_ceilings_log(store, ceilings_file_name(environment, device)))
+        if stored_ceilings is not None and _are_ceilings_current(stored_ceilings):
             return stored_ceilings
         return None if measure is None else _store_ceilings(store, environment, device, measure())
 
@@ -56,44 +56,44 @@ def find_or_measure_ceilings(
 def remeasure_ceilings(
     store: Path, environment: Environment, device: DeviceFacts, measure: Callable[[], Ceilings]
 ) -> Ceilings:
-    """Measures and stores ceilings, even if there are current ones."""
+    """Measures and stores ceilings, even if the stored ones are less than a week old."""
     with lock_folder(store / "ceilings"):
         return _store_ceilings(store, environment, device, measure())
 
 
-def _is_current(ceilings: Ceilings) -> bool:
-    return datetime.now(UTC) - datetime.fromisoformat(ceilings.when) < timedelta(days=CURRENT_DAYS)
+def _are_ceilings_current(ceilings: Ceilings) -> bool:
+    return datetime.now(UTC) - datetime.fromisoformat(ceilings.when) < timedelta(days=MAX_CEILINGS_AGE_DAYS)
 
 
 def _store_ceilings(store: Path, environment: Environment, device: DeviceFacts, ceilings: Ceilings) -> Ceilings:
-    """Adds time and settings to the ceilings, and writes them to the device's file and as a line of the history."""
+    """Adds time and settings to the ceilings. Writes them to the device's file and to `history.jsonl`."""
     settings = tuple(
         (name, setting) for name, setting in _list_settings(environment, device).items() if setting is not None
     )
     stamped_ceilings = replace(ceilings, when=datetime.now(UTC).isoformat(timespec="seconds"), under=settings)
     with contextlib.suppress(StoreError):
-        _open_log(store).append([stamped_ceilings])
+        _open_ceilings_log(store).append([stamped_ceilings])
     with contextlib.suppress(OSError):  # the run can use the ceilings even if they cannot be stored
-        log = _open_log(store, machine_file_name(environment, device))
-        write_whole(log.path, f"{sealed_line(log.encode_value(stamped_ceilings))}\n")
+        log = _open_ceilings_log(store, ceilings_file_name(environment, device))
+        write_whole(log.path, f"{format_checksummed_line(log.encode_value(stamped_ceilings))}\n")
     return stamped_ceilings
 
 
 def load_ceilings_history(store: Path) -> list[Ceilings]:
     """Returns all ceilings that were measured in a store, oldest first. Raises StoreError."""
-    return _open_log(store).lines()[0]
+    return _open_ceilings_log(store).lines()[0]
 
 
-def _open_log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
-    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _VERSION)
+def _open_ceilings_log(store: Path, name: str = "history.jsonl") -> Log[Ceilings]:
+    return Log(store / "ceilings" / name, {"ceilings": Ceilings}, "ceilings", _CEILINGS_VERSION)
 
 
 def _read_ceilings(log: Log[Ceilings]) -> Ceilings | None:
-    """Returns the ceilings in a file, or None if the file is missing or broken. Without ceilings, the device is
-    measured again.
+    """Returns the ceilings in a file, or None if the file is missing or broken: then the device is measured
+    again.
     """
     try:
-        return log.decode_value(unsealed_line(read_file(log.path).strip())[0])
+        return log.decode_value(parse_checksummed_line(read_file(log.path).strip())[0])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -103,9 +103,9 @@ def _list_settings(environment: Environment, device: DeviceFacts) -> dict[str, S
     return {name: environment.get(name) for name in names} | {"device": device.key, "name": device.name}
 
 
-def machine_file_name(environment: Environment, device: DeviceFacts) -> str:
-    """Returns the name of a device's file. Each combination of device, software and settings has its own name."""
+def ceilings_file_name(environment: Environment, device: DeviceFacts) -> str:
+    """Returns the file name for a device. Each combination of device, software and settings has a different name."""
     setting_texts = [
         str(setting) for setting in _list_settings(environment, device).values() if setting not in (None, "")
     ]
-    return f"{safe(' '.join(['whole', *setting_texts]))}.json"
+    return f"{make_safe(' '.join(['whole', *setting_texts]))}.json"

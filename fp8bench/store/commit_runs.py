@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
-from fp8bench.files import is_no_folder
+from fp8bench.files import is_not_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, parse_identity
 from fp8bench.store.points import RunPoints, extract_points, merge_points
@@ -25,13 +25,13 @@ from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 
 NO_REPOSITORY = "not measured in a git repository"
 OUTSIDE_REPOSITORY = f"this was {NO_REPOSITORY}"
-DIRTY = "the files differed from their commit"
-NO_COMMIT = "their commit or start is not valid"
-NO_MACHINE = "they do not name their machine"
+DIRTY_FILES = "the files differed from their commit"
+INVALID_COMMIT_OR_START = "their commit or start is not valid"
+UNNAMED_MACHINE = "they do not name their machine"
 NO_TRACKED_CASE = "the history tracks none of their cases"
 NAMED_FOR_OTHER_COMMIT = "their files are named for another commit; `fp8bench history verify` names them"
-DAMAGED = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
-UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
+DAMAGED_LINES = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
+UNREADABLE_FILE = "they cannot be read; `fp8bench history verify` says why"
 _COMMIT_HASH_PATTERN = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 _RUN_FILE_STEM_PATTERN = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
 
@@ -49,31 +49,31 @@ class TrackedRun:
         return str(self.run.environment.get("commit"))
 
     @property
-    def order(self) -> tuple[float, str]:
-        """The key by which runs are sorted: the start in seconds since 1970, by the clock of the run's machine, and
-        the run's id.
+    def sort_key(self) -> tuple[float, str]:
+        """The start of the run in seconds since 1970, by the clock of its machine, and its id. Runs are sorted by
+        these.
         """
         return parse_time(self.run.started).timestamp(), self.run.id
 
     @property
     def started_at(self) -> int:
-        """The start in ms since 1970, as in asv's rows."""
-        return int(self.order[0] * 1000)
+        """The start of the run in ms since 1970, as in asv's rows."""
+        return int(self.sort_key[0] * 1000)
 
 
 class CommitRuns(NamedTuple):
-    """The tracked runs of one commit, oldest first. Also has the reasons why other runs were left out, and the suites
-    of all cases of the commit.
+    """The tracked runs of one commit, oldest first, the reasons why other runs of the commit were left out, and the
+    suites of all these runs.
     """
 
     runs: tuple[TrackedRun, ...]
-    left: tuple[str, ...]
+    left_out_reasons: tuple[str, ...]
     suites: frozenset[str] = frozenset()
 
 
-def commit_prefix_of(path: Path) -> str:
-    """Returns the first 8 digits of the commit of a run file, from the file's name or header. Returns 'nocommit'
-    without a commit.
+def find_commit_prefix(path: Path) -> str:
+    """Returns the first 8 digits of the commit of a run file, from the file's name or header. Returns 'nocommit' for
+    a run without a commit.
     """
     name_match = _RUN_FILE_STEM_PATTERN.fullmatch(path.stem)
     if name_match is not None:
@@ -94,10 +94,10 @@ def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
     """Groups run files by commit. The files must be sorted newest first. The groups are in the same order as those of
     list_files_by_commit.
     """
-    commits: dict[str, list[Path]] = {}
+    files_by_commit: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
-        commits.setdefault(commit_prefix_of(path), []).append(path)
-    return commits
+        files_by_commit.setdefault(find_commit_prefix(path), []).append(path)
+    return files_by_commit
 
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
@@ -105,61 +105,63 @@ def read_runs(paths: Sequence[Path]) -> CommitRuns:
     left_out_reasons = []
     suites: set[str] = set()
     for path in paths:
-        tracked, reason, names = _read_run(path)
+        tracked_run, reason, names = _read_run(path)
         suites |= names
         if reason:
             left_out_reasons.append(reason)
-        if tracked is not None:
-            runs.append(tracked)
-    return CommitRuns(tuple(sorted(runs, key=lambda run: run.order)), tuple(left_out_reasons), frozenset(suites))
+        if tracked_run is not None:
+            runs.append(tracked_run)
+    return CommitRuns(tuple(sorted(runs, key=lambda run: run.sort_key)), tuple(left_out_reasons), frozenset(suites))
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
     """Returns the tracked runs of a commit, oldest first. Unreadable files are left out."""
     commit_runs = read_runs(list_files_by_commit(store).get(commit[:8], ()))
-    return [tracked for tracked in commit_runs.runs if tracked.commit == commit]
+    return [tracked_run for tracked_run in commit_runs.runs if tracked_run.commit == commit]
 
 
 def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
-    """Reads a run file. Returns what the run adds to the history, why it adds nothing or leaves out some of its
-    cases, and the suites of its cases.
+    """Returns the run in a file with the points that it adds to the history, or None if it adds none. Also returns
+    why cases are missing from the history ('' if none is), and the suites of the run's cases.
     """
     try:
         run, file_lines = load_run_with_lines(path)
     except (StoreError, OSError):
-        return None, UNREADABLE, frozenset()
-    tracked, reason = check_run(run, path)
-    if file_lines.lost and (tracked is not None or reason == NO_TRACKED_CASE):
-        reason = DAMAGED
-    return tracked, reason, frozenset(record.case.workload for record in run.records)
+        return None, UNREADABLE_FILE, frozenset()
+    tracked_run, reason = check_run(run, path)
+    if file_lines.lost and (tracked_run is not None or reason == NO_TRACKED_CASE):
+        reason = DAMAGED_LINES
+    return tracked_run, reason, frozenset(record.case.workload for record in run.records)
 
 
 def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
-    """Returns what a run adds to the history. Also returns why it adds nothing or leaves out some of its cases."""
+    """Returns a run with the points that it adds to the history, or None if it adds none. Also returns why cases are
+    missing from the history ('' if none is).
+    """
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
         git_problem = run.environment.get("commit_unknown")
         return None, f"git named no commit ({git_problem!s:.200})" if git_problem else NO_REPOSITORY
     if run.environment.get("dirty") is not False:
-        return None, DIRTY
+        return None, DIRTY_FILES
     if explain_outside_history(run):
-        return None, NO_COMMIT
-    if commit_prefix_of(path) != commit[:8]:
+        return None, INVALID_COMMIT_OR_START
+    if find_commit_prefix(path) != commit[:8]:
         return None, NAMED_FOR_OTHER_COMMIT
     try:
-        tracked = make_tracked_run(run)
+        tracked_run = make_tracked_run(run)
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
-    if tracked is None:
-        return None, NO_MACHINE
-    if not tracked.content.points:
-        return None, tracked.content.why or NO_TRACKED_CASE
+    if tracked_run is None:
+        return None, UNNAMED_MACHINE
+    if not tracked_run.content.points:
+        return None, tracked_run.content.why or NO_TRACKED_CASE
     # Drop the records, so that all runs of a commit fit into memory.
-    return replace(tracked, run=replace(run, records=(), plan=Plan(()))), tracked.content.why
+    return replace(tracked_run, run=replace(run, records=(), plan=Plan(()))), tracked_run.content.why
 
 
 def explain_outside_history(run: Run) -> str:
-    """Returns why a run's figures belong to no commit. Returns '' if they belong to one."""
+    """Returns why the figures of a run belong to no commit. Returns '' if they belong to a commit."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str) or not _COMMIT_HASH_PATTERN.fullmatch(commit):
         git_problem = run.environment.get("commit_unknown")
@@ -196,27 +198,29 @@ def group_by_interpreter(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun
 
 
 def collect_series(tracked: Sequence[TrackedRun]) -> list[Series]:
-    """Returns each series once, as defined by the last run that has it."""
-    by_name: dict[str, Series] = {}
+    """Returns the series of some runs. If several runs have the same series, the last of these runs defines it."""
+    series_by_name: dict[str, Series] = {}
     for run in tracked:
-        by_name |= {series.name: series for series in run.content.series}
-    return list(by_name.values())
+        series_by_name |= {series.name: series for series in run.content.series}
+    return list(series_by_name.values())
 
 
 def merge_commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
-    """Merges the points of runs by series and cell. The runs are of one machine and interpreter, oldest first."""
+    """Returns the merged points of runs by series and cell. The runs must come from one machine and interpreter, and
+    are sorted oldest first.
+    """
     points = chain.from_iterable(run.content.points for run in tracked)
     return merge_points(list(points), collect_series(tracked))
 
 
 def parse_time(text: str) -> datetime:
     """Parses a time. Without a time zone it is UTC. Raises ValueError."""
-    moment = datetime.fromisoformat(text)
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    time = datetime.fromisoformat(text)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def find_commit(word: str, folder: Path) -> str | None:
-    """Returns the commit that git finds for a word in a folder's repository, or None."""
+    """Returns the commit that git finds for a word in the repository around a folder, or None."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
@@ -231,7 +235,7 @@ _REVISION_PATTERN = re.compile(r"HEAD|.+[~^]")
 
 
 class ChosenRuns(NamedTuple):
-    """The run files that a word of the user stands for. Each run has one file. `notes` are sentences about files that
+    """The run files that the user's words stand for, one file for each run. `notes` are sentences about files that
     were left out.
     """
 
@@ -249,31 +253,31 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
     files: dict[Path, Path] = {}
     notes: list[str] = []
     for word in words.split(","):
-        chosen = _find_word(word.strip(), store)
-        files |= {path.resolve(): path for path in chosen.files}
-        notes += chosen.notes
+        chosen_runs = _find_runs_of_word(word.strip(), store)
+        files |= {path.resolve(): path for path in chosen_runs.files}
+        notes += chosen_runs.notes
     distinct_runs = remove_copies(files.values()).check_refusals()
     return ChosenRuns(distinct_runs.files, [*notes, *distinct_runs.notes(distinct_runs.copies)])
 
 
-def _find_word(word: str, store: Path) -> ChosenRuns:
+def _find_runs_of_word(word: str, store: Path) -> ChosenRuns:
     if not word:
         raise RunNotFound("an empty word names no run. Give an id, a file, a commit, a store, or 'last'.")
     # 1. Try the word as a store's folder, a file, or the id of a run.
     try:
         if Path(word).is_dir():
             return _find_newest_runs(Path(word))
-        is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_no_folder(Path(word))
+        is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_not_folder(Path(word))
         runs = Listing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
         raise make_search_error(word, store, error) from None
     if is_single_run or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.all_files):
         return ChosenRuns([find_run(word, store)])
-    # 2. Try the word as the digits of a measured commit.
+    # 2. Try the word as the first digits of a measured commit.
     if _COMMIT_PREFIX_PATTERN.fullmatch(word):
-        chosen = _find_runs_of_commit(word, runs)
-        if chosen.files:
-            return chosen
+        chosen_runs = _find_runs_of_commit(word, runs)
+        if chosen_runs.files:
+            return chosen_runs
     # 3. Try the word as any name that git knows for a commit, or as the beginning of a run's name.
     commit = find_commit(word, Path())
     if commit is None:
@@ -284,32 +288,32 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
                 raise RunNotFound(f"git has no commit {word!r:.80} here. `git log` lists the commits.") from None
             reason = str(error).rstrip(".")
             raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
-    chosen = _find_runs_of_commit(commit, runs)
-    if not chosen.files:
+    chosen_runs = _find_runs_of_commit(commit, runs)
+    if not chosen_runs.files:
         raise RunNotFound(
             f"{word!r:.80} is the commit {commit[:12]}, but {store} has no run of it. Measure it, or name another."
         )
-    return chosen
+    return chosen_runs
 
 
 def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
-    """Returns the runs of a commit, oldest first. A run is left out if its files differed from the commit, or if it
-    is unknown whether they did.
+    """Returns the run files of a commit, oldest first. A run is left out if its source files differed from the
+    commit, or if it is unknown whether they did.
     """
-    candidate_files = [path for path in reversed(runs.all_files) if commit_prefix_of(path).startswith(commit[:8])]
-    headers = {}
+    candidate_files = [path for path in reversed(runs.all_files) if find_commit_prefix(path).startswith(commit[:8])]
+    header_by_path = {}
     for path in candidate_files:
         header = _load_header_or_none(path) if runs.is_counted(path) else None
         if header is not None and str(header.environment.get("commit")).startswith(commit):
-            headers[path] = header
-    matching_commits = sorted({str(header.environment.get("commit")) for header in headers.values()})
+            header_by_path[path] = header
+    matching_commits = sorted({str(header.environment.get("commit")) for header in header_by_path.values()})
     if len(matching_commits) > 1:
         raise RunNotFound(
             f"{len(matching_commits)} commits start with {commit}: "
             f"{', '.join(matching_commits[:4])}. Give more digits of one."
         )
-    clean_files = [path for path, header in headers.items() if header.environment.get("dirty") is False]
-    if headers and not clean_files:
+    clean_files = [path for path, header in header_by_path.items() if header.environment.get("dirty") is False]
+    if header_by_path and not clean_files:
         raise RunNotFound(
             f"all runs of {commit[:12]} had files that differed from it, so they are not its runs. "
             "Name them by their ids to compare them anyway."
@@ -328,8 +332,8 @@ def _load_header_or_none(path: Path) -> Run | None:
 
 
 def _find_newest_runs(store: Path) -> ChosenRuns:
-    """Returns the runs of the commit that was measured last in a store. If the newest run has no commit, returns that
-    run.
+    """Returns the run files of the commit that was measured last in a store. If the newest run has no commit, returns
+    the file of that run.
     """
     try:
         runs = listing(store)

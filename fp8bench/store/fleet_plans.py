@@ -1,5 +1,5 @@
-"""Reads and writes the plan of a fleet, which measures one request on many machines. Also finds out which cells of
-the plan a store has measured.
+"""Reads and writes the plan of a fleet: many machines that measure one request together. Also finds the cells of a
+plan that are measured in a store.
 """
 
 from __future__ import annotations
@@ -15,8 +15,17 @@ from datetime import datetime
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import Damaged, is_locked, open_file, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import LOCK_FILE_NAME as LOCK_FILE
+from fp8bench.files import (
+    Damaged,
+    add_checksum,
+    is_locked,
+    open_file,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
@@ -24,21 +33,21 @@ from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import find_incomplete_groups, load_header, load_run_with_lines
 
-_SCHEMA = 1
+_PLAN_SCHEMA = 1
 _PLAN_ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
-# The states of cells that still have to be measured. Damaged cells are included, because measuring them again repairs
+# The states of cells that still have to be measured. Damaged cells have to be, because a new measurement repairs
 # them.
 _UNFINISHED_CELL_STATES = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
-# Finds the name of a run's cell even if the header is not valid JSON.
+# Matches the name of a run's cell, even in a header that is not valid JSON.
 _CELL_NAME_PATTERN = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
-_HEADER_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 # The file with the output of a cell's process. Its last bytes are searched for the reason of a failure.
 OUTPUT_FILE = "output.txt"
 _OUTPUT_TAIL_BYTES = 4000
 
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
-    write_whole(path, json.dumps(seal({"schema": _SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
+    write_whole(path, json.dumps(add_checksum({"schema": _PLAN_SCHEMA, "fleet": encode(plan)}), indent=1) + "\n")
 
 
 def read_plan(path: Path) -> FleetPlan:
@@ -48,27 +57,29 @@ def read_plan(path: Path) -> FleetPlan:
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
     except ValueError as error:
-        raise _invalid_plan_error(path, f"it is not JSON ({error})") from None
+        raise _make_invalid_plan_error(path, f"it is not JSON ({error})") from None
     if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
-        raise _invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
-    if content["schema"] != _SCHEMA:
+        raise _make_invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
+    if content["schema"] != _PLAN_SCHEMA:
         raise UsageError(
-            f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_SCHEMA}. Write it again with "
-            "this version."
+            f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_PLAN_SCHEMA}. Write it again "
+            "with this version."
         )
     try:
-        plan = decode(FleetPlan, unseal(content)["fleet"])
+        plan = decode(FleetPlan, remove_checksum(content)["fleet"])
     except Damaged as error:
-        raise _invalid_plan_error(path, f"{error}; delete the line 'sum' if you changed the plan on purpose") from None
+        raise _make_invalid_plan_error(
+            path, f"{error}; delete the line 'sum' if you changed the plan on purpose"
+        ) from None
     except Malformed as error:
-        raise _invalid_plan_error(path, str(error)) from None
+        raise _make_invalid_plan_error(path, str(error)) from None
     fault = _find_plan_fault(plan)
     if fault:
-        raise _invalid_plan_error(path, fault)
+        raise _make_invalid_plan_error(path, fault)
     return plan
 
 
-def _invalid_plan_error(path: Path, reason: str) -> UsageError:
+def _make_invalid_plan_error(path: Path, reason: str) -> UsageError:
     reason = reason.removesuffix(".")
     return UsageError(
         f"{path} is not a plan of a fleet: {reason}. `suite NAME --dry-run --write-plan FILE` writes one."
@@ -95,43 +106,47 @@ def _find_plan_fault(plan: FleetPlan) -> str:
     return "" if plan.cells else "it has no cells"
 
 
-def check_cell(plan: FleetPlan, number: int) -> None:
+def check_cell(plan: FleetPlan, cell_number: int) -> None:
     """Raises UsageError if the plan does not have this cell."""
-    if not 0 <= number < len(plan.cells):
-        raise UsageError(f"cell {number} is not among the cells 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
+    if not 0 <= cell_number < len(plan.cells):
+        raise UsageError(f"cell {cell_number} is not among the cells 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
-def cell_folder(plan: FleetPlan, number: int, store: Path) -> Path:
-    """Returns the folder of a cell. It has the lock of the cell, and the output of the cell's worker."""
-    return store / "cells" / plan.name_of(number).replace("/", "-")
+def cell_folder(plan: FleetPlan, cell_number: int, store: Path) -> Path:
+    """Returns the folder of a cell, with the lock of the cell and the output of its worker."""
+    return store / "cells" / plan.name_of(cell_number).replace("/", "-")
 
 
 def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
-    """Yields the runs of a plan, newest first. Each has the number of its cell and its header."""
-    return ((number, head) for number, head in _iterate_plan_files(plan, store) if isinstance(head, Run))
+    """Yields the cell number and the header of each run of a plan, newest run first."""
+    return (
+        (cell_number, header_or_reason)
+        for cell_number, header_or_reason in _iterate_plan_files(plan, store)
+        if isinstance(header_or_reason, Run)
+    )
 
 
 def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
-    """Yields the same as iterate_plan_runs. For a run that cannot be read, it yields the reason in place of the
-    header.
+    """Yields the cell number and the header of each run of a plan, newest run first. If a run cannot be read, the
+    reason takes the place of its header.
     """
     for path in run_files(store):
-        head: Run | str
+        header_or_reason: Run | str
         try:
-            head = load_header(path)
-            if not head.started:
-                raise StoreError(f"{path}: {head.troubles[0]}")
-            number = find_cell_number(plan, head.cell)
+            header_or_reason = load_header(path)
+            if not header_or_reason.started:
+                raise StoreError(f"{path}: {header_or_reason.troubles[0]}")
+            cell_number = find_cell_number(plan, header_or_reason.cell)
         except (StoreError, RunNotFound) as error:
-            head, number = str(error), find_cell_number(plan, _search_cell_name(path))
-        if number is not None:
-            yield number, head
+            header_or_reason, cell_number = str(error), find_cell_number(plan, _search_cell_name(path))
+        if cell_number is not None:
+            yield cell_number, header_or_reason
 
 
 def _search_cell_name(path: Path) -> str:
     try:
         with open_file(path) as file:
-            match = _CELL_NAME_PATTERN.search(file.readline(_HEADER_BYTES))
+            match = _CELL_NAME_PATTERN.search(file.readline(_MAX_HEADER_BYTES))
     except OSError:
         return ""
     return match[1].decode() if match else ""
@@ -139,9 +154,9 @@ def _search_cell_name(path: Path) -> str:
 
 def find_cell_number(plan: FleetPlan, cell: str) -> int | None:
     """Returns the number of the cell with this name, or None if the plan does not have it."""
-    name, _, number = cell.rpartition("/")
-    is_in_plan = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
-    return int(number) if is_in_plan else None
+    name, _, cell_number = cell.rpartition("/")
+    is_in_plan = name == plan.id and cell_number.isdecimal() and int(cell_number) < len(plan.cells)
+    return int(cell_number) if is_in_plan else None
 
 
 def store_plan(plan: FleetPlan, store: Path) -> None:
@@ -163,8 +178,8 @@ def is_run_complete(run: Run) -> bool:
     return run.finished and not find_incomplete_groups(run)
 
 
-def add_attempt(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
-    _attempt_log(cell_folder(plan, number, store)).append([attempt])
+def add_attempt(plan: FleetPlan, cell_number: int, store: Path, attempt: Attempt) -> None:
+    _open_attempt_log(cell_folder(plan, cell_number, store)).append([attempt])
 
 
 def should_run(state: CellState, retry: bool) -> bool:
@@ -172,23 +187,29 @@ def should_run(state: CellState, retry: bool) -> bool:
 
 
 def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[int] = ()) -> tuple[CellState, ...]:
-    """Returns the current state of every cell of the plan in this store, except those in `except_cells`."""
+    """Returns the current state of every cell of the plan in this store, except the cells with the numbers in
+    `except_cells`.
+    """
     runs: dict[int, list[Run | str]] = {}
-    for number, head in _iterate_plan_files(plan, store):
-        runs.setdefault(number, []).append(head)
-    numbers = (number for number in range(len(plan.cells)) if number not in except_cells)
-    return tuple(_compute_cell_state(plan, number, store, runs.get(number, [])) for number in numbers)
+    for cell_number, header_or_reason in _iterate_plan_files(plan, store):
+        runs.setdefault(cell_number, []).append(header_or_reason)
+    cell_numbers = (cell_number for cell_number in range(len(plan.cells)) if cell_number not in except_cells)
+    return tuple(
+        _compute_cell_state(plan, cell_number, store, runs.get(cell_number, [])) for cell_number in cell_numbers
+    )
 
 
-def _compute_cell_state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
+def _compute_cell_state(
+    plan: FleetPlan, cell_number: int, store: Path, headers_or_reasons: list[Run | str]
+) -> CellState:
     # 1. Find the newest run of the cell, or its newest complete run if it has one.
-    folder = cell_folder(plan, number, store)
-    loaded_runs, damage = _load_runs(heads)
+    folder = cell_folder(plan, cell_number, store)
+    loaded_runs, damage = _load_runs(headers_or_reasons)
     complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
     newest_run = complete_run or (loaded_runs[0] if loaded_runs else None)
     attempts, damage_of_folder = _load_attempts(folder)
     damage += damage_of_folder
-    state = CellState(number, plan.cells[number], CellStatus.WAITING, attempts=attempts, damage=tuple(damage))
+    state = CellState(cell_number, plan.cells[cell_number], CellStatus.WAITING, attempts=attempts, damage=tuple(damage))
     if newest_run is not None:
         machine = str(newest_run.environment.get("machine") or "")
         cases = Counter(record.status.value for record in newest_run.records)
@@ -196,7 +217,7 @@ def _compute_cell_state(plan: FleetPlan, number: int, store: Path, heads: list[R
     if complete_run is not None:
         failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
-    # 2. Without a complete run, the state follows from the lock, from damaged files and from the last attempt.
+    # 2. Without a complete run, find the state from the lock, from damaged files and from the last attempt.
     with contextlib.suppress(OSError):
         if is_locked(folder / LOCK_FILE):
             return replace(state, status=CellStatus.RUNNING)
@@ -210,30 +231,30 @@ def _compute_cell_state(plan: FleetPlan, number: int, store: Path, heads: list[R
     return state
 
 
-def _load_runs(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
-    """Returns runs, newest first, and descriptions of damage in their files. Half a line that a killed process left
-    does not count as damage.
+def _load_runs(headers_or_reasons: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
+    """Returns the runs with these headers, including their records, and descriptions of damage in the run files. A
+    last line that is cut off, because the process was killed, does not count as damage.
     """
     loaded_runs = []
     damage = []
-    for head in heads:
-        if isinstance(head, str):
-            damage.append(head)
+    for header_or_reason in headers_or_reasons:
+        if isinstance(header_or_reason, str):
+            damage.append(header_or_reason)
             continue
         try:
-            run, file_lines = load_run_with_lines(Path(head.path))
+            run, file_lines = load_run_with_lines(Path(header_or_reason.path))
         except (StoreError, RunNotFound) as error:
             damage.append(str(error))
             continue
         loaded_runs.append(run)
         if file_lines.lost or file_lines.troubles:
-            damage += [f"{head.path}: {trouble}" for trouble in run.troubles]
+            damage += [f"{header_or_reason.path}: {trouble}" for trouble in run.troubles]
     return loaded_runs, damage
 
 
 def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
     """Returns the attempts to measure a cell, and descriptions of damage in its folder."""
-    log = _attempt_log(folder)
+    log = _open_attempt_log(folder)
     if folder.exists() and not folder.is_dir():
         return (), [f"{folder} is not a folder"]
     faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
@@ -244,7 +265,7 @@ def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
     return tuple(attempts), [*faults, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
-def _attempt_log(folder: Path) -> Log[Attempt]:
+def _open_attempt_log(folder: Path) -> Log[Attempt]:
     return Log(folder / "attempts.jsonl", {"": Attempt}, "attempt")
 
 
@@ -257,5 +278,5 @@ def _read_last_message(folder: Path) -> str:
     except OSError:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    own_messages = [line for line in lines if line.startswith("fp8bench: ")]
-    return (own_messages or lines or [""])[-1].removeprefix("fp8bench: ")[:200]
+    fp8bench_messages = [line for line in lines if line.startswith("fp8bench: ")]
+    return (fp8bench_messages or lines or [""])[-1].removeprefix("fp8bench: ")[:200]

@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import Damaged, append_lines, digest_of, keeping, read_file, sealed_line, unsealed_line
+from fp8bench.files import (
+    Damaged,
+    append_lines,
+    convert_write_errors,
+    digest_checksums,
+    format_checksummed_line,
+    parse_checksummed_line,
+    read_file,
+)
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
-Content = dict[str, Any]
+LineContent = dict[str, Any]
 # Errors that content from other programs may cause when it is decoded. Malformed is a ValueError.
 _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
-# At most this many characters of an error, and of a broken line, are shown.
+# The numbers of characters that are shown of an error and of a broken line.
 _MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
-_SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
-# The files with checksums that a store has besides its runs and acknowledgements, which `load_acks` checks.
+_SCHEMA_PATTERN = re.compile(r'{"schema": ?(\d+)\b')
+# The files of a store that have checksums, without runs and acknowledgements, which have checks of their own.
 SEALED_FILE_PATTERNS = (
     "advice.jsonl",
     "ceilings/*.json",
@@ -38,11 +46,13 @@ SEALED_FILE_PATTERNS = (
 
 
 class UnknownKind(ValueError):
-    """A valid line of a kind that this version does not know."""
+    """A line is valid, but this version of fp8bench does not know its kind."""
 
 
 def find_files_by_name(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Returns the files with this name. If there are none, returns the files whose name starts with the word."""
+    """Returns the files that have `word` as one of their names. If there are none, returns the files with a name that
+    starts with `word`.
+    """
     exact_matches = [path for path, file_names in names.items() if word in file_names]
     if exact_matches or not word:
         return exact_matches
@@ -57,7 +67,7 @@ def _has_prefix(word: str, names: Sequence[str]) -> bool:
 class Log(Generic[T]):
     """An append-only file with one value per line.
 
-    A line is `{"version": 1, KIND: value}`, where `kinds` maps KIND to a type. With the kind '', a line is the value
+    A line is `{"version": 1, KIND: value}`, where `kinds` maps KIND to a type. For the KIND '', a line is the value
     itself, without a version. The order of lines has no meaning, so files of two machines can be merged line by line.
     Lines that cannot be read are ignored.
     """
@@ -68,7 +78,7 @@ class Log(Generic[T]):
     version: int | None = None
     remedy: str = "Make room, or choose another --store DIR."
 
-    def decode_value(self, content: Content) -> T:
+    def decode_value(self, content: LineContent) -> T:
         """Returns the value in the content of a line. Raises Malformed."""
         if content.get("version") != self.version:
             raise Malformed(f"has version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
@@ -80,7 +90,7 @@ class Log(Generic[T]):
         except Malformed as error:
             raise Malformed(f"is not a valid {self.called} ({error})") from None
 
-    def encode_value(self, value: T) -> Content:
+    def encode_value(self, value: T) -> LineContent:
         key = next(key for key, kind in self.kinds.items() if isinstance(value, kind))
         return {"version": self.version, key: encode(value)} if key else encode(value)
 
@@ -99,7 +109,7 @@ class Log(Generic[T]):
         for number, line in enumerate(content.split(b"\n"), 1):
             try:
                 if line.strip():
-                    values.append(self.decode_value(unsealed_line(line)[0]))
+                    values.append(self.decode_value(parse_checksummed_line(line)[0]))
             except Damaged as error:
                 troubles.append(f"line {number} was changed after it was written: {error}")
             except Malformed as error:
@@ -109,37 +119,37 @@ class Log(Generic[T]):
         return values, troubles
 
     def append(self, values: Iterable[T]) -> None:
-        """Appends values and writes them through to the disk. Raises StoreError."""
-        with keeping(self.path, self.remedy):
-            append_lines(self.path, [sealed_line(self.encode_value(value)) for value in values])
+        """Appends values and syncs the file to the disk. Raises StoreError."""
+        with convert_write_errors(self.path, self.remedy):
+            append_lines(self.path, [format_checksummed_line(self.encode_value(value)) for value in values])
 
-    def merge(self, theirs: Iterable[T]) -> list[T]:
+    def merge(self, other_values: Iterable[T]) -> list[T]:
         """Appends the values that a second log has and this log lacks, and returns them. Raises StoreError."""
-        existing = set(self.lines()[0])
-        new_values = [value for value in dict.fromkeys(theirs) if value not in existing]
+        existing_values = set(self.lines()[0])
+        new_values = [value for value in dict.fromkeys(other_values) if value not in existing_values]
         if new_values:
             self.append(new_values)
         return new_values
 
 
-class Broken(NamedTuple):
-    """A damaged line: its number in the file, its first characters, and the reason."""
+class BrokenLine(NamedTuple):
+    """A damaged line: its number in the file, its first characters, and why it counts as damaged."""
 
     number: int
-    begins: str
+    start_text: str
     why: str
 
 
 @dataclass(frozen=True)
 class FileLines:
-    """The numbered lines of a file, in the order in which they were written, and its broken lines. `troubles` are
-    sentences about missing, duplicate or misplaced lines. `lost` is True if a written line is missing. A line that
-    was only half written when the process was killed does not count. `sealed` is True if some line has a number and a
-    checksum. Lines of logs, and of files of older versions, have neither.
+    """The lines of a file with their numbers, in the order in which they were written, and its broken lines.
+    `troubles` are sentences about missing, duplicate or misplaced lines. `lost` is True if a written line is missing;
+    a line that was only half written when the process was killed does not count as written. `sealed` is True if some
+    line has a checksum and contains its number. Lines of files of older versions have neither.
     """
 
-    lines: tuple[tuple[int, Content], ...]
-    broken: tuple[Broken, ...]
+    lines: tuple[tuple[int, LineContent], ...]
+    broken: tuple[BrokenLine, ...]
     troubles: tuple[str, ...]
     lost: bool
     sealed: bool
@@ -147,13 +157,13 @@ class FileLines:
 
 
 class _SealedLine(NamedTuple):
-    """A line with a checksum. `rank` is the number that it got when it was written, `number` its present number in
+    """A line with a checksum. `written_number` is the number that the line contains, `number` its present number in
     the file.
     """
 
-    rank: int
+    written_number: int
     number: int
-    content: Content
+    content: LineContent
     sum: str
 
 
@@ -167,37 +177,37 @@ def read_file_lines(path: Path, called: str) -> FileLines:
 
 def parse_file_lines(content: bytes) -> FileLines:
     # 1. Separate lines with checksums, lines of older versions, and broken lines.
-    broken = []
+    broken_lines = []
     lines_without_checksum = []
     sealed_lines = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line or line.isspace():
             continue
         try:
-            content_of_line, checksum = unsealed_line(line)
-            if (rank := content_of_line.pop("line", 0)) and checksum:
-                sealed_lines.append(_SealedLine(rank, number, content_of_line, checksum))
-            elif sealed_lines:  # old versions, which write no checksums, never append to such a file
+            content_of_line, checksum = parse_checksummed_line(line)
+            if (written_number := content_of_line.pop("line", 0)) and checksum:
+                sealed_lines.append(_SealedLine(written_number, number, content_of_line, checksum))
+            elif sealed_lines:  # versions that write no checksums never append to a file with checksums
                 raise Damaged("it has no checksum, unlike the lines before it")
             else:
                 lines_without_checksum.append((number, content_of_line))
         except (ValueError, RecursionError) as error:
-            broken.append(
-                Broken(
+            broken_lines.append(
+                BrokenLine(
                     number, line[:_LINE_START_CHARACTERS].decode(errors="replace"), str(error)[:_MAX_ERROR_CHARACTERS]
                 )
             )
-    # 2. Check by the numbers and digests of lines that no line is missing.
-    sorted_lines, troubles = _sort_by_rank(sealed_lines)
-    troubles += _describe_missing_lines(sorted_lines, broken)
-    is_incomplete = bool(sorted_lines) and sorted_lines[-1].rank > len(sorted_lines)
+    # 2. Find out whether lines are missing, by the numbers that lines contain and by the digests of runs that ended.
+    sorted_lines, troubles = _sort_lines(sealed_lines)
+    troubles += _describe_missing_lines(sorted_lines, broken_lines)
+    is_incomplete = bool(sorted_lines) and sorted_lines[-1].written_number > len(sorted_lines)
     digests_correct = [_is_digest_correct(sorted_lines, line) for line in sorted_lines]
     if not (is_incomplete or troubles or all(digests_correct)):
-        troubles, is_incomplete = ["its last line was written after different lines than these"], True
+        troubles, is_incomplete = ["its lines do not match the digest in its end line"], True
     lines = (*lines_without_checksum, *((line.number, line.content) for line in sorted_lines))
     return FileLines(
         lines,
-        tuple(broken),
+        tuple(broken_lines),
         tuple(troubles),
         is_incomplete,
         bool(sealed_lines),
@@ -205,41 +215,50 @@ def parse_file_lines(content: bytes) -> FileLines:
     )
 
 
-def _sort_by_rank(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
-    """Returns each line once in the order of writing, and a sentence for each duplicate or misplaced line."""
-    by_rank: dict[int, _SealedLine] = {}
+def _sort_lines(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
+    """Returns the lines without duplicates, in the order in which they were written. Also returns a sentence for each
+    duplicate or misplaced line.
+    """
+    line_by_number: dict[int, _SealedLine] = {}
     troubles = []
-    highest_rank = 0
+    highest_number = 0
     for line in lines:
-        first_line = by_rank.setdefault(line.rank, line)
+        first_line = line_by_number.setdefault(line.written_number, line)
         if first_line is not line:
             troubles.append(f"line {line.number} is a duplicate of line {first_line.number} and was left out")
-        elif line.rank < highest_rank:
+        elif line.written_number < highest_number:
             troubles.append(f"line {line.number} is behind lines that were written after it")
-        highest_rank = max(highest_rank, line.rank)
-    return sorted(by_rank.values()), troubles
+        highest_number = max(highest_number, line.written_number)
+    return sorted(line_by_number.values()), troubles
 
 
-def _describe_missing_lines(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
+def _describe_missing_lines(lines: Sequence[_SealedLine], broken_lines: Sequence[BrokenLine]) -> Iterator[str]:
     """Yields a sentence for each place where lines are missing."""
-    rank = number = 0
+    written_number = number = 0
     for line in lines:
-        missing_count = line.rank - rank - 1 - sum(number < bad.number < line.number for bad in broken)
+        missing_count = (
+            line.written_number
+            - written_number
+            - 1
+            - sum(number < broken_line.number < line.number for broken_line in broken_lines)
+        )
         if missing_count > 0:
-            lines_are = "line is" if missing_count == 1 else "lines are"
-            yield f"before line {line.number} {missing_count} {lines_are} missing"
-        rank, number = line.rank, line.number
+            verb_phrase = "line is" if missing_count == 1 else "lines are"
+            yield f"before line {line.number} {missing_count} {verb_phrase} missing"
+        written_number, number = line.written_number, line.number
 
 
-def _is_digest_correct(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
-    """Returns whether the digest in an end line fits the lines before it. An end line without a digest is correct.
-    Removes the digest from the line.
+def _is_digest_correct(lines: Sequence[_SealedLine], last_line: _SealedLine) -> bool:
+    """Returns whether the digest in a line, if it has one, matches the lines before it. Only lines that end a run have
+    a digest. Removes the digest from the line.
     """
-    digest = end.content.pop("digest", None) if "end" in end.content else None
-    return digest is None or digest == digest_of(line.sum for line in lines if line.rank < end.rank)
+    digest = last_line.content.pop("digest", None) if "end" in last_line.content else None
+    return digest is None or digest == digest_checksums(
+        line.sum for line in lines if line.written_number < last_line.written_number
+    )
 
 
-def check_schema(content: Content, path: Path) -> None:
+def check_schema(content: LineContent, path: Path) -> None:
     """Raises StoreError if a newer version wrote the file, and Malformed if its header names no version."""
     schema = content.get("schema")
     if type(schema) is not int:
@@ -251,17 +270,17 @@ def check_schema(content: Content, path: Path) -> None:
 
 
 def refuse_newer(file_lines: FileLines, path: Path) -> None:
-    """Raises StoreError if a broken line names a newer version, because the newer version may compute checksums
-    differently.
+    """Raises StoreError if a broken line names a newer schema version: such a line may be intact, because newer
+    versions may compute checksums differently.
     """
     for broken in file_lines.broken:
-        if (version := _SCHEMA.match(broken.begins)) is not None:
+        if (version := _SCHEMA_PATTERN.match(broken.start_text)) is not None:
             check_schema({"schema": int(version[1])}, path)
 
 
-def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
-    """Returns the result of `make` for the content under `key` in the header of the file. Raises StoreError if the
-    header is missing.
+def read_header(file_lines: FileLines, path: Path, key: str, make_result: Callable[[Any], T]) -> T:
+    """Calls `make` with the content under `key` in the header of the file, and returns its result. Raises StoreError
+    if the header is missing or wrong.
     """
     refuse_newer(file_lines, path)
     try:
@@ -269,17 +288,19 @@ def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any
         if number != 1:
             raise Damaged(next((broken.why for broken in file_lines.broken if broken.number == 1), "it is empty"))
         check_schema(content, path)
-        return make(content[key])
+        return make_result(content[key])
     except _DECODING_ERRORS as error:
         raise StoreError(
             f"{path} is not a {key}: its first line is not a header ({str(error)[:_MAX_ERROR_CHARACTERS]})."
         ) from None
 
 
-def process_lines(file_lines: FileLines, process_content: Callable[[Content], None], except_line: int = 0) -> list[str]:
+def process_lines(
+    file_lines: FileLines, process_content: Callable[[LineContent], None], except_line: int = 0
+) -> list[str]:
     """Calls `process_content` with the content of every line of a file, except the line with the number
-    `except_line`. Returns a sentence for each broken line and for each line that `process_content` refuses, then the
-    troubles of the file.
+    `except_line`. Returns sentences: one for each broken line, one for each line for which `process_content` raises
+    an error, and those in `file_lines.troubles`.
     """
     troubles = [(broken.number, broken.why) for broken in file_lines.broken if broken.number != except_line]
     for number, content in file_lines.lines:

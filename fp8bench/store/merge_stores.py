@@ -1,7 +1,7 @@
 """Merges the store of a second machine into our store, and rebuilds asv's files from the runs.
 
-New runs are copied. If the second store has more lines of a run, these lines are appended to ours. Existing lines are
-never rewritten.
+New runs are copied. If a run has more lines in the second store, these lines are appended to our file of the run.
+Existing lines are never rewritten.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import append, is_locked, keeping, lock_folder, open_file, read_file, write_whole
+from fp8bench.files import append, convert_write_errors, is_locked, lock_folder, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
 from fp8bench.store.asv.view import define_series, results_folder, write_interpreter_results
 from fp8bench.store.commit_runs import (
     collect_series,
-    commit_prefix_of,
+    find_commit_prefix,
     group_by_interpreter,
     list_files_by_commit,
     read_runs,
 )
 from fp8bench.store.figures.cache import delete_cache
 from fp8bench.store.figures.history import read_and_cache
-from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
+from fp8bench.store.runs.listing import Listing, find_run_id, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
 
 @dataclass
-class Merged:
-    """The result of a merge. Has the runs that were copied or extended, and the numbers of equal runs and of new
-    acknowledgements.
+class MergeResult:
+    """The result of a merge: our files of the runs that were copied or extended, the number of runs that both stores
+    had (`same`), and the number of new acknowledgements.
 
     `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user
     should check.
@@ -48,20 +48,20 @@ class Merged:
     notes: list[str] = field(default_factory=list)
 
 
-def find_store(folder: Path, ours: Path) -> Path:
+def find_store(folder: Path, our_store: Path) -> Path:
     """Returns the store in a folder, or the folder if it is a store itself. Raises StoreError if the folder contains
     no store, or if that store is our own.
     """
     try:
-        candidates = (folder, folder / ours.name, folder / ".fp8bench")
-        found_store = next((place for place in candidates if (place / "runs").is_dir()), None)
+        candidates = (folder, folder / our_store.name, folder / ".fp8bench")
+        found_store = next((candidate for candidate in candidates if (candidate / "runs").is_dir()), None)
         if found_store is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
                 f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
         # Resolve links and '..', which may lead back into our store.
-        our_folder, their_folder = ours.resolve(), found_store.resolve()
+        our_folder, their_folder = our_store.resolve(), found_store.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if their_folder == our_folder or our_folder in their_folder.parents:
@@ -69,18 +69,18 @@ def find_store(folder: Path, ours: Path) -> Path:
     return found_store
 
 
-def merge_runs(ours: Path, theirs: Path) -> Merged:
-    merged = Merged()
-    our_runs, their_runs = listing(ours), listing(theirs)
-    by_id = {id_of(path): path for path in (*our_runs.refused, *our_runs.files)}
-    merged.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
-    merged.failed += copy_each_run(their_runs, partial(_copy_into_store, by_id, ours, merged))
-    return merged
+def merge_runs(our_store: Path, their_store: Path) -> MergeResult:
+    merge_result = MergeResult()
+    our_runs, their_runs = listing(our_store), listing(their_store)
+    path_by_id = {find_run_id(path): path for path in (*our_runs.refused, *our_runs.files)}
+    merge_result.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
+    merge_result.failed += copy_each_run(their_runs, partial(_copy_into_store, path_by_id, our_store, merge_result))
+    return merge_result
 
 
 def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[str]:
-    """Calls `copy_one` on the runs of the other store, oldest first. Yields a sentence for each run that `copy_one`
-    refuses.
+    """Calls `copy_one` on each run of a store, oldest first. Yields a sentence for each run that could not be
+    copied.
     """
     for path in reversed(runs.files):
         try:
@@ -91,19 +91,21 @@ def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[s
             yield f"{path} was not copied ({error.strerror})."
 
 
-def _copy_into_store(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
-    content = _read_whole_lines(path, merged)
+def _copy_into_store(path_by_id: Mapping[str, Path], our_store: Path, merge_result: MergeResult, path: Path) -> None:
+    content = _read_whole_lines(path, merge_result)
     load_run(path)  # raises an error if the file is not a run
-    target = by_id.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
+    target = path_by_id.get(find_run_id(path)) or our_store / "runs" / machine_folder(path) / path.name
     copy_outcome = copy_run(path, content, target)
     if copy_outcome is CopyOutcome.SAME:
-        merged.same += 1
+        merge_result.same += 1
     else:
-        (merged.copied if copy_outcome is CopyOutcome.NEW else merged.extended).append(target)
+        (merge_result.copied if copy_outcome is CopyOutcome.NEW else merge_result.extended).append(target)
 
 
 class CopyOutcome(Enum):
-    """The result of copying a run file. LONGER means that our file had only the first lines and was extended."""
+    """The result of copying a run file. SAME: we had the file. LONGER: our file had only the first lines of the copied
+    file, and was extended.
+    """
 
     NEW = "new"
     SAME = "same"
@@ -111,72 +113,73 @@ class CopyOutcome(Enum):
 
 
 def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
-    """Copies a run file to `target`. `content` is the whole file or its first lines.
+    """Copies a run file to `target`. `content` is the whole content of the run file, or its first lines.
 
-    If both files have the same id, the longer one must begin with the shorter one. Otherwise raises StoreError.
+    If `target` exists, it must be a file of the same run, and one of the two files must begin with the other one.
+    Otherwise raises StoreError.
     """
-    with keeping(target, "Make room, and try again."):
-        # 1. Copy a new run.
+    with convert_write_errors(target, "Make room, and try again."):
+        # 1. If our store does not have the file, copy it.
         if not target.exists():
             write_whole(target, content)
             return CopyOutcome.NEW
-        if id_of(target) != id_of(path):
+        if find_run_id(target) != find_run_id(path):
             raise StoreError(f"{path} was not copied: {target} is a different run. Rename one of them.")
         # 2. Keep our file if it has all lines. Otherwise append the lines that it lacks.
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
         if content.startswith(read_file(target)):
-            with open_file(target, "ab") as file:  # after a kill, the next merge appends the remaining lines
+            with open_file(target, "ab") as file:  # if this is killed, the next merge appends the rest
                 lock_run(file, target)
                 stored_content = read_file(target)
                 if content.startswith(stored_content):
                     append(file, content[len(stored_content) :])
                     return CopyOutcome.LONGER
     raise StoreError(
-        f"run {id_of(path)} differs between {path} and {target}, which is unchanged: each was resumed separately, "
-        "or one was changed. Keep the correct file, and move the other away."
+        f"run {find_run_id(path)} differs between {path} and {target}, which is unchanged: each was resumed "
+        "separately, or one was changed. Keep the correct file, and move the other away."
     )
 
 
-def _read_whole_lines(path: Path, merged: Merged) -> bytes:
-    """Returns the content of a run file of the other store. If a process is still writing the file, the content ends
-    with the last whole line.
+def _read_whole_lines(path: Path, merge_result: MergeResult) -> bytes:
+    """Returns the content of a run file. If a process is still writing the file, the content ends with the last whole
+    line, and a note is added to `merged`.
     """
     if not is_locked(path):
         return read_file(path)
-    merged.notes.append(f"run {path.stem} is still being measured: merge again when it has ended")
+    merge_result.notes.append(f"run {path.stem} is still being measured: merge again when it has ended")
     content = read_file(path)
     return content[: content.rfind(b"\n") + 1]
 
 
 @dataclass
-class Rebuilt:
-    """The result of rebuilding asv's files. Has the written files, the numbers of series and runs in them, and how
-    many runs were left out, by reason.
+class RebuildResult:
+    """The result of rebuilding asv's files: the written files, the numbers of series and runs in them, and the number
+    of runs that were left out, by reason.
 
-    `aside` are the new paths of broken files. `failed` are sentences about files that could not be written.
+    `renamed_files` are the new paths of broken files. `failed` are sentences about files that could not be written.
     """
 
     files: list[Path] = field(default_factory=list)
     series: int = 0
     runs: int = 0
-    left: Counter[str] = field(default_factory=Counter)
-    aside: list[Path] = field(default_factory=list)
+    left_out_reasons: Counter[str] = field(default_factory=Counter)
+    renamed_files: list[Path] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
 
-def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
-    """Writes asv's files of all commits, or of the commits that begin with these 8 digits.
+def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> RebuildResult:
+    """Writes asv's files of all commits, or only of the commits whose first 8 digits are in `commits`.
 
-    Commits are in the order of their first runs, because the first run decides the name of a machine's folder. Rows
-    that asv itself measured are kept.
+    The files are written in the order of the commits' first runs, because the first run of a machine names the
+    machine's folder. Rows that asv itself measured are kept.
     """
     # 1. Delete the cache before a complete rebuild.
-    rebuilt = Rebuilt()
+    rebuild_result = RebuildResult()
     if commits is None:
-        rebuilt.left = listing(store).left
+        rebuild_result.left_out_reasons = listing(store).left_out_reasons
         delete_cache(store)
-    # 2. Write the files of each commit.
+    # 2. Write asv's files of each commit.
     series_by_name: dict[str, Series] = {}
     for commit, paths in list_files_by_commit(store).items():
         if commits is not None and commit not in commits:
@@ -186,22 +189,31 @@ def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Reb
             commit_runs = read_and_cache(store, commit, paths)
             for tracked in group_by_interpreter(commit_runs.runs):
                 try:
-                    rebuilt.files.append(write_interpreter_results(results_folder(store), tracked, rebuilt.aside))
+                    rebuild_result.files.append(
+                        write_interpreter_results(results_folder(store), tracked, rebuild_result.renamed_files)
+                    )
                 except (StoreError, OSError) as error:
-                    rebuilt.failed.append(str(error))
-        rebuilt.left.update(commit_runs.left)
-        rebuilt.runs += len(commit_runs.runs)
+                    rebuild_result.failed.append(str(error))
+        rebuild_result.left_out_reasons.update(commit_runs.left_out_reasons)
+        rebuild_result.runs += len(commit_runs.runs)
         series_by_name |= {run.name: run for run in collect_series(commit_runs.runs)}
-    # 3. Define the series as in the newest runs.
+    # 3. Write the definitions of the series, as the newest runs define them.
     with lock_folder(store / "asv"):
-        define_series(results_folder(store), _find_newest_series(store, series_by_name.values()), rebuilt.aside)
-    rebuilt.files, rebuilt.failed = list(dict.fromkeys(rebuilt.files)), list(dict.fromkeys(rebuilt.failed))
-    rebuilt.series = len(series_by_name)
-    return rebuilt
+        define_series(
+            results_folder(store), _find_newest_series(store, series_by_name.values()), rebuild_result.renamed_files
+        )
+    rebuild_result.files, rebuild_result.failed = (
+        list(dict.fromkeys(rebuild_result.files)),
+        list(dict.fromkeys(rebuild_result.failed)),
+    )
+    rebuild_result.series = len(series_by_name)
+    return rebuild_result
 
 
 def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
-    """Returns each series as the newest run of its workload defines it, because asv uses only one definition."""
+    """Returns the definition of each series in the newest run of its workload, because asv accepts only one definition
+    of a series.
+    """
     suites = {metric.workload for metric in series}
     newest_series: dict[str, Series] = {}
     for path in run_files(store):
@@ -213,14 +225,14 @@ def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
     return list(newest_series.values())
 
 
-def merge_store(store: Path, theirs: Path) -> tuple[Merged, Rebuilt]:
+def merge_store(store: Path, their_store: Path) -> tuple[MergeResult, RebuildResult]:
     """Merges the store `theirs` into our store, and updates asv's files for its runs. `theirs` stays unchanged."""
     with lock_folder(store / "asv"):
-        merge_result = merge_runs(store, theirs)
+        merge_result = merge_runs(store, their_store)
         try:
-            merge_result.acks = merge_acks(store, theirs)
+            merge_result.acks = merge_acks(store, their_store)
         except (StoreError, OSError) as error:
             merge_result.failed.append(str(error))
     return merge_result, rebuild_asv_view(
-        store, {commit_prefix_of(path) for path in (*merge_result.copied, *merge_result.extended)}
+        store, {find_commit_prefix(path) for path in (*merge_result.copied, *merge_result.extended)}
     )

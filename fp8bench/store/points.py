@@ -24,7 +24,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import BENCH, CONDITIONS, DEVICE_SETTINGS
+from fp8bench.model.run import BENCH, DEVICE_SETTINGS, TIME_CONDITIONS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
@@ -42,7 +42,7 @@ from fp8bench.store.series import (
 # asv shows few digits of numbers in these units, but all digits of numbers in other units.
 _UNITS_WITH_FEW_DIGITS = ("seconds", "bytes")
 _SIGNIFICANT_DIGITS = 6
-# Facts that change the time of a step, but not its counts.
+# Facts about the machine that change the time of a step, but not its counts (FLOPs, bytes, launches).
 _FACTS_IRRELEVANT_TO_COUNTS = frozenset(
     {
         "python",
@@ -56,62 +56,63 @@ _FACTS_IRRELEVANT_TO_COUNTS = frozenset(
         *DEVICE_SETTINGS,
     }
 )
-# Only cases with quantisers, which cast values in software, depend on this fact. Their records show how the
-# quantisers ran.
+# The variable that switches the compiling of quantisers (software casts). It is not a condition of all cases, because
+# the records of cases with quantisers show how these ran.
 _QUANTISERS_FACT = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
 class RunPoints:
-    """The points that a run adds to the history, with their series. `others` is the number of cases that are not
-    tracked, and `why` the reason.
+    """The points that a run adds to the history, with their series. `untracked_cases` is the number of cases that the
+    history does not track, and `why` is the reason.
     """
 
     points: tuple[Point, ...] = ()
     series: tuple[Series, ...] = ()
-    others: int = 0
+    untracked_cases: int = 0
     why: str = ""
 
 
 def extract_points(run: Run) -> RunPoints:
-    """Returns the points that a run adds to the history. Cases that are not in the grid of their suite are only
-    counted.
+    """Returns the points that a run adds to the history, and the number of cases that are not in the grid of their
+    suite.
     """
     reason = _explain_untracked_run(run)
     if reason:
-        return RunPoints(others=len(run.records), why=reason)
-    by_workload: dict[str, list[Record]] = {}
+        return RunPoints(untracked_cases=len(run.records), why=reason)
+    records_by_workload: dict[str, list[Record]] = {}
     for record in run.records:
-        by_workload.setdefault(record.case.workload, []).append(record)
+        records_by_workload.setdefault(record.case.workload, []).append(record)
     points: list[Point] = []
     series: list[Series] = []
     untracked_cases = 0
-    for name, records in by_workload.items():
+    for name, records in records_by_workload.items():
         workload_points = _extract_workload_points(name, records, run)
         points += workload_points.points
         series += workload_points.series
-        untracked_cases += workload_points.others
+        untracked_cases += workload_points.untracked_cases
         reason = reason or workload_points.why
     return RunPoints(tuple(points), tuple(series), untracked_cases, reason)
 
 
 def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
-    """Merges the points of several runs of one commit, given oldest first, into one point per cell.
+    """Merges the points of several runs of one commit into one point for each cell of each series. The points must be
+    sorted oldest first.
 
-    Samples of complete measurements are joined if they have the same conditions as the newest. Hasty measurements,
-    with few rounds, count only if a cell has no complete ones. Only points of one version are merged. It is the
-    version of `series`, or that of the newest point if no point has the version of `series`.
+    The samples of a cell are joined with those of its newest measurement, if they have the same conditions. Hasty
+    measurements (with few rounds) count only if the cell has no complete ones. Only points of one version are merged:
+    the version in `series`, or that of the newest point if no point has the version in `series`.
     """
     current_versions = {(declared.name, declared.version) for declared in series}
     version_by_series = {point.series: point.version for point in points}
     version_by_series |= {
         point.series: point.version for point in points if (point.series, point.version) in current_versions
     }
-    by_cell: dict[tuple[str, Cell], list[Point]] = {}
+    points_by_cell: dict[tuple[str, Cell], list[Point]] = {}
     for point in points:
         if point.version == version_by_series[point.series]:
-            by_cell.setdefault((point.series, point.cell), []).append(point)
-    return {key: _merge_points_of_cell(cell_points) for key, cell_points in by_cell.items()}
+            points_by_cell.setdefault((point.series, point.cell), []).append(point)
+    return {key: _merge_points_of_cell(cell_points) for key, cell_points in points_by_cell.items()}
 
 
 def _merge_points_of_cell(points: Sequence[Point]) -> Point:
@@ -122,15 +123,15 @@ def _merge_points_of_cell(points: Sequence[Point]) -> Point:
         return replace(points[-1], runs=len(points))
     complete_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
     newest_point = complete_points[-1]
-    same_conditions = [point for point in complete_points if point.under == newest_point.under]
-    if metric_of(newest_point) in COUNTS:  # the median of two counts need not be an integer
-        return replace(newest_point, runs=len(same_conditions))
-    samples = chain.from_iterable(point.samples for point in same_conditions)
-    return replace(newest_point, samples=tuple(samples), runs=len(same_conditions))
+    comparable_points = [point for point in complete_points if point.under == newest_point.under]
+    if metric_of_point(newest_point) in COUNTS:  # the median of two counts need not be an integer
+        return replace(newest_point, runs=len(comparable_points))
+    samples = chain.from_iterable(point.samples for point in comparable_points)
+    return replace(newest_point, samples=tuple(samples), runs=len(comparable_points))
 
 
 def _explain_untracked_run(run: Run) -> str:
-    """Returns why a run is not comparable with asv's measurements. Returns '' if it is."""
+    """Returns why a run cannot be compared with asv's measurements. Returns '' if it can be."""
     request = run.request
     if request.threads != 1:
         return f"it was measured with --threads {request.threads}, but the history tracks one thread"
@@ -144,66 +145,68 @@ def _explain_untracked_run(run: Run) -> str:
 def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunPoints:
     if name == BENCH:
         reason = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
-        return RunPoints(others=len(records), why=reason)
+        return RunPoints(untracked_cases=len(records), why=reason)
     if name not in workloads.names(hidden=True):
-        return RunPoints(others=len(records), why=f"the suite {name} is unknown; --import its module")
+        return RunPoints(untracked_cases=len(records), why=f"the suite {name} is unknown; --import its module")
     workload = workloads.get(name)
     if workload.history is None:
-        return RunPoints(others=len(records), why=f"the suite {name} declares no grid")
+        return RunPoints(untracked_cases=len(records), why=f"the suite {name} declares no grid")
     try:
         _check_grid(type(workload))
-        main_device, sizes = _find_main_device(run), workload.history.ranks or (1,)
-        if main_device is not None and main_device.ranks not in sizes:
-            words = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
-            tracked_ranks = ", ".join(map(str, sizes))
-            return RunPoints(others=len(records), why=f"{words}, but the history of {name} tracks {tracked_ranks}")
+        main_device, tracked_ranks = _find_main_device(run), workload.history.ranks or (1,)
+        if main_device is not None and main_device.ranks not in tracked_ranks:
+            actual_ranks = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
+            tracked_text = ", ".join(map(str, tracked_ranks))
+            return RunPoints(
+                untracked_cases=len(records), why=f"{actual_ranks}, but the history of {name} tracks {tracked_text}"
+            )
         return _extract_grid_points(workload, workload.history, records, run)
     except UsageError as error:
-        return RunPoints(others=len(records), why=str(error).rstrip("."))
+        return RunPoints(untracked_cases=len(records), why=str(error).rstrip("."))
 
 
 def _extract_grid_points(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
     conditions = _collect_conditions(workload, run)
     points: list[Point] = []
     untracked_cases = 0
-    data = None
+    data_identity = None
     references = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
         cell = _find_grid_cell(workload, record.case, run)
         if cell is None:
             untracked_cases += 1
             continue
-        data = _find_data_identity(workload, record.case)
+        data_identity = _find_data_identity(workload, record.case)
         reference = references.get(record.case.setting)
         points += _make_points(workload, grid, record, reference, cell, _has_few_rounds(run, record), conditions)
-    return RunPoints(tuple(points), _cached_series(type(workload), data) if points else (), untracked_cases)
+    return RunPoints(tuple(points), _cached_series(type(workload), data_identity) if points else (), untracked_cases)
 
 
 def _add_metric_conditions(
-    grid: Grid, record: Record, metric: str, sampled: bool, conditions: Conditions
+    grid: Grid, record: Record, metric: str, has_samples: bool, conditions: Conditions
 ) -> Conditions:
-    """Returns the conditions that a metric of a case depends on.
+    """Returns the conditions under which two values of a metric can be compared.
 
-    Whether casts are compiled affects all metrics except counts and errors, which are the same bit for bit.
-    Energies from different sources are not comparable.
+    Compiled and eager casts are different conditions, except for counts and errors, which are the same bit for bit.
+    Energies from different sources cannot be compared.
     """
     timing = record.timing
     if metric in COUNTS:
         return tuple(pair for pair in conditions if pair[0] not in _FACTS_IRRELEVANT_TO_COUNTS)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
         conditions = (*conditions, ("quantisers", "eager" if timing.eager else "compiled"))
-    if metric == ENERGY and record.energy is not None and sampled:
+    if metric == ENERGY and record.energy is not None and has_samples:
         conditions = (*conditions, (ENERGY_SOURCE, record.energy.source))
     return conditions
 
 
-def metric_of(point: Point) -> str:
+def metric_of_point(point: Point) -> str:
     return point.series.rpartition(".track_")[2]
 
 
 def _has_few_rounds(run: Run, record: Record) -> bool:
-    """Returns whether a measurement has few rounds: the run asked for fewer than the default, or its --budget ended
-    them early.
+    """Returns whether a case was measured in few rounds: the run asked for fewer rounds than the default, or its
+    --budget ended the rounds early.
     """
     request = run.request
     min_rounds = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
@@ -219,10 +222,10 @@ def _collect_conditions(workload: Workload, run: Run) -> Conditions:
     for the user's workloads.
     """
     facts = run.environment.facts
-    # Figures of one commit are not comparable if these facts or a recorded environment variable differ.
-    names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
-    is_ours = type(workload).__module__.startswith("fp8bench.")
-    names += [] if is_ours else ["imports_sha256"]
+    # Figures of one commit cannot be compared if one of these facts or a recorded environment variable differs.
+    names = [*TIME_CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
+    is_built_in = type(workload).__module__.startswith("fp8bench.")
+    names += [] if is_built_in else ["imports_sha256"]
     conditions = [(name, facts.get(name)) for name in names]
     main_device = _find_main_device(run)
     if main_device is not None:
@@ -241,35 +244,35 @@ def _find_main_device(run: Run) -> DeviceFacts | None:
 
 
 @cache
-def _check_grid(kind: type[Workload]) -> None:
-    check_grid(kind())
+def _check_grid(workload_class: type[Workload]) -> None:
+    check_grid(workload_class())
 
 
 @cache
-def _cached_series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
-    return make_series(kind(), data)
+def _cached_series(workload_class: type[Workload], data_identity: str | None) -> tuple[Series, ...]:
+    return make_series(workload_class(), data_identity)
 
 
 @cache
-def _cached_metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
-    assert kind.history is not None
-    return list_tracked_metrics(kind.history)
+def _cached_metrics(workload_class: type[Workload]) -> tuple[MetricSpec, ...]:
+    assert workload_class.history is not None
+    return list_tracked_metrics(workload_class.history)
 
 
 @cache
-def _cached_reference(kind: type[Workload]) -> str:
-    return reference_precision(kind())
+def _cached_reference(workload_class: type[Workload]) -> str:
+    return reference_precision(workload_class())
 
 
 def find_cell(case: Case, run: Run) -> Cell | None:
-    """Returns the cell of the declared grid that a case of a run belongs to, or None if it belongs to none."""
+    """Returns the cell of its suite's grid that a case belongs to, or None if the grid does not have the case."""
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
         return None
     return _find_grid_cell(workloads.get(case.workload), case, run)
 
 
 def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
-    """Returns the same as find_cell, for a workload that has a grid."""
+    """Returns the cell of a workload's grid that a case belongs to, or None if the grid does not have the case."""
     assert workload.history is not None
     main_device = _find_main_device(run)
     is_untracked = case.precision_map or case.static or case.precision not in workload.history.dtypes
@@ -282,13 +285,13 @@ def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
 
 
 @cache
-def _cached_cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    return list_cells(kind(), facts, data)
+def _cached_cells(workload_class: type[Workload], facts: DeviceFacts, data_identity: str | None) -> dict[Params, Cell]:
+    return list_cells(workload_class(), facts, data_identity)
 
 
 def _find_data_identity(workload: Workload, case: Case) -> str | None:
-    """Returns the identity of the text that a case reads, or None. An axis named 'data' of a workload that reads no
-    text is something else.
+    """Returns the identity of the text that a case reads, or None if it reads none. In a workload that reads no text,
+    a parameter 'data' has a different meaning.
     """
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 
@@ -299,10 +302,10 @@ def _make_points(
     record: Record,
     reference: Record | None,
     cell: Cell,
-    hasty: bool,
+    is_hasty: bool,
     conditions: Conditions,
 ) -> Iterator[Point]:
-    title = f"{workload.name}.{class_name(workload.name)}.track_"
+    class_path = f"{workload.name}.{class_name(workload.name)}.track_"
     version = join_versions(record.case.version, _find_data_identity(workload, record.case))
     metrics_by_name = _collect_metrics(workload, record, reference)
     for metric in _cached_metrics(type(workload)):
@@ -310,19 +313,19 @@ def _make_points(
         if metric.unit not in _UNITS_WITH_FEW_DIGITS and not metric.counted:
             values = tuple(float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values)
         yield Point(
-            title + metric.name,
+            class_path + metric.name,
             cell,
             version,
             values,
             record.status,
             record.reason,
-            hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
+            is_hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
             under=_add_metric_conditions(grid, record, metric.name, bool(values), conditions),
         )
 
 
 def _collect_metrics(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
-    """Returns the metrics of a record by their names in the history."""
+    """Returns the metrics of a record, by the names that they have in the history."""
     if record.status is not Status.OK:
         return {}
     is_comparable = reference is not None and reference.case.precision == _cached_reference(type(workload))

@@ -1,11 +1,12 @@
-"""Learns from earlier runs how much runs of the same case differ on one machine. The numbers are in `<store>/reruns`.
+"""Learns from earlier runs how much runs of the same case differ on one machine. `<store>/reruns` has what was
+learned.
 
-Rounds of one run share processes, memory layout and time, so their noise does not show how much the next run will
+The rounds of one run share processes, memory layout and time, so their noise does not show how much the next run will
 differ. On a machine with other users, a 99% interval computed from rounds contained the value of a long run in only
-58% of 96 runs. So an interval is made at least as wide as the differences between earlier runs, and as the noise of
-the rounds. It also contains the ratios of all earlier runs of the case, because a case may have two speeds, of which
-one is rare. Each run adds a few numbers per case to a file for its device, software and settings, and the next run
-reads them.
+58% of 96 runs. So an interval is made at least as wide as the differences between earlier runs, and at least as wide
+as the noise of the rounds. The interval also contains the ratios of all earlier runs of the case, because a case may
+have two speeds, one of them rare. Each run adds a few numbers per case to a file for its device, software and
+settings, and the next run reads the file.
 """
 
 from __future__ import annotations
@@ -19,36 +20,37 @@ from pathlib import Path
 from fp8bench.analysis.labels import DISTURBED_RATIO, count_disturbed_slots
 from fp8bench.analysis.verdicts import log_of_best_ratio
 from fp8bench.errors import StoreError
-from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
+from fp8bench.files import format_checksummed_line, lock_folder, parse_checksummed_line, read_file, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
 from fp8bench.model.run import BENCH
-from fp8bench.store.ceilings import machine_file_name
+from fp8bench.store.ceilings import ceilings_file_name
 
 # A spread is computed from at least this many comparisons of runs.
 MIN_COMPARISONS = 4
-# The spread of a case is averaged with a typical spread of all cases. The typical spread counts as this many
-# comparisons of the case itself. The weight is small because cases differ in spread. Also, in one of ten runs the
-# process is in a different mode than in earlier runs.
+# The spread of a case is averaged with the typical spread of the other cases, which counts as much as this many
+# comparisons of the case itself. The weight is small because cases differ in spread, and because in one of ten runs
+# the process is in a different mode than in earlier runs.
 _OTHER_CASES_WEIGHT = 2
 # The typical variance is this quantile of the cases' variances, weighted by comparisons.
 _VARIANCE_QUANTILE = 2 / 3
-# An interval reaches at most this many times as far as the widest runs of a case were apart. In the runs of
-# reports/coverage_zen4_202611, 99.5% of the intervals then hold the long run.
+# To cover the spread of runs, an interval reaches at most this many times as far from its point as any two runs of one
+# case were apart. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the
+# long run.
 _MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2
-# Increase this when the same runs give different numbers.
-_VERSION = 2
-# Runs that differ in these facts are runs of different code, not reruns.
+# Increase this version when the same runs give different numbers.
+_RERUNS_VERSION = 2
+# If two runs differ in one of these facts, the second one measured different code and is not a rerun.
 _CODE_VERSION_KEYS = ("commit", "imports_sha256", "fp8bench")
-# The suffix of keys for the A/A ratio, which is the time of the control over that of the reference.
+# The suffix of the keys of A/A ratios: the time of the control over the time of the reference.
 _AA_SUFFIX = ", A/A"
 
 
 @dataclass(frozen=True)
 class CaseRuns:
-    """The runs of one case: their number, the mean of the logarithms of their ratios, the sum of squares around this
-    mean, and the lowest and highest logarithm.
+    """A summary of the runs of one case: their number, and four numbers about the logarithms of their ratios. These
+    are the mean, the sum of the squared distances from the mean, the lowest and the highest logarithm.
     """
 
     runs: int = 0
@@ -61,15 +63,15 @@ class CaseRuns:
     def freedom(self) -> int:
         return max(0, self.runs - 1)
 
-    def add(self, log: float) -> CaseRuns:
-        difference, runs = log - self.mean, self.runs + 1
+    def add(self, log_ratio: float) -> CaseRuns:
+        difference, runs = log_ratio - self.mean, self.runs + 1
         mean = self.mean + difference / runs
-        squares = self.squares + difference * (log - mean)
-        return CaseRuns(runs, mean, squares, min(self.low, log), max(self.high, log))
+        squares = self.squares + difference * (log_ratio - mean)
+        return CaseRuns(runs, mean, squares, min(self.low, log_ratio), max(self.high, log_ratio))
 
 
-def is_busy(*timings: Timing) -> bool:
-    """Returns whether other programs took the processor during these timings. Runs on a busy machine differ more from
+def was_machine_busy(*timings: Timing) -> bool:
+    """Returns whether other programs disturbed too many slots of the timings. Runs on a busy machine differ more from
     each other.
     """
     slots = sum(len(timing.slots) for timing in timings)
@@ -77,8 +79,8 @@ def is_busy(*timings: Timing) -> bool:
 
 
 def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | None:
-    """Returns how much the runs of a case differ, from its earlier runs and those of other cases. Returns None if
-    there are too few.
+    """Returns how much runs of a case differ, learned from earlier runs of this and of other cases. Returns None if
+    there are too few earlier runs.
     """
     case_runs = runs_by_case.get(case, CaseRuns())
     other_cases = [runs for name, runs in runs_by_case.items() if name != case and runs.freedom]
@@ -90,14 +92,14 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
     count = case_runs.runs + sum(runs.runs for runs in other_cases)
     spread = math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
-    widest = max(runs.high - runs.low for runs in (case_runs, *other_cases) if runs.runs)
-    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest)
+    widest_range = max(runs.high - runs.low for runs in (case_runs, *other_cases) if runs.runs)
+    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest_range)
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
-    """Returns the quantile of 2/3 of the cases' variances. The more often a case was compared, the more it counts. A
-    mean would be dominated by the worst case, and no other case would get a verdict. With the median, 89% of 73 long
-    runs of ten cases were inside the interval on a machine with other users. With this quantile, 94.5% of them were.
+    """Returns the 2/3 quantile of the cases' variances, in which each comparison of a case counts once. The mean would
+    be dominated by the worst case, and no other case would get a verdict. On a machine with other users, the
+    intervals contained 94.5% of 73 long runs of ten cases with this quantile, and 89% with the median.
     """
     min_freedom = _VARIANCE_QUANTILE * sum(runs.freedom for runs in cases)
     freedom = 0
@@ -109,8 +111,8 @@ def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
 
 
 def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple[Record, ...]:
-    """Adds to each record how much earlier runs of its case differ. The spread comes from runs on a machine that was
-    equally busy. If there are too few of these, it comes from all earlier runs.
+    """Adds to each record how much earlier runs of its case differ. This is learned from the earlier runs in which the
+    machine was as busy as in this run, or from all earlier runs if these are too few.
     """
     runs_by_case = _read_case_runs(_reruns_path(records, run, store))
     records_with_spread = []
@@ -120,57 +122,65 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             continue
         name = _rerun_key(record, records, run)
         is_aa, state = name.endswith(_AA_SUFFIX), name.rpartition("|")[2]
-        same_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
+        runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
         if record.case.workload != BENCH:
             # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
-            same_kind = {case: runs for case, runs in same_kind.items() if not case.startswith(f"{BENCH}[")}
-        same_state = {case: runs for case, runs in same_kind.items() if case.rpartition("|")[2] == state}
-        reruns = learn_spread(name, same_state) or learn_spread(name, same_kind)
+            runs_of_kind = {case: runs for case, runs in runs_of_kind.items() if not case.startswith(f"{BENCH}[")}
+        runs_in_load_state = {case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == state}
+        reruns = learn_spread(name, runs_in_load_state) or learn_spread(name, runs_of_kind)
         if reruns is not None:
-            # On a busy machine and on a quiet one, the runs of this case count for the range.
-            own_runs = [runs for case, runs in same_kind.items() if case.rpartition("|")[0] == name.rpartition("|")[0]]
+            # The range covers all runs of this case, both those on a busy machine and those on a quiet one.
+            runs_of_case = [
+                runs for case, runs in runs_of_kind.items() if case.rpartition("|")[0] == name.rpartition("|")[0]
+            ]
             reruns = replace(
                 reruns,
-                own_runs=sum(runs.runs for runs in own_runs),
-                low=min((runs.low for runs in own_runs), default=math.inf),
-                high=max((runs.high for runs in own_runs), default=-math.inf),
+                own_runs=sum(runs.runs for runs in runs_of_case),
+                low=min((runs.low for runs in runs_of_case), default=math.inf),
+                high=max((runs.high for runs in runs_of_case), default=-math.inf),
             )
         records_with_spread.append(replace(record, reruns=reruns))
     return tuple(records_with_spread)
 
 
 def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
-    """Adds the ratios of a group to the file of its device, if the group had enough rounds."""
-    log_by_key = {}
+    """Adds the ratios of a group's cases to the file for their device, from which later runs learn. A case without a
+    ratio, such as an emulated one, is left out.
+    """
+    log_ratio_by_key = {}
     for record in records:
-        if (log := _log_of_ratio(record, records)) is not None:
-            log_by_key[_rerun_key(record, records, run)] = log
-    if not log_by_key:
+        if (log_ratio := _log_of_ratio(record, records)) is not None:
+            log_ratio_by_key[_rerun_key(record, records, run)] = log_ratio
+    if not log_ratio_by_key:
         return
     path = _reruns_path(records, run, store)
     with contextlib.suppress(OSError, StoreError), lock_folder(path.parent):
         runs_by_case = _read_case_runs(path)
-        for name, log in log_by_key.items():
-            runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log)
+        for name, log_ratio in log_ratio_by_key.items():
+            runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log_ratio)
         cases = {name: astuple(runs) for name, runs in runs_by_case.items()}
-        write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
+        write_whole(path, f"{format_checksummed_line({'version': _RERUNS_VERSION, 'cases': cases})}\n")
 
 
 def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
-    """Returns the logarithm of the ratio that a case's verdict follows from. For a reference, that is the ratio of
-    its control to itself. Returns None without a ratio.
+    """Returns the logarithm of the ratio from which the verdict of a case is computed. For the reference, this is the
+    A/A ratio of its control to itself. Returns None if the case has no such ratio.
     """
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
         return None
     if record.fresh is not None:
         return log_of_best_ratio(record.fresh.timing, record.fresh.reference, record.fresh.control)
-    case, base, control = record.timing, record.paired_with, record.control
+    case, reference_timing, control = record.timing, record.paired_with, record.control
     if record is reference:
-        case, base, control = reference.control, reference.timing, None
-    elif base is None:
-        base, control = reference.timing, reference.control
-    return log_of_best_ratio(case, base, control) if case is not None and base is not None else None
+        case, reference_timing, control = reference.control, reference.timing, None
+    elif reference_timing is None:
+        reference_timing, control = reference.timing, reference.control
+    return (
+        log_of_best_ratio(case, reference_timing, control)
+        if case is not None and reference_timing is not None
+        else None
+    )
 
 
 def _find_reference(records: Sequence[Record]) -> Record | None:
@@ -178,14 +188,15 @@ def _find_reference(records: Sequence[Record]) -> Record | None:
 
 
 def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
-    """Returns a text that is equal for comparable runs: case, reference, code, and whether the CPU was busy.
+    """Returns a key under which comparable runs of a case are stored: case, reference, version of the code, and
+    whether the CPU was busy.
 
-    The ratio of a control to its reference has a separate key, because these two differ less than runs of different
-    code.
+    The A/A ratio of the reference has a separate key. It varies less than other ratios, because control and reference
+    run the same code.
     """
     reference = _find_reference(records) or record
     timings = [timing for timing in (record.timing, reference.timing) if timing is not None]
-    load_state = "busy" if record.case.device.startswith("cpu") and is_busy(*timings) else "quiet"
+    load_state = "busy" if record.case.device.startswith("cpu") and was_machine_busy(*timings) else "quiet"
     load_state += _AA_SUFFIX * record.is_reference
     code_versions = (str(run.environment.get(key) or "") for key in _CODE_VERSION_KEYS)
     return "|".join([record.case.id, reference.case.mode, *code_versions, load_state])
@@ -193,15 +204,15 @@ def _rerun_key(record: Record, records: Sequence[Record], run: Run) -> str:
 
 def _reruns_path(records: Sequence[Record], run: Run, store: Path) -> Path:
     device = next(device_facts for device_facts in run.devices if device_facts.key == records[0].case.device)
-    return store / "reruns" / machine_file_name(run.environment, device)
+    return store / "reruns" / ceilings_file_name(run.environment, device)
 
 
 def _read_case_runs(path: Path) -> dict[str, CaseRuns]:
     try:
-        content, _ = unsealed_line(read_file(path).strip())
-        if content["version"] != _VERSION:
+        content, _ = parse_checksummed_line(read_file(path).strip())
+        if content["version"] != _RERUNS_VERSION:
             return {}
         rows = content["cases"].items()
-        return {str(name): CaseRuns(int(runs), *map(float, logs)) for name, (runs, *logs) in rows}
+        return {str(name): CaseRuns(int(runs), *map(float, numbers)) for name, (runs, *numbers) in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

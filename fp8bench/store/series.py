@@ -1,7 +1,7 @@
 """Converts the grid of cases that a workload declares for its history to series and cells under asv's names.
 
-asv finds the same names, parameters and versions in a suite file, so fp8bench and asv write to the same series. They
-do not depend on the machine: machines with and without a GPU have the same list of benchmarks.
+asv finds the same names, parameters and versions in a suite file, so fp8bench and asv write to the same series. The
+series do not depend on the machine: machines with and without a GPU have the same list of series.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import replace
 from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import PHASES, Cell, DeviceFacts, Params, Scalar, Series
-from fp8bench.model.ranks import BACKENDS, ranks_in_words
-from fp8bench.model.specs import METRICS, RATIOS, MetricSpec, reserved_name_reason, spec_of
+from fp8bench.model.ranks import RANK_LIBRARIES, describe_ranks
+from fp8bench.model.specs import METRICS, RELATIVE_TIMES, MetricSpec, reserved_name_reason, spec_of
 from fp8bench.plan.checked_workload import checked_axes, expand_cases, user_errors_as_usage
 from fp8bench.protocols import Grid, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 
-# Increase this when the same samples give different figures. Figures with different versions of the method are not
-# compared.
+# Increase this version when the same samples give different figures. Figures with different versions of the method are
+# not compared.
 METHOD_VERSION = "1"
 # asv's names for units.
 ASV_UNITS = {"s": "seconds", "B": "bytes", "J": "joules"}
@@ -30,26 +30,27 @@ _DEVICE_BY_CLASS = {"cpu": DeviceFacts("cpu", 0, "", 0, ""), "gpu": DeviceFacts(
 
 
 def class_name(workload: str) -> str:
-    """Returns the name of the class for a workload in an asv suite file: 'NormAct' for 'norm_act'."""
+    """Returns the name of a workload's class in a suite file for asv: 'NormAct' for 'norm_act'."""
     return "".join(part[:1].upper() + part[1:] for part in workload.split("_"))
 
 
 def list_tracked_metrics(grid: Grid) -> tuple[MetricSpec, ...]:
-    """Returns the metrics of a case that the history tracks, in asv's units. The first is the step's time."""
-    tags = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
+    """Returns the metrics of a case that the history tracks, in asv's units. The first one is the step's time."""
+    grid_words = {"", *grid.phases, grid.per, "ranks" if grid.ranks else "one rank"}
     if grid.energy and not grid.ranks:
-        tags.add("energy")
-    specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in tags]
+        grid_words.add("energy")
+    specs = [spec for spec in METRICS.values() if spec.history and spec.kept_where in grid_words]
     errors = [spec_of(name) for name in grid.errors]
     specs += [replace(spec, history="against the reference that the workload names") for spec in errors]
     return tuple(
-        replace(spec, unit=units.RATIO if spec in RATIOS else ASV_UNITS.get(spec.unit, spec.unit)) for spec in specs
+        replace(spec, unit=units.RATIO if spec in RELATIVE_TIMES else ASV_UNITS.get(spec.unit, spec.unit))
+        for spec in specs
     )
 
 
 def join_versions(version: str, data: str | None) -> str:
-    """Returns one version that joins those of the method and the workload with the identity of the text that the
-    workload reads.
+    """Returns a version of a series. It changes with the version of the method, the version of the workload, and the
+    text that the workload reads (`data` is its identity).
     """
     return f"{METHOD_VERSION}.{version}" + (f" {data}" if data else "")
 
@@ -66,7 +67,7 @@ def list_parameters(workload: Workload) -> dict[str, tuple[Scalar, ...]]:
         if len(values) > 1:
             values_by_name[name] = tuple(values)
     if grid.ranks:
-        values_by_name["ranks"] = tuple(ranks_in_words(ranks, kind) for kind in BACKENDS for ranks in grid.ranks)
+        values_by_name["ranks"] = tuple(describe_ranks(ranks, kind) for kind in RANK_LIBRARIES for ranks in grid.ranks)
     return values_by_name
 
 
@@ -74,10 +75,10 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
     """Returns all series of a workload. Raises UsageError if check_grid() refuses its grid."""
     check_grid(workload)
     params = list_parameters(workload)
-    title = f"{workload.name}.{class_name(workload.name)}"
+    class_path = f"{workload.name}.{class_name(workload.name)}"
     return tuple(
         Series(
-            f"{title}.track_{metric.name}",
+            f"{class_path}.track_{metric.name}",
             workload.name,
             metric.name,
             metric.unit,
@@ -90,24 +91,24 @@ def make_series(workload: Workload, data: str | None) -> tuple[Series, ...]:
 
 
 def list_cells(workload: Workload, facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    """Returns the grid's cells on one device, or on the devices of all ranks. The keys are the parameters of the
-    cases, without the dtype. Returns {} if this number of ranks is not tracked.
+    """Returns the cells of a workload's grid on a device, by the parameters of their cases. The cells have no dtype.
+    Returns {} if the history does not track this number of ranks.
     """
     ranks = _require_grid(workload).ranks
     if facts.ranks not in (ranks or (1,)):
         return {}
     names = [name for name in list_parameters(workload) if name not in ("dtype", *(["ranks"] if ranks else []))]
-    ranks_cell = (ranks_in_words(facts.ranks, facts.kind),) if ranks else ()
+    ranks_cell = (describe_ranks(facts.ranks, facts.kind),) if ranks else ()
     cells = {}
     with user_errors_as_usage(workload):
-        for shown, params in _iterate_cells(workload, facts):
+        for displayed_values, params in _iterate_cells(workload, facts):
             key = (*params, ("data", data)) if data and workload.uses_corpus else params
-            cells[key] = (*(shown[name] for name in names), *ranks_cell)
+            cells[key] = (*(displayed_values[name] for name in names), *ranks_cell)
     return cells
 
 
 def reference_precision(workload: Workload) -> str:
-    """Returns the precision that relative times are compared with: the highest of the grid."""
+    """Returns the precision that the relative times in the history are compared with: the highest of the grid."""
     return min(_require_grid(workload).dtypes, key=lambda name: precisions.get(name).rank)
 
 
@@ -122,8 +123,8 @@ def check_grid(workload: Workload) -> None:
 
 
 def fingerprint_grid(name: str) -> str:
-    """Returns a text that describes a suite's grid. As long as the text is the same, equal records belong to equal
-    cells of equal series.
+    """Returns a text that describes the grid of a suite. As long as the text is the same, a record belongs to the same
+    cell of the same series.
 
     Returns '' for a suite that is not registered.
     """
@@ -137,8 +138,8 @@ def fingerprint_grid(name: str) -> str:
         cells = []
         for kind, ranks in itertools.product(_DEVICE_BY_CLASS.values(), workload.history.ranks or (1,)):
             cells.append(list_cells(workload, replace(kind, ranks=ranks), None))
-        is_ours = type(workload).__module__.startswith("fp8bench.")
-        return repr((workload.history, workload.uses_corpus, is_ours, reference_precision(workload), series, cells))
+        is_built_in = type(workload).__module__.startswith("fp8bench.")
+        return repr((workload.history, workload.uses_corpus, is_built_in, reference_precision(workload), series, cells))
     except UsageError as error:
         return str(error)
 
@@ -194,17 +195,19 @@ def _find_ambiguous_cells(workload: Workload) -> Iterator[str]:
             if axis.name not in _values_by_axis(workload, facts) and len(axis.values(axis.default)) != 1:
                 yield f"the axis {axis.name!r} has several defaults on a {kind}, and the grid does not choose one"
         cases: set[Params] = set()
-        for shown, params in _iterate_cells(workload, facts):
+        for displayed_values, params in _iterate_cells(workload, facts):
             if params in cases:
-                yield f"two cells are the same case on a {kind} ({shown})"
+                yield f"two cells are the same case on a {kind} ({displayed_values})"
             cases.add(params)
 
 
 def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dict[str, Scalar], Params]]:
-    """Yields the cells of a class of devices. Each has its displayed values and the parameters of its case."""
-    chosen = _values_by_axis(workload, facts)
+    """Yields two things for each cell on a class of devices: its displayed values by axis, and the parameters of its
+    case.
+    """
+    grid_values = _values_by_axis(workload, facts)
     axes = checked_axes(workload, facts)
-    texts = [chosen.get(axis.name, axis.default) for axis in axes]
+    texts = [grid_values.get(axis.name, axis.default) for axis in axes]
     for combination in itertools.product(*texts):
         axis_texts = list(zip(axes, combination, strict=True))
         cases = expand_cases(workload, axes, {axis.name: axis.values((text,))[0] for axis, text in axis_texts})
@@ -214,7 +217,9 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
 
 
 def _to_scalar(axis: Axis, text: str) -> Scalar:
-    """Returns an integer if the value is one, so that graphs can use it as an axis. Returns other texts unchanged."""
+    """Returns the parsed value if it is an integer, which a graph can use as a coordinate. Returns other texts
+    unchanged.
+    """
     (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 

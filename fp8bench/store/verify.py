@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, parse_json, read_file, unseal
+from fp8bench.files import PARTIAL_SUFFIX, is_locked, parse_json, read_file, remove_checksum
 from fp8bench.model import Fault, Run
 from fp8bench.store.acks import acks_path, load_acks
 from fp8bench.store.kept_lines import SEALED_FILE_PATTERNS, parse_file_lines
 from fp8bench.store.runs.listing import (
-    REMEDY,
+    REFUSAL_REMEDY,
     Listing,
     describe_refusal,
     list_all_files,
@@ -29,11 +29,11 @@ _VERBS_AFTER_FILE_NAME = ("is ", "was ", "cannot ")
 
 @dataclass(frozen=True)
 class Verified:
-    """The faults of a store, the number of its run files, and how many of these files are sound."""
+    """The faults of a store, the number of its run files, and the number of run files without a fault."""
 
     faults: tuple[Fault, ...]
     files: int
-    sound: int
+    run_files_without_fault: int
 
 
 def verify_store(store: Path) -> Verified:
@@ -50,65 +50,67 @@ def verify_store(store: Path) -> Verified:
         faults += run_faults
     # 2. Report files of older versions, which have no checksums.
     if unsealed_count:
-        words = f"{unsealed_count} of {len(runs.all_files)} run files have no checksums: an older fp8bench wrote them"
-        faults.append(Fault(str(store / "runs"), words, "Changes in them cannot be detected", broken=False))
+        problem = f"{unsealed_count} of {len(runs.all_files)} run files have no checksums: an older fp8bench wrote them"
+        faults.append(Fault(str(store / "runs"), problem, "Changes in them cannot be detected", broken=False))
     # 3. Check all other files.
-    faults += _check_surroundings(store)
+    faults += _check_other_files(store)
     return Verified(tuple(faults), len(runs.all_files), len(runs.all_files) - broken_count)
 
 
 def _check_copies(path: Path, runs: Listing) -> Iterator[Fault]:
     if path in runs.copies:
-        words = f"it is the same run as {runs.copies[path]}, or its beginning, and counts once"
-        yield Fault(str(path), words, "Move it away")
+        problem = f"it is the same run as {runs.copies[path]}, or its beginning, and counts once"
+        yield Fault(str(path), problem, "Move it away")
     if path in runs.refused:
-        yield Fault(str(path), describe_refusal(runs.refused[path]), REMEDY)
+        yield Fault(str(path), describe_refusal(runs.refused[path]), REFUSAL_REMEDY)
 
 
 def _check_run(path: Path) -> tuple[bool, list[Fault]]:
-    """Returns whether the lines of a run file have checksums, and the faults of the file. An unreadable file counts
-    as having checksums.
+    """Returns whether the lines of a run file have checksums, and the faults of the file. An unreadable file counts as
+    a file with checksums.
     """
     try:
         run, file_lines = load_run_with_lines(path)
-        is_written = is_locked(path)
+        is_being_written = is_locked(path)
     except StoreError as error:
         remedy = "Upgrade fp8bench" if "newer" in str(error) else "Restore it from a copy, or move it away"
         return True, [_to_fault(path, error, remedy)]
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
-    faults = [_line_fault(run, file_lines.lost)] if run.troubles and not is_written else []
+    faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
         faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
     return file_lines.sealed or bool(run.troubles), faults
 
 
-def _line_fault(run: Run, lost: bool) -> Fault:
-    """Returns the fault of a run with broken lines. It is only a remark if the cases of these lines were measured
-    again, or if the process was killed while it wrote them.
+def _make_line_fault(run: Run, lost: bool) -> Fault:
+    """Returns the fault of a run with broken lines. It is only a remark if no result is lost, because the cases of
+    these lines were measured again, or because the process was killed while it wrote the line.
     """
     shown_troubles = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
-    unlisted = len(run.troubles) - _MAX_SHOWN_TROUBLES
-    words = f"{shown_troubles}; and {unlisted} more" if unlisted > 0 else shown_troubles
+    unlisted_count = len(run.troubles) - _MAX_SHOWN_TROUBLES
+    problem = f"{shown_troubles}; and {unlisted_count} more" if unlisted_count > 0 else shown_troubles
     if not run.environment.facts:
-        return Fault(run.path, words, "Its records belong to no commit; restore it from a copy")
+        return Fault(run.path, problem, "Its records belong to no commit; restore it from a copy")
     if run.finished and not find_incomplete_groups(run):
-        if lost and not run.resumptions:  # a resumption has measured the lost cases again
-            return Fault(run.path, words, "Every case of its plan still has a record; restore it from a copy")
-        return Fault(run.path, words, "Nothing is missing: every case of its plan has a record", broken=False)
-    return Fault(run.path, words, f"`fp8bench suite --resume {run.id}` measures what is missing")
+        if lost and not run.resumptions:  # a resumed run has measured the lost cases again
+            return Fault(run.path, problem, "Every case of its plan still has a record; restore it from a copy")
+        return Fault(run.path, problem, "Nothing is missing: every case of its plan has a record", broken=False)
+    return Fault(run.path, problem, f"`fp8bench suite --resume {run.id}` measures what is missing")
 
 
-def _check_surroundings(store: Path) -> Iterator[Fault]:
-    """Yields faults of the store's other files, and of files in the folders of runs that are not runs."""
+def _check_other_files(store: Path) -> Iterator[Fault]:
+    """Yields the faults of all files of a store except run files. Also yields files that lie in the folders of runs
+    but are not run files.
+    """
     runs = set(list_all_files(store))
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and (path.is_file() or path.is_symlink() or path.suffix == ".jsonl"):
-            yield _foreign_file_fault(path)
+            yield _make_foreign_file_fault(path)
     for path in list_unreadable_folders(store):
-        words = "it is not readable, so its runs are unknown"
-        yield Fault(str(path), words, "Make it readable (chmod u+rx)")
+        problem = "it is not readable, so its runs are unknown"
+        yield Fault(str(path), problem, "Make it readable (chmod u+rx)")
     for pattern in (*SEALED_FILE_PATTERNS, "trainings/*/places.json", "reruns/*.json"):
         for path in sorted(store.glob(pattern)):
             yield from _check_seal(path)
@@ -119,7 +121,7 @@ def _check_surroundings(store: Path) -> Iterator[Fault]:
 
 
 def _check_seal(path: Path) -> Iterator[Fault]:
-    """Yields a fault if a JSON document or a file of JSON lines differs from what was written."""
+    """Yields a fault if a JSON document or a file of JSON lines is unreadable or was changed after it was written."""
     try:
         if path.suffix == ".jsonl":
             file_lines = parse_file_lines(read_file(path))
@@ -127,7 +129,7 @@ def _check_seal(path: Path) -> Iterator[Fault]:
             problems = [*broken, *file_lines.troubles]
         else:
             document = parse_json(read_file(path))
-            unseal(document if isinstance(document, dict) else {})
+            remove_checksum(document if isinstance(document, dict) else {})
             return
     except OSError as error:
         problems = [f"it cannot be read ({error.strerror})"]
@@ -137,8 +139,8 @@ def _check_seal(path: Path) -> Iterator[Fault]:
         yield Fault(str(path), "; ".join(problems[:_MAX_SHOWN_TROUBLES]), "Restore it from a copy, or measure it again")
 
 
-def _foreign_file_fault(path: Path) -> Fault:
-    if path.name.endswith(PARTIAL):
+def _make_foreign_file_fault(path: Path) -> Fault:
+    if path.name.endswith(PARTIAL_SUFFIX):
         return Fault(
             str(path), "it is an unfinished file of a run or a merge that was killed", _INSPECT_REMEDY, broken=False
         )
@@ -146,7 +148,9 @@ def _foreign_file_fault(path: Path) -> Fault:
 
 
 def _to_fault(path: Path, error: StoreError, remedy: str) -> Fault:
-    """Returns the fault that an error describes. The text of the error names the file and possibly a remedy."""
-    words = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
-    problem = words.partition(". ")[0].rstrip(".")
+    """Returns a fault with the problem that an error describes. The file and the remedy in the error's text are
+    removed.
+    """
+    error_text = str(error).removeprefix(f"the run file {path} ").removeprefix(f"{path} ")
+    problem = error_text.partition(". ")[0].rstrip(".")
     return Fault(str(path), f"it {problem}" if problem.startswith(_VERBS_AFTER_FILE_NAME) else problem, remedy)

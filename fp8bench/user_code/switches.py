@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import Any
 
 from fp8bench.model import Scalar
-from fp8bench.model.run import LOWERING, READ_BY_TORCH
+from fp8bench.model.run import PRECISION_LOWERING_VARIABLES, TORCH_VARIABLES
 
 
 class Unset:
@@ -110,8 +110,8 @@ def make_plain(value: Any) -> Scalar | None:
 # The bytes that os.environ stores. They are read around every slot, and reading them directly takes a fiftieth of the
 # time.
 _ENVIRONMENT_BYTES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
-_WATCHED_VARIABLES = frozenset(map(os.fsencode, READ_BY_TORCH))
-_LOWERING_VARIABLES = frozenset(LOWERING)
+_WATCHED_VARIABLES = frozenset(map(os.fsencode, TORCH_VARIABLES))
+_LOWERING_VARIABLES = frozenset(PRECISION_LOWERING_VARIABLES)
 # If one of these variables is set, OpenMP binds the thread to processors when its first loop runs.
 _BINDING_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 _CLOCK_NAMES = (

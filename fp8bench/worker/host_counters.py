@@ -8,7 +8,7 @@ import os
 import resource
 from pathlib import Path
 
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, try_reading
 
 PROC_FOLDER = Path("/proc")
 _KIB = 1024
@@ -20,7 +20,7 @@ _RESET_HIGH_WATER = "5"
 
 
 def read_counters(proc: Path = PROC_FOLDER) -> Readings:
-    """Returns counters that only grow. `readings.grown` gives their growth over an interval.
+    """Returns counters that only grow. `readings.subtract_counters` gives their growth over an interval.
 
     `preemptions` counts how often the system took the core away from this process while it had work. `steal` is the
     time in which a hypervisor ran something else while this machine had work, summed over its processors. `waited` is
@@ -28,8 +28,8 @@ def read_counters(proc: Path = PROC_FOLDER) -> Readings:
     """
     return {
         "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
-        "steal": attempt(lambda: _read_steal_time(proc)),
-        "waited": attempt(lambda: _read_wait_time(proc)),
+        "steal": try_reading(lambda: _read_steal_time(proc)),
+        "waited": try_reading(lambda: _read_wait_time(proc)),
     }
 
 
@@ -41,7 +41,7 @@ def reset_high_water(proc: Path = PROC_FOLDER) -> Read:
     """Resets the highest resident memory that the system has recorded to the present size. Returns the new value, or
     the reason why it could not be reset.
     """
-    return attempt(lambda: _reset_peak(proc))
+    return try_reading(lambda: _reset_peak(proc))
 
 
 def _reset_peak(proc: Path) -> Reading:
@@ -59,7 +59,7 @@ def _reset_peak(proc: Path) -> Reading:
 
 
 def _read_resident(proc: Path, name: str) -> Read:
-    return attempt(lambda: Reading(_read_status_bytes(proc, name), "B", f"{proc}/self/status {name}"))
+    return try_reading(lambda: Reading(_read_status_bytes(proc, name), "B", f"{proc}/self/status {name}"))
 
 
 def _read_status_bytes(proc: Path, name: str) -> int:

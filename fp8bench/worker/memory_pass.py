@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
-from fp8bench.model.words import LOADING
+from fp8bench.model.words import LOADING_PHASES
 from fp8bench.profiler.allocations import AllocationStream, PhaseStart, list_bytes_at_phase_starts
 from fp8bench.protocols import (
     MEMORY_ROLES,
@@ -242,7 +242,7 @@ def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTe
     for role in block.said:
         if role in _LOW_PRECISION_ROLES:
             return role
-    if block.phase in LOADING:
+    if block.phase in LOADING_PHASES:
         return MemoryRole.DATA
     # A weight existed before the step, or came from other ranks. Other tensors that are cast like weights are
     # intermediate results, such as moments, or a weight during its update.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import DeviceFacts, LateSteps, Phase
 from fp8bench.model.raw import Filling, RawReplay, RawSlot, RawStep, StateCheck
-from fp8bench.model.readings import Read, Reading, grown
+from fp8bench.model.readings import Read, Reading, subtract_counters
 from fp8bench.model.run import MARKS_SHARE
 from fp8bench.protocols import (
     Arithmetic,
@@ -298,7 +298,7 @@ class PreparedCase:
             thread_seconds = time.thread_time() - thread_start
             cpu_seconds = time.process_time() - cpu_start
             counters_after = read_counters()
-            counter_growth = grown(counters_before, counters_after)
+            counter_growth = subtract_counters(counters_before, counters_after)
             retries_after = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
@@ -309,7 +309,7 @@ class PreparedCase:
             self._unexplained_seconds.append(min(map(_compute_missing_in_call, call_seconds, steps)))
         else:
             # If the host had to wait for a core, it noticed too late that the device was done.
-            late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
+            late_seconds = _get_number(subtract_counters(counters_at_end, counters_after)["waited"]) or 0.0
             seconds_between_calls = max(0.0, host_seconds - sum(call_seconds)) + self._between_calls.seconds()
             self._unexplained_seconds.append(
                 _compute_missing_in_slot(wall_seconds, seconds_between_calls + late_seconds, steps)

@@ -26,7 +26,7 @@ from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.numerics.conformity import find_nearest_precision
 from fp8bench.numerics.operands import ProductWatch, has_format, has_format_dtype
 from fp8bench.protocols import Precision, Role, Setup, Workload
-from fp8bench.protocols.workload import key_of
+from fp8bench.protocols.workload import find_map_key
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.bits import count_subnormals
 from fp8bench.worker.clock import PhaseClock
@@ -118,7 +118,7 @@ def find_formats(workload: Workload, case: Case, facts: DeviceFacts) -> tuple[Fo
     precision_by_key = dict(case.precision_map)
     layers = workload.layers(dict(case.params))
     # only layers have keys in a precision map, elementwise operations do not
-    keys = [(layer, key_of(layer, precision_by_key)) for layer in layers]
+    keys = [(layer, find_map_key(layer, precision_by_key)) for layer in layers]
     modes = [precision_by_key[key] for _, key in keys if key is not None]
     if not layers or any(key is None and not layer.high for layer, key in keys):
         modes = [case.precision]

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.model import CELL_PHASES, StepEffect
-from fp8bench.model.words import LOADING
+from fp8bench.model.words import LOADING_PHASES
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
 from fp8bench.worker.bits import copy_bytes, digest, replace_numbers, restore_afterwards, restore_bytes, sketch_tensor
@@ -171,7 +171,7 @@ def _check_effect(steps: _StateSteps) -> StepEffect:
     previous_step, last_step = history.history[-2:]
     if not last_step:
         return StepEffect(None, "its state holds no tensor")
-    if LOADING & set(steps.phases) or holds_foreign_data(steps.state):
+    if LOADING_PHASES & set(steps.phases) or holds_foreign_data(steps.state):
         return StepEffect(None, "it may read data outside of tensors")
     inputs = set(prepared) & set(previous_step) & set(last_step)
     answer_addresses = {get_address(tensor) for tensor in iterate_tensors(steps.returned)}

@@ -19,7 +19,7 @@ from typing import Any
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
-from fp8bench.model.run import SWITCH, SWITCHES_SET
+from fp8bench.model.run import SWITCH_PREFIX, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
 from fp8bench.user_code.switches import Switch, Unset, list_process_switches, make_plain, read_values, restore_values
 
@@ -141,7 +141,7 @@ def read_recorded_switches() -> dict[str, Scalar | None]:
         for switch, value in values.items()
         if switch.usual is not Unset and value != make_plain(switch.usual)
     ]
-    switch_facts = {f"{SWITCH}{switch.name}": value for switch, value in values.items()}
+    switch_facts = {f"{SWITCH_PREFIX}{switch.name}": value for switch, value in values.items()}
     return {**switch_facts, SWITCHES_SET: "; ".join(unusual_texts) or None}
 
 

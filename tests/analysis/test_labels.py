@@ -35,7 +35,7 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.model.words import OF_ANOTHER_KIND, REMARKS
+from fp8bench.model.words import LABELS_OF_OTHER_WORK, REMARK_LABELS
 from tests.counts import for_each
 from tests.fakes import MS, record, steady, timing
 from tests.runs import run_of
@@ -309,15 +309,15 @@ FINDING = Finding(Case("gemm", (), "bf16", "cpu"), Verdict.FASTER)
 
 
 def test_remarks_cast_no_doubt_on_the_speed() -> None:
-    assert {Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE} == REMARKS
-    assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARKS)).doubtful
-    assert not REMARKS & CAN_BE_HARD
-    for label in set(Label) - REMARKS:
-        finding = replace(FINDING, labels=(*REMARKS, label))
+    assert {Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE} == REMARK_LABELS
+    assert not FINDING.doubtful and not replace(FINDING, labels=tuple(REMARK_LABELS)).doubtful
+    assert not REMARK_LABELS & CAN_BE_HARD
+    for label in set(Label) - REMARK_LABELS:
+        finding = replace(FINDING, labels=(*REMARK_LABELS, label))
         assert label.casts_doubt and finding.doubtful and finding.verdict_words == "perhaps faster"
 
 
-@for_each("label", sorted(set(Label) - REMARKS))
+@for_each("label", sorted(set(Label) - REMARK_LABELS))
 @for_each(
     ("point", "floor", "large"),
     [
@@ -332,7 +332,7 @@ def test_remarks_cast_no_doubt_on_the_speed() -> None:
 def test_a_large_effect_outweighs_disturbances(label: Label, point: float, floor: float | None, large: bool) -> None:
     ratio = Interval(point, 0.97 * point, 1.03 * point, 0.99)
     finding = replace(FINDING, verdict=Verdict.SLOWER, ratio=ratio, floor=floor, labels=(label,))
-    assert finding.doubtful == (not large or label in OF_ANOTHER_KIND)
+    assert finding.doubtful == (not large or label in LABELS_OF_OTHER_WORK)
     assert finding.doubts(replace(ratio, point=1.001)) and finding.doubts(None)
 
 

@@ -15,7 +15,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Level, Request, Support
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import check_request, make_plan
 from fp8bench.protocols import Role
 from fp8bench.registry import backends, precisions
 from fp8bench.worker.trial import find_wrong_product
@@ -148,7 +148,7 @@ def test_whole_layers_need_layers() -> None:
 
 def test_an_unknown_backend_is_refused_before_anything_runs() -> None:
     with pytest.raises(UnknownName, match="Did you mean 'torch'"):
-        check_names(Request("gemm", backend="torhc"))
+        check_request(Request("gemm", backend="torhc"))
 
 
 class FakeDeepGemm(ModuleType):

@@ -22,7 +22,7 @@ from fp8bench.features.selftest import checks, power
 from fp8bench.jobs import doctor, several_runs
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Label, Plan, Request, Run, Status
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import check_request, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run, start_run
@@ -382,7 +382,7 @@ STARTS = st.sampled_from([["suite", "gemm"], ["suite", "transformer"], ["suite"]
 
 
 def _fake_execute(request: Request, store: Path, observer: Observer, command: str, **options: object) -> Run:
-    check_names(request)
+    check_request(request)
     plan = make_plan(request, (CPU,), "text:00000000")
     return Run("abc", "2026-01-01T00:00:00+00:00", command, request, plan, Environment({}), (CPU,), finished=True)
 

@@ -17,7 +17,7 @@ from fp8bench.cli.option_types import parse_sessions, path, precision_map
 from fp8bench.cli.options import add_request_options
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
+from fp8bench.model.request import HOW_TO_MEASURE, check_fields, list_request_options, option, whole_number
 from tests.counts import for_each
 
 
@@ -69,13 +69,13 @@ class More(Request):
     cool_down: int | None = option(None, whole_number(1, 600), "seconds to wait between two groups", "SECONDS")
 
     def __post_init__(self) -> None:
-        check_fields(self, {name: option.rule for name, option in options_of(More).items()})
+        check_fields(self, {name: option.rule for name, option in list_request_options(More).items()})
 
 
 @pytest.fixture
 def parser() -> Parser:
     parser = Parser(prog="fp8bench suite")
-    add_request_options(parser.add_argument_group(HOW), More)
+    add_request_options(parser.add_argument_group(HOW_TO_MEASURE), More)
     return parser
 
 

@@ -159,7 +159,7 @@ def test_a_throttled_call_looks_at_the_clock_alone(
     """It runs between slots of 8 ms, which must not wait for formatting or the terminal."""
     observer = line(screen, clock)
     observer.working(CASES[0], "measuring", 0.5)
-    for name in ("show_time_left", "terminal_width", "printable"):
+    for name in ("describe_time_left", "terminal_width", "printable"):
         monkeypatch.setattr(live, name, lambda *_: pytest.fail("it draws"))
     before = screen.getvalue()
     for _ in range(100):

@@ -42,7 +42,7 @@ def predictions(
     for setting, doing, seconds, share in stages:
         ticks = round(seconds / _TICK)
         for tick in range(ticks):
-            remaining.follow(setting, doing, share * tick / ticks, now)
+            remaining.record_activity(setting, doing, share * tick / ticks, now)
             predicted.append((remaining.predict(now), now))
             now += _TICK
     return [(seconds, now + end - at) for seconds, at in predicted]

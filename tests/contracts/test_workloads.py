@@ -30,7 +30,7 @@ from fp8bench.model import (
     specs,
 )
 from fp8bench.model.raw import StateCheck
-from fp8bench.model.specs import ENERGY, PEAK_MEMORY, PEAKS, spec_of
+from fp8bench.model.specs import ENERGY, PEAK_MEMORIES, PEAK_MEMORY, spec_of
 from fp8bench.pipeline import execute
 from fp8bench.plan.checked_workload import checked_products
 from fp8bench.plan.corpus import Corpus
@@ -352,7 +352,7 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
     phases = set(chain.from_iterable(timing.segments.phases for timing in timings)) - {UNATTRIBUTED}
     assert set(grid.phases) == (phases if len(phases) > 1 else set())
     values = chain.from_iterable(record.measurements for record in records)
-    measurements = [one for one in values if one.metric not in PEAKS]
+    measurements = [one for one in values if one.metric not in PEAK_MEMORIES]
     assert all(one.unit == spec_of(one.metric).unit for one in measurements)
     errors = {one.metric for one in measurements}
     assert set(grid.errors) == errors - UNFOLLOWED.get(name, set())
@@ -367,7 +367,7 @@ def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], 
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     if all(record.is_reference or record.support.level is Level.EMULATED for record in records):
-        silent |= {specs.RELATIVE, specs.RELATIVE_MEAN}
+        silent |= {specs.RELATIVE_TIME, specs.RELATIVE_MEAN_TIME}
     wanted = {one.name for one in make_series(workloads.get(name), corpus) if one.metric not in silent}
     assert wanted <= found
 

@@ -158,15 +158,15 @@ def test_suites_are_planned_for_it(suite: str) -> None:
 
 @for_each("word", ["tpu", "xla:0"])
 def test_a_tpu_is_refused_with_the_reason(word: str) -> None:
-    from fp8bench.plan.make import check_names
+    from fp8bench.plan.make import check_request
 
     with pytest.raises(UsageError, match="torch_xla collects a whole step and runs it later as one graph"):
-        check_names(Request("gemm", devices=(word,)))
+        check_request(Request("gemm", devices=(word,)))
 
 
 @for_each("word", ["rocm", "hip:1"])
 def test_torch_s_name_for_an_amd_gpu_is_explained(word: str) -> None:
-    from fp8bench.plan.make import check_names
+    from fp8bench.plan.make import check_request
 
     with pytest.raises(UsageError, match=f"'{word}' is not measured: torch calls AMD's GPUs cuda: use that name"):
-        check_names(Request("gemm", devices=(word,)))
+        check_request(Request("gemm", devices=(word,)))

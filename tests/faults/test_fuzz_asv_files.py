@@ -118,7 +118,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
         {"B": ""},
         rows,
         {"<build>": 1.5},
-        others={"fp8bench": {"torch": "2.13.0"}},
+        unknown_fields={"fp8bench": {"torch": "2.13.0"}},
     )
     series = [Series(name, "", "", "s", ("a", "b")[: len(row.params)], row.params, "1") for name, row in rows.items()]
     save_results(folder / NAME, file)

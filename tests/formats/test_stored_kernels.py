@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.files import compact, seal, unseal
+from fp8bench.files import add_checksum, format_compact_json, remove_checksum
 from fp8bench.formats import compiling, fused, stored_kernels, vector_width
 from fp8bench.formats.grids import E4M3
 from suites.trials import run_command
@@ -58,7 +58,9 @@ def kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     file.parent.mkdir(parents=True)
     cache.chmod(0o1777)
     file.write_text(
-        compact(seal({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7}))
+        format_compact_json(
+            add_checksum({"call": "def call(self, arguments): pass", "libraries": {}, "helpers": [], "bits": 7})
+        )
     )
     monkeypatch.setattr(stored_kernels, "_find_kernel_path", lambda kernel: file)
     return file
@@ -126,14 +128,14 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     (file,) = (cache / "fp8bench").glob("*.kernel.json")
     run_command((sys.executable, "-c", READ, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
-    result = unseal(json.loads(file.read_bytes()))
+    result = remove_checksum(json.loads(file.read_bytes()))
     assert stored_kernels.load_kernel(KERNEL) is not None
     ((name, (library, digest)),) = result["libraries"].items()
     Path(library).chmod(0o757)
     assert stored_kernels.load_kernel(KERNEL) is None
     Path(library).chmod(0o755)
     for wrong in ({**result, "libraries": {name: [library, "0" * 64]}}, {**result, "call": "def call(self, args: "}):
-        file.write_text(compact(seal(wrong)))
+        file.write_text(format_compact_json(add_checksum(wrong)))
         assert stored_kernels.load_kernel(KERNEL) is None
     file.write_text("{")
     assert stored_kernels.load_kernel(KERNEL) is None and digest

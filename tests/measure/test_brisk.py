@@ -27,7 +27,7 @@ from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.measure.windows import WindowPass, WindowResult, WindowRule, window_rule_for
 from fp8bench.model import Case, PlannedCase, Record, Request, StepEffect
 from fp8bench.model.readings import Reading, Readings, Unavailable
-from fp8bench.model.stopping import ClockLook, StoppingRule, is_brisk, is_clock_flat, rule_for
+from fp8bench.model.stopping import ClockLook, StoppingRule, is_clock_flat, is_run_brisk, make_stopping_rule
 from tests.counts import for_each
 from tests.fakes import GPU, Fault, Listener, Script, arm, group, lasting, planned
 from tests.measure.powered import WATTS, Power, Runner, sampling
@@ -145,7 +145,7 @@ def measured_groups(
     monkeypatch.setattr(group_module, "WindowPass", partial(WindowPass, _clock=power.clock.now))
     windows = window_rule_for(Request("gemm", brisk=brisk), 2)
     method = GroupMethod(
-        rule=rule_for(False, 30, None, brisk),
+        rule=make_stopping_rule(False, 30, None, brisk),
         judge=is_decided,
         seed=0,
         windows=windows,
@@ -168,7 +168,7 @@ STEPS = {"bf16": 2.0, "fp8": 1.3, "fp32": 1.5}
 
 
 def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, brisk = (measured_groups(monkeypatch, is_brisk)[1][1] for is_brisk in (False, True))
+    usual, brisk = (measured_groups(monkeypatch, is_run_brisk)[1][1] for is_run_brisk in (False, True))
     assert sum(usual.values()) > 40 and sum(brisk.values()) < 16
     assert brisk["warming up"] < 2 < usual["warming up"]
     assert brisk["measuring energy"] < 9 < 20 < usual["measuring energy"]
@@ -283,14 +283,14 @@ def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
     [(True, None, 1, True), (False, None, 1, False), (False, 60.0, 2, False), (False, 60.0, 4, True)],
 )
 def test_a_short_budget_makes_groups_brisk(requested: bool, budget: float | None, groups: int, brisk: bool) -> None:
-    assert is_brisk(requested, budget, groups) is brisk
+    assert is_run_brisk(requested, budget, groups) is brisk
     rule = window_rule_for(Request("gemm", brisk=requested, budget=budget), groups)
     assert rule.brisk is brisk and (rule.windows == 2 or not brisk)
 
 
 def test_brisk_rounds_end_earlier_and_turns_of_seconds_stay_what_they_are() -> None:
-    assert rule_for(False, None, None, True) == StoppingRule(least=10, budget=2.0)
-    assert rule_for(True, None, None, True) == rule_for(True, None, None)
+    assert make_stopping_rule(False, None, None, True) == StoppingRule(least=10, budget=2.0)
+    assert make_stopping_rule(True, None, None, True) == make_stopping_rule(True, None, None)
     for request in (Request("gemm", brisk=True, sustained=2.0), Request("gemm", brisk=True, energy_of="phases")):
         rule = window_rule_for(request, 1)
         assert not rule.brisk

@@ -50,8 +50,8 @@ def test_a_cases_ceiling_includes_wider_dtypes(
 def test_the_ceiling_is_the_highest_rate_of_all_runs() -> None:
     steady, wide = (100.0, 101.0, 102.0, 103.0, 104.0), (100.0, 101.0, 102.0, 103.0, 108.0)
     rates = Rate(Limit.PRODUCT, "fp32", steady), Rate(Limit.CACHED, runs=wide)
-    assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady
-    assert not rates[1].steady and not Rate(Limit.COPY, why="no memory").steady
+    assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].is_steady
+    assert not rates[1].is_steady and not Rate(Limit.COPY, why="no memory").is_steady
     assert derive_ceiling(planned("fp32"), Ceilings(rates)) == Ceiling(104.0, 108.0, rates)
     assert Ceilings(rates).bound(Limit.PRODUCT, "fp32") == 102.0 and Ceilings(rates).bound(Limit.CACHED) is None
 

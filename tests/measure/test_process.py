@@ -14,7 +14,7 @@ from fp8bench.measure.handle import ProcessWorker, start_workers_early
 from fp8bench.measure.process import describe_exit, describe_last_line
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
-from fp8bench.pipeline import execute, worker_for
+from fp8bench.pipeline import execute, open_worker
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
@@ -48,7 +48,7 @@ def test_workers_started_ahead_are_those_of_the_run_and_end_with_it(monkeypatch:
     with start_workers_early(Request("gemm", ("fp32",), seed=7), with_second=True) as (begun, second):
         assert begun.pid is not None and second.pid is not None and begun.pid != second.pid
         corpus = Corpus("/tokens", "text", "0" * 64, 1)
-        with worker_for(Request("gemm", ("fp32",), seed=7), corpus, begun) as worker:
+        with open_worker(Request("gemm", ("fp32",), seed=7), corpus, begun) as worker:
             assert worker is begun and begun.settings == Settings(seed=7, corpus="/tokens")
         assert begun.pid is None and second.pid is not None
     assert second.pid is None

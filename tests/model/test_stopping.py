@@ -10,20 +10,28 @@ from itertools import pairwise
 import pynvml
 import pytest
 
-from fp8bench.model.consumed import BITS, reasons_in
-from fp8bench.model.readings import NoReading, Reading, Unavailable, attempt, first_of, grown, positive
+from fp8bench.model.consumed import THROTTLE_REASONS, list_throttle_reasons
+from fp8bench.model.readings import (
+    NoReading,
+    Reading,
+    Unavailable,
+    read_first_available,
+    require_positive,
+    subtract_counters,
+    try_reading,
+)
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.model.stopping import (
     BUDGET_SECONDS,
     CEILING_SECONDS,
     LEAST_ROUNDS,
     QUICK_ROUNDS,
-    STRETCH,
+    SLOPE_SECONDS,
     ClockLook,
     Settling,
     StoppingRule,
-    rule_for,
-    slopes,
+    fit_slopes,
+    make_stopping_rule,
 )
 from tests.counts import for_each
 
@@ -86,8 +94,8 @@ def test_budgets_set_the_caps_of_rounds(rule: StoppingRule, rounds: int, seconds
 def test_options_choose_the_stopping_rule(
     quick: bool, rounds: int | None, budget: float | None, expected: StoppingRule
 ) -> None:
-    assert rule_for(quick, rounds, budget) == expected
-    nothing = rule_for(False, None, 0.0)  # which still gives one round
+    assert make_stopping_rule(quick, rounds, budget) == expected
+    nothing = make_stopping_rule(False, None, 0.0)  # which still gives one round
     assert (nothing.reason_to_end(0, 0.0), nothing.reason_to_end(1, 0.0)) == ("", "time was up after 1 round")
 
 
@@ -101,7 +109,7 @@ def settled_after(clock: Curve, temperature: Curve, limit: float = 60.0) -> floa
     for number in range(round(limit / EVERY)):
         at = number * EVERY
         looks.append(ClockLook(at, clock(at), temperature(at)))
-        if slopes(looks).flat:
+        if fit_slopes(looks).is_flat:
             return at
     return None
 
@@ -122,13 +130,13 @@ def heating(seconds: float) -> Curve:
 @for_each(
     ("clock", "temperature", "least", "most"),
     [
-        (constant(1.98e9), constant(60.0), STRETCH, STRETCH + 2 * EVERY),
-        (constant(1.98e9), unknown, STRETCH, STRETCH + 2 * EVERY),
-        (unknown, constant(60.0), STRETCH, STRETCH + 2 * EVERY),
+        (constant(1.98e9), constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
+        (constant(1.98e9), unknown, SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
+        (unknown, constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
         (constant(1.98e9), heating(4.0), 10.0, 25.0),
         (constant(1.98e9), heating(15.0), 22.0, 50.0),
         # It boosts for eight seconds, then keeps another clock.
-        (lambda at: 1.98e9 if at < 8 else 1.71e9, constant(60.0), STRETCH, STRETCH + 2 * EVERY),
+        (lambda at: 1.98e9 if at < 8 else 1.71e9, constant(60.0), SLOPE_SECONDS, SLOPE_SECONDS + 2 * EVERY),
         # It falls slowly for twenty seconds.
         (lambda at: 1.98e9 - 2e7 * min(at, 20.0), constant(60.0), 20.0, 25.0),
     ],
@@ -164,7 +172,7 @@ def test_noise_delays_and_does_not_prevent() -> None:
 def test_a_course_says_how_long_it_was() -> None:
     looks = (ClockLook(0.5, None, 30.0), ClockLook(4.0, None, 31.0))
     assert Settling(looks).seconds == 3.5 and Settling().seconds == 0.0
-    assert slopes([]).flat is False and slopes([ClockLook(1.0, 1e9, 1.0)] * 20).flat is False
+    assert fit_slopes([]).is_flat is False and fit_slopes([ClockLook(1.0, 1e9, 1.0)] * 20).is_flat is False
 
 
 FOUND = Coverage(
@@ -193,7 +201,7 @@ def test_every_bit_that_pynvml_knows_has_a_name() -> None:
         for name, value in vars(pynvml).items()
         if name.startswith(prefixes) and not name.endswith(("All", "None"))
     }
-    assert values == set(BITS)
+    assert values == set(THROTTLE_REASONS)
 
 
 @for_each(
@@ -209,7 +217,7 @@ def test_every_bit_that_pynvml_knows_has_a_name() -> None:
     ],
 )
 def test_throttle_masks_are_decoded(mask: int, names: tuple[str, ...]) -> None:
-    assert reasons_in(mask) == names
+    assert list_throttle_reasons(mask) == names
 
 
 def failing(reason: str) -> Reading:
@@ -217,17 +225,17 @@ def failing(reason: str) -> Reading:
 
 
 def test_the_first_way_that_works_counts_and_a_failure_becomes_its_reason() -> None:
-    assert first_of(lambda: failing("no"), lambda: Reading(1, "B", "second")).source == "second"
+    assert read_first_available(lambda: failing("no"), lambda: Reading(1, "B", "second")).source == "second"
     with pytest.raises(NoReading, match=r"^no; never$"):
-        first_of(lambda: failing("no"), lambda: failing("never"), lambda: failing("no"))
-    assert attempt(lambda: Reading(3.0, "W", "sensor")) == Reading(3.0, "W", "sensor")
-    assert attempt(lambda: failing("it is broken")) == Unavailable("it is broken")
+        read_first_available(lambda: failing("no"), lambda: failing("never"), lambda: failing("no"))
+    assert try_reading(lambda: Reading(3.0, "W", "sensor")) == Reading(3.0, "W", "sensor")
+    assert try_reading(lambda: failing("it is broken")) == Unavailable("it is broken")
 
 
 @for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
 def test_an_impossible_value_is_no_reading(value: float) -> None:
     with pytest.raises(NoReading, match=r"the sensor reported .* W, which is impossible"):
-        positive(value, "W", "the sensor")
+        require_positive(value, "W", "the sensor")
 
 
 def test_the_growth_of_counters_or_a_reason() -> None:
@@ -246,7 +254,7 @@ def test_the_growth_of_counters_or_a_reason() -> None:
         "came": Reading(1, "s", "e"),
         "new": Reading(1, "s", "f"),
     }
-    assert grown(before, after) == {
+    assert subtract_counters(before, after) == {
         "same": Reading(0, "s", "a"),
         "more": Reading(2, "s", "b"),
         "back": Unavailable("c went back from 5 to 4 s"),

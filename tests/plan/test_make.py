@@ -15,7 +15,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.model.codec import decode, encode
 from fp8bench.plan import checked_workload
-from fp8bench.plan.make import check_names, has_reference_added, make_plan
+from fp8bench.plan.make import check_request, has_reference_added, make_plan
 from fp8bench.protocols import Layer, Precision
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import precisions, workloads
@@ -162,7 +162,7 @@ def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
 def test_a_map_is_held_against_the_layers_of_the_device_at_hand() -> None:
     """A GPU's default model has more blocks; before the device is known, either model's layers are accepted."""
     asked = Request("transformer", ("bf16", "fp8"), precision_map=(("blocks.7", "bf16"),))
-    check_names(asked)
+    check_request(asked)
     assert all(one.runs for one in make_plan(asked, (H200,)).groups[0].cases)
     with pytest.raises(UnknownName):
         make_plan(asked, (CPU,))
@@ -218,8 +218,8 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
 )
 def test_names_are_checked_before_any_device_is_known(request_: Request, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        check_names(request_)
-    check_names(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
+        check_request(request_)
+    check_request(Request("transformer", dtypes=("fp32", "fp4"), precision_map=(("mlp", "bf16"),)))
 
 
 def test_too_many_combinations_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_the_text_s_identity_is_part_of_the_case() -> None:
 
 def test_a_backend_that_no_precision_takes_is_told() -> None:
     notes = [make_plan(Request("gemm", dtypes=dtypes, backend="te"), (CPU,)).notes for dtypes in (("bf16",), ("fp8",))]
-    assert notes[0] == ("--backend te has no effect: it is for low precisions, and these are bf16",)
+    assert notes[0] == ("--backend te has no effect: only low precisions have a backend, and this run has bf16",)
     assert not any("--backend" in note for note in notes[1])
 
 
@@ -251,7 +251,7 @@ def test_a_map_cannot_mix_the_switch_of_tf32(dtypes: tuple[str, ...], layers: st
     """tf32 is a process-wide switch: a mapped layer would run with the case's setting under a wrong name."""
     asked = Request("transformer", dtypes, reference=dtypes[0], precision_map=(("mlp", layers),))
     with pytest.raises(UsageError, match="TF32 is one switch"):
-        check_names(asked)
+        check_request(asked)
 
 
 def test_an_emulated_precision_is_a_reference_on_request_only() -> None:
@@ -326,7 +326,7 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
     assert str(caught.value).startswith("suite 'answering' cannot be planned: ") and "\n" not in str(caught.value)
     if "support" not in wrong:
         with pytest.raises(UsageError, match=sentence):
-            check_names(asked)
+            check_request(asked)
 
 
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fp8bench.errors import UsageError
 from fp8bench.model import Case, Params, Plan, Request, StaticScales
 from fp8bench.plan.checked_workload import merge_layers
-from fp8bench.plan.make import check_names, make_plan
-from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, list_map_keys
+from fp8bench.plan.make import check_request, make_plan
+from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, find_map_key, list_map_keys
 from fp8bench.registry import workloads
 from tests.counts import for_each
 from tests.facts import CPU
@@ -37,8 +37,8 @@ SMALL: Params = (("size", "nano"),)
     ],
 )
 def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str | None) -> None:
-    assert key_of(UP, keys) == wanted
-    assert key_of(UP, keys[::-1]) == wanted
+    assert find_map_key(UP, keys) == wanted
+    assert find_map_key(UP, keys[::-1]) == wanted
 
 
 def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
@@ -47,9 +47,9 @@ def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
     # The head is also called output; embedding (embed), residual, logits and norms have only their names and kinds.
     assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4) + 1 + 2 + 1 + 1 + 1 + 2 * 2
-    assert key_of(Layer("blocks.0.norm_attn", "norm", product=False), ("blocks.0", "blocks")) is None
+    assert find_map_key(Layer("blocks.0.norm_attn", "norm", product=False), ("blocks.0", "blocks")) is None
     for key in keys:
-        assert any(key_of(layer, (key,)) for layer in layers), key
+        assert any(find_map_key(layer, (key,)) for layer in layers), key
 
 
 WORDS = st.lists(st.sampled_from(["a", "b", "ab", "0", "1", "10"]), min_size=1, max_size=4).map(".".join)
@@ -60,7 +60,7 @@ def test_a_key_fits_by_whole_words(name: str, keys: set[str]) -> None:
     parts = name.split(".")
     fitting = [key for key in keys if key.split(".") == parts[: len(key.split("."))]]
     longest = max(fitting, key=lambda key: len(key.split(".")), default="kind" if "kind" in keys else None)
-    assert key_of(Layer(name, "kind"), keys) == longest
+    assert find_map_key(Layer(name, "kind"), keys) == longest
 
 
 class Named(Arithmetic):
@@ -141,4 +141,4 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
 @for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=r"Add --static-scales N, or omit --(refresh-scales|saturation-bound)"):
-        check_names(Request("mlp", **options))  # type: ignore[arg-type]
+        check_request(Request("mlp", **options))  # type: ignore[arg-type]

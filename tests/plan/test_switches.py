@@ -36,7 +36,7 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
         ("warm_up_seconds", {}, {}, 30.0),
         ("warm_up_seconds", {}, {WARM_UP: "off"}, 0.0),
         ("warm_up_seconds", {"quick": True}, {}, 5.0),
-        ("warm_up_seconds", {"budgeted": True}, {}, 5.0),
+        ("warm_up_seconds", {"has_budget": True}, {}, 5.0),
         ("second", {}, {}, True),
         ("second", {}, {SECOND: "off"}, False),
     ],

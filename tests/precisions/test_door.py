@@ -12,7 +12,7 @@ from fp8bench import pipeline
 from fp8bench.cli.main import main
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Case
-from fp8bench.model.file_names import name_of
+from fp8bench.model.file_names import name_case_file
 
 MODES = ("bf16", "fp8-delayed:history=16:margin=1", "custom:format=e3m2:scaling=row:weight-gradient=bf16")
 
@@ -58,5 +58,5 @@ def test_names_of_files_tell_modes_apart() -> None:
         "fp8-delayed_history=16_margin=2",
         MODES[2].replace("3m2", "2m3"),
     )
-    names = {name_of(Case("gemm", (("m", 16),), mode, "cpu")) for mode in modes}
+    names = {name_case_file(Case("gemm", (("m", 16),), mode, "cpu")) for mode in modes}
     assert len(names) == len(modes) and not any(set(name) & set(':/\\"*?<>|') for name in names)

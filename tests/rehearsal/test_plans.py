@@ -36,6 +36,6 @@ def test_energy_is_part_of_the_estimated_time() -> None:
         "about 12 s to 24 s, or longer if a step takes seconds or a GPU warms up, and 30 s to 1 min 26 s for energy"
         in told()
     )
-    assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)
+    assert "10 rounds of every group, however long, and 14 s to 38 s for energy" in told(quick=True)
     assert "energy" not in told(energy=False) + told(budget=60.0)
     assert ", more for that of phases; --budget" in told(energy_of="phases")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Reruns, Status, Support, Verdict
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import REMARK_LABELS
 from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, speed_up, status_tone
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
@@ -39,7 +39,7 @@ def result(
         (result(Verdict.SAME), CaseStatus.SAME, Tone.PLAIN),
         (result(Verdict.UNSURE), CaseStatus.UNSURE, Tone.DOUBT),
         (result(Verdict.NONE), CaseStatus.UNTIMED, Tone.DOUBT),
-        *((result(Verdict.FASTER, label), CaseStatus.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
+        *((result(Verdict.FASTER, label), CaseStatus.FASTER, Tone.GOOD) for label in sorted(REMARK_LABELS)),
         (result(Verdict.FASTER, support=EMULATED), CaseStatus.EMULATED, Tone.DOUBT),
         (result(Verdict.REFERENCE, reference=True), CaseStatus.REFERENCE, Tone.PLAIN),
         (result(Verdict.REFERENCE, reference=True, support=EMULATED), CaseStatus.EMULATED, Tone.DOUBT),
@@ -67,7 +67,7 @@ def test_an_interval_names_the_runs_behind_it(own_runs: int | None, words: str) 
     assert describe_intervals([case]) == f"the 99% interval of any run, from {words}"
 
 
-@for_each("label", sorted(set(Label) - REMARKS))
+@for_each("label", sorted(set(Label) - REMARK_LABELS))
 @for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     labelled = result(verdict, label)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Run, Verdict
-from fp8bench.model.words import REMARKS
+from fp8bench.model.words import REMARK_LABELS
 from fp8bench.report.case_status import describe_doubts
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import group_into_panels
@@ -82,7 +82,7 @@ def test_legends_say_what_labels_mean() -> None:
     assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.NO_VERDICT_LEGEND}\n" in text
 
 
-@for_each("label", sorted(REMARKS))
+@for_each("label", sorted(REMARK_LABELS))
 def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)

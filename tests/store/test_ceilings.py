@@ -10,7 +10,12 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import CURRENT_DAYS, find_or_measure_ceilings, load_ceilings_history, remeasure_ceilings
+from fp8bench.store.ceilings import (
+    MAX_CEILINGS_AGE_DAYS,
+    find_or_measure_ceilings,
+    load_ceilings_history,
+    remeasure_ceilings,
+)
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.older import as_older
@@ -79,7 +84,7 @@ def test_ceilings_are_of_their_settings(tmp_path: Path) -> None:
     assert kept(tmp_path, environment, None, H200) == later
 
 
-@for_each(("days", "times"), [(CURRENT_DAYS - 1, 0), (CURRENT_DAYS + 1, 1)])
+@for_each(("days", "times"), [(MAX_CEILINGS_AGE_DAYS - 1, 0), (MAX_CEILINGS_AGE_DAYS + 1, 1)])
 def test_ceilings_are_measured_again_after_a_week(
     days: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

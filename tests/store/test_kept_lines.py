@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import StoreError
-from fp8bench.files import sealed_line
+from fp8bench.files import format_checksummed_line
 from fp8bench.store.kept_lines import parse_file_lines, read_header
 from tests.counts import for_each
 
@@ -28,7 +28,7 @@ def test_a_missing_header_has_a_reason(content: bytes, why: str) -> None:
 
 
 def test_lines_with_a_checksum_and_no_number_are_those_of_older_versions() -> None:
-    content = "".join(f"{sealed_line({'step': step})}\n" for step in (1, 2)).encode()
+    content = "".join(f"{format_checksummed_line({'step': step})}\n" for step in (1, 2)).encode()
     lines = parse_file_lines(content)
     assert lines.lines == ((1, {"step": 1}), (2, {"step": 2}))
     assert (lines.broken, lines.troubles, lines.lost) == ((), (), False)

@@ -40,7 +40,7 @@ from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
-from fp8bench.store.points import extract_points, merge_points, metric_of
+from fp8bench.store.points import extract_points, merge_points, metric_of_point
 from fp8bench.store.series import METHOD_VERSION, list_cells, list_tracked_metrics
 from tests.counts import for_each
 from tests.facts import CPU, H200
@@ -138,7 +138,7 @@ def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(pre
 
 def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
     content = extract_points(run())
-    assert (content.others, content.why) == (0, "")
+    assert (content.untracked_cases, content.why) == (0, "")
     assert {point.series for point in content.points} == {series.name for series in content.series}
     assert len(content.points) == len(content.series) * 3
     assert {point.cell for point in content.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
@@ -184,7 +184,7 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
     ],
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
-    assert extract_points(run(**words)) == points.RunPoints(others=3, why=why)
+    assert extract_points(run(**words)) == points.RunPoints(untracked_cases=3, why=why)
 
 
 OUTSIDE = {
@@ -201,20 +201,22 @@ OUTSIDE = {
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
     content = extract_points(run([FP32, replace(BF16, case=OUTSIDE[name])]))
-    assert (content.others, content.why) == (1, "") and {point.cell for point in content.points} == {("fp32", "512")}
+    assert (content.untracked_cases, content.why) == (1, "") and {point.cell for point in content.points} == {
+        ("fp32", "512")
+    }
     alone = extract_points(run([replace(BF16, case=OUTSIDE[name])]))
-    assert alone == points.RunPoints(others=1)
+    assert alone == points.RunPoints(untracked_cases=1)
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
     content = extract_points(both)
-    assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
+    assert content.untracked_cases == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
     second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert extract_points(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
-    assert extract_points(replace(run(), devices=())) == points.RunPoints(others=3)
+    assert extract_points(replace(other, devices=(CPU, H200, second))) == points.RunPoints(untracked_cases=1)
+    assert extract_points(replace(run(), devices=())) == points.RunPoints(untracked_cases=3)
 
 
 def transformer(data: str) -> Record:
@@ -240,20 +242,22 @@ def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> No
     times = {point.series.rpartition("_")[2]: point.samples for point in content.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
     content = extract_points(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
-    assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "512")}
+    assert content.untracked_cases == 1 and {point.cell for point in content.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
     assert extract_points(run([unknown])) == points.RunPoints(
-        others=1, why="the suite nosuch is unknown; --import its module"
+        untracked_cases=1, why="the suite nosuch is unknown; --import its module"
     )
-    assert extract_points(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
+    assert extract_points(run([hidden])) == points.RunPoints(
+        untracked_cases=1, why="the suite _planted declares no grid"
+    )
     kernel = replace(BF16, case=case("bf16", workload="bench"))
     assert "write a suite of your function (docs/user-suites.md)" in extract_points(run([kernel])).why
     content = extract_points(run([unknown, BF16, hidden]))
-    assert content.others == 2 and content.why and len(content.points) == len(content.series)
+    assert content.untracked_cases == 2 and content.why and len(content.points) == len(content.series)
 
 
 class Own(Workload):
@@ -285,7 +289,7 @@ def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch)
     """Its values are cells of one series instead of versions of which only the newest counts."""
     workloads.names()
     content = extract_points(own(monkeypatch, Own))
-    assert content.others == 0
+    assert content.untracked_cases == 0
     assert {(point.version, point.cell) for point in content.points} == {
         (f"{METHOD_VERSION}.1", ("bf16", 1)),
         (f"{METHOD_VERSION}.1", ("bf16", 2)),
@@ -299,7 +303,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
     content = extract_points(replace(mixed, records=(*mixed.records, BF16)))
-    assert content.others == 2 and {point.cell for point in content.points} == {("bf16", "512")}
+    assert content.untracked_cases == 2 and {point.cell for point in content.points} == {("bf16", "512")}
     assert content.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
 
@@ -332,12 +336,12 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
         (FP8, 1.0, True),
     ):
         points = extract_points(run([record], budget=budget)).points
-        assert [point.hasty for point in points if metric_of(point) == "time"] == [hasty]
+        assert [point.hasty for point in points if metric_of_point(point) == "time"] == [hasty]
 
 
 def under(changed: Run) -> Any:
     """The conditions of its first point; all points of a run have the same, except counts."""
-    (content,) = {point.under for point in extract_points(changed).points if metric_of(point) not in COUNTS}
+    (content,) = {point.under for point in extract_points(changed).points if metric_of_point(point) not in COUNTS}
     return content
 
 
@@ -392,7 +396,7 @@ def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> N
     assert BF16.timing is not None
     eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
     before, after = (
-        {point.under for point in extract_points(made).points if metric_of(point) in COUNTS}
+        {point.under for point in extract_points(made).points if metric_of_point(point) in COUNTS}
         for made in (run(), replace(run(eager), environment=Environment(facts)))
     )
     assert len(before) == len(after) == 1 and (before == after) is same
@@ -424,7 +428,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
     plain = under(run())
     for point in points:
         energy = point.series.endswith("track_energy")
-        if metric_of(point) in COUNTS:
+        if metric_of_point(point) in COUNTS:
             continue
         assert (point.under == plain) is not energy
         assert not energy or point.under[-1][0] == "energy_source"
@@ -517,12 +521,12 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
 def test_ranks_are_part_of_a_cell() -> None:
     content = extract_points(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
-    values = {metric_of(point): point.samples for point in content.points}
+    values = {metric_of_point(point): point.samples for point in content.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
         content = extract_points(of_ranks(ranks))
-        assert not content.points and content.others == 1
+        assert not content.points and content.untracked_cases == 1
         assert content.why == f"it was measured by {words}, but the history of collective tracks 2, 8"
     alone = extract_points(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
     assert alone.why == "it was measured by 2 ranks, but the history of gemm tracks 1"

@@ -12,7 +12,14 @@ import pytest
 from fp8bench.analysis.findings import find, half_width_of_reruns
 from fp8bench.analysis.verdicts import conclude, log_of_best_ratio
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
-from fp8bench.store.reruns import MIN_COMPARISONS, CaseRuns, add_rerun_spreads, is_busy, learn_spread, store_ratios
+from fp8bench.store.reruns import (
+    MIN_COMPARISONS,
+    CaseRuns,
+    add_rerun_spreads,
+    learn_spread,
+    store_ratios,
+    was_machine_busy,
+)
 from fp8bench.store.verify import verify_store
 from tests.analysis.test_verdicts import busy
 from tests.counts import for_each
@@ -241,8 +248,8 @@ def test_where_too_few_rounds_were_undisturbed_there_is_a_range_and_no_interval(
 def test_who_was_held_up_is_busy() -> None:
     late = replace(TEN, slots=tuple(replace(slot, wall_seconds=2 * slot.cpu_seconds) for slot in TEN.slots))
     some = replace(TEN, slots=(*late.slots[:12], *TEN.slots[12:]))
-    assert is_busy(late, TEN) and is_busy(some, TEN) and not is_busy(TEN, TEN)
-    assert not is_busy(replace(TEN, slots=(*late.slots[:4], *TEN.slots[4:])), TEN)
+    assert was_machine_busy(late, TEN) and was_machine_busy(some, TEN) and not was_machine_busy(TEN, TEN)
+    assert not was_machine_busy(replace(TEN, slots=(*late.slots[:4], *TEN.slots[4:])), TEN)
 
 
 @for_each("rounds", [8, 24, 60])

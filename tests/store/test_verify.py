@@ -57,7 +57,7 @@ def a_file(store: Path) -> Path:
 
 def test_a_sound_store(store: Path, tmp_path: Path) -> None:
     found = verify_store(store)
-    assert not found.faults and (found.sound, found.files) == (2, 2)
+    assert not found.faults and (found.run_files_without_fault, found.files) == (2, 2)
     dirty = tmp_path / "dirty"
     keep(dirty, run_at(1, facts={"dirty": True}))
     assert not faults_of(dirty)

@@ -8,7 +8,7 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.model import Label, Run, Status
-from fp8bench.model.words import OF_ANOTHER_KIND
+from fp8bench.model.words import LABELS_OF_OTHER_WORK
 from fp8bench.plan.resolve import TAPE_VARIABLE
 from tests.counts import for_each
 from tests.own_suites import suite_run
@@ -502,7 +502,7 @@ def labels_of(run: Run, how: str) -> dict[str, dict[Label, str] | None]:
     found = findings(run)
     return {
         record.case.precision: {
-            label: reason for label, reason in found[record.case.id].label_reasons if label in OF_ANOTHER_KIND
+            label: reason for label, reason in found[record.case.id].label_reasons if label in LABELS_OF_OTHER_WORK
         }
         if record.status is Status.OK
         else None

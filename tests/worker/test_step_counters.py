@@ -17,7 +17,7 @@ from fp8bench.devices.cpu import Cpu
 from fp8bench.measure.handle import CountingWorker, compile_probe, counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
-from fp8bench.model.readings import Reading, Unavailable, grown
+from fp8bench.model.readings import Reading, Unavailable, subtract_counters
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import workloads
@@ -184,7 +184,7 @@ def test_waiting_for_a_core_is_no_sleep(tmp_path: Path) -> None:
     begun = time.monotonic()
     before = host.read_counters()
     time.sleep(0.2)
-    spent = grown(before, host.read_counters())
+    spent = subtract_counters(before, host.read_counters())
     awake = time.monotonic() - begun - 0.19
     waited = spent["waited"]
     preemptions = spent["preemptions"]

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fp8bench.model import Case, Request
 from fp8bench.model.raw import Settings
-from fp8bench.model.run import SWITCH, SWITCHES_SET
+from fp8bench.model.run import SWITCH_PREFIX, SWITCHES_SET
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
@@ -292,7 +292,7 @@ def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> 
     assert "oneDNN at False (usually True)" in str(found[SWITCHES_SET]).split("; ")
     assert all(value is None or type(value) in (bool, int, float, str) for value in found.values())
     assert not any(" at 0x" in str(value) for value in found.values())
-    kept = {name.removeprefix(SWITCH) for name in found if name != SWITCHES_SET}
+    kept = {name.removeprefix(SWITCH_PREFIX) for name in found if name != SWITCHES_SET}
     assert kept == {switch.name for switch in switches()} - {"the working directory", "the environment"}
 
 

@@ -31,7 +31,7 @@ from fp8bench.analysis.labels import DISTURBED_RATIO, STARVED_RATIO, count_distu
 from fp8bench.analysis.tapes import describe_changes, exact_counts_of
 from fp8bench.analysis.verdicts import is_uneven, mean_agrees
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, SlotSample, Status, Verdict
-from fp8bench.model.specs import COUNTS, RELATIVE, TIME
+from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME
 from fp8bench.units import percent
 
 _VERDICT_BY_DIRECTION = {
@@ -212,7 +212,7 @@ def _compare_case(
     labels = _collect_labels((*old, *new))
     for figures in (*match_times(old, new, extra), *match_noisy_costs(old, new, extra)):
         comparison = compare_figures(figures, case.id, case.workload, labels)
-        if figures.metric in (TIME, RELATIVE):
+        if figures.metric in (TIME, RELATIVE_TIME):
             comparison = _withhold_disturbed_time(comparison, old, new, busier_side)
         if conditions:
             comparison = replace(comparison, direction=Direction.DIFFERS, why=conditions)

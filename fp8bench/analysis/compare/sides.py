@@ -22,21 +22,21 @@ from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
 from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, mean_seconds
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
-from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
-from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
+from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, SWITCHES_SET, TIME_CONDITIONS
+from fp8bench.model.specs import RELATIVE_TIME, STEP, TIME, Better, Rank
 
 # Facts of a run that are not compared, because they change every minute or because the comparison is about them.
 _IGNORED_FACTS = frozenset(
-    {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
+    {"load_1min", BUSY_CORES_FACT, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
 # The machine's name in histories: its entry in ~/.asv-machine.json, or the host's name.
 _MACHINE_FACT = "asv_machine"
 _HARDWARE_FACTS = frozenset({_MACHINE_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
-_FACTS_THAT_CHANGE_TIMES = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
+_FACTS_THAT_CHANGE_TIMES = frozenset({*TIME_CONDITIONS, "threads", "torch_threads", "asked: isolation"})
 # Prefixes of the names of facts that change measured times. Signal handlers have the same prefix as torch's switches,
 # but cost no time.
-_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH, "driver's cuda", "rank ")
-_SIGNAL_HANDLER_PREFIX = f"{SWITCH}the handler of "
+_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH_PREFIX, "driver's cuda", "rank ")
+_SIGNAL_HANDLER_PREFIX = f"{SWITCH_PREFIX}the handler of "
 # Fields of a run's request whose values are compared like facts about the machine.
 _COMPARED_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
 
@@ -104,7 +104,7 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
         if old_facts.get(name) == new_facts.get(name):
             continue
         # A version of torch may lack a switch. Only a switch that both sides have can differ.
-        if name.startswith(SWITCH) and not (name in old_facts and name in new_facts):
+        if name.startswith(SWITCH_PREFIX) and not (name in old_facts and name in new_facts):
             continue
         old_words, new_words = _describe_values(old_facts.get(name, [])), _describe_values(new_facts.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
@@ -247,7 +247,13 @@ def match_times(
         mean_estimates = tuple(_estimate_ratios(side, _get_typical_ratio) for side in sides)
         has_mean_estimates = mean_estimates[0] and mean_estimates[1]
         yield MatchedFigures(
-            RELATIVE, "x", ratios[0], ratios[1], has_few_rounds, ratios[2], mean_estimates if has_mean_estimates else ()
+            RELATIVE_TIME,
+            "x",
+            ratios[0],
+            ratios[1],
+            has_few_rounds,
+            ratios[2],
+            mean_estimates if has_mean_estimates else (),
         )
 
 

@@ -25,7 +25,7 @@ from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, Counts, Step, find_steps
 from fp8bench.analysis.verdicts import UNEVEN_RATIO
 from fp8bench.model import Ack, Comparison, Conditions, Direction, Evidence, Figure, Label, Trend
-from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME, spec_of
+from fp8bench.model.specs import COUNTS, MEAN_TIME, RELATIVE_MEAN_TIME, RELATIVE_TIME, TIME, spec_of
 
 TOO_FEW_COMMITS = f"fewer than {MIN_SERIES_LENGTH} commits measured under the same conditions: too few to show a step"
 TOO_FEW_COUNTED_COMMITS = "fewer than 2 commits counted under the same conditions: too few to show a step"
@@ -40,7 +40,7 @@ _ZERO_SHARE = 0.5
 
 
 # For each metric of the mean over all calls: the same metric of the fastest calls.
-_FASTEST_CALLS: Mapping[str, str] = {MEAN: TIME, RELATIVE_MEAN: RELATIVE}
+_FASTEST_CALLS: Mapping[str, str] = {MEAN_TIME: TIME, RELATIVE_MEAN_TIME: RELATIVE_TIME}
 FindSteps = Callable[[Sequence[Floats]], list[tuple[Step, ...]]]
 
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    """Compares two sides without a verdict. `fp8bench gate` gives verdicts."""
+    """Returns the comparison of two sides without a verdict. `fp8bench gate` gives verdicts."""
     from fp8bench.jobs.compare import compare_named_sides
     from fp8bench.report.comparisons import comparison_document, comparison_page, comparison_rows
 

@@ -1,6 +1,7 @@
 """`fp8bench completion SHELL`: prints a script that completes commands, options and names in a shell.
 
-shtab makes the script from the parsers. In a list with commas, the last name is completed.
+The package shtab makes the script from the parsers of all commands. In a list with commas, the script completes the
+last name.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.peak:
         from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote
 
-        quotes = [parse_quote(text) for text in arguments.peak]
-        print_lines(describe_quotes(quotes))
-        return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
+        quoted_figures = [parse_quote(text) for text in arguments.peak]
+        print_lines(describe_quotes(quoted_figures))
+        return EXIT_REGRESSION if any(map(is_wrong, quoted_figures)) else EXIT_OK
     print_lines(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
         from fp8bench.jobs.several_runs import measure_standard_case

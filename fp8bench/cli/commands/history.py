@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, subcommands
-from fp8bench.cli.outputs import check_outputs, in_store, print_lines, store_and_import_options, tell
+from fp8bench.cli.outputs import check_outputs, format_store_option, print_lines, store_and_import_options, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
@@ -26,7 +26,7 @@ from fp8bench.report.terminal.history import (
     trend_page,
     trends_page,
 )
-from fp8bench.store.commit_runs import UNREADABLE
+from fp8bench.store.commit_runs import UNREADABLE_FILE
 from fp8bench.store.runs.listing import iterate_newest_files, list_unreadable_folders, listing
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.store.series import list_tracked_metrics
@@ -42,31 +42,33 @@ def add(parser: argparse.ArgumentParser) -> None:
         add_common(subparser, "--import", help="module or .py file that defines the measured suites")
         return subparser
 
-    listing = add_with_store("list", "list the series, or the runs")
-    listing.add_argument("word", nargs="?", default="", metavar="WORD", help="print only lines that contain WORD")
-    add_common(listing, "--explain", "--md")
-    listing.add_argument("--runs", action="store_true", help="list the runs instead, newest first")
-    show = add_with_store("show", "print a series, commit by commit")
-    add_common(show, "--explain", "--md")
-    show.add_argument("series", metavar="SERIES", help="a name from `history list`, or a part that only one name has")
-    regressions = add_with_store(
+    list_parser = add_with_store("list", "list the series, or the runs")
+    list_parser.add_argument("word", nargs="?", default="", metavar="WORD", help="print only lines that contain WORD")
+    add_common(list_parser, "--explain", "--md")
+    list_parser.add_argument("--runs", action="store_true", help="list the runs instead, newest first")
+    show_parser = add_with_store("show", "print a series, commit by commit")
+    add_common(show_parser, "--explain", "--md")
+    show_parser.add_argument(
+        "series", metavar="SERIES", help="a name from `history list`, or a part that only one name has"
+    )
+    regressions_parser = add_with_store(
         "regressions",
         "list lasting changes of series, up or down",
         "Exit codes: 0 no alarm, 1 an open change is worse or changes a count, 2 wrong usage.",
     )
-    regressions.add_argument(
+    regressions_parser.add_argument(
         "--all",
         action="store_true",
         help="also changes that were acknowledged, reverted later, or measured with another version",
     )
-    add_common(regressions, "--explain", "--md")
-    add_common(regressions, "--json", help="print all changes as JSON instead")
-    ack = add_with_store("ack", "accept the open changes of a series, so that they raise no more alarms")
-    ack.add_argument(
+    add_common(regressions_parser, "--explain", "--md")
+    add_common(regressions_parser, "--json", help="print all changes as JSON instead")
+    ack_parser = add_with_store("ack", "accept the open changes of a series, so that they raise no more alarms")
+    ack_parser.add_argument(
         "series", metavar="SERIES", help="as in show; * stands for any part: 'gemm.Gemm.track_*(bf16, 512)'"
     )
-    ack.add_argument("--because", metavar="TEXT", help="the reason")
-    ack.add_argument("--undo", action="store_true", help="allow alarms again")
+    ack_parser.add_argument("--because", metavar="TEXT", help="the reason")
+    ack_parser.add_argument("--undo", action="store_true", help="allow alarms again")
     add_with_store(
         "verify",
         "read every file of the store and report damage; change nothing",
@@ -77,12 +79,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         "write asv's files again from the runs; keep results that only asv measured",
         "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be written.",
     )
-    merge = add_with_store(
+    merge_parser = add_with_store(
         "merge",
         "import a store from a different machine",
         "Exit codes: 0 fine, 2 wrong usage, 3 part of the other store could not be imported.",
     )
-    merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")
+    merge_parser.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -90,33 +92,38 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_outputs(arguments)
     if arguments.subcommand == "merge":
-        return _merge(arguments)
+        return _merge_stores(arguments)
     reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
     store = check_store_exists(arguments.store, TERMINAL, reads_all)
     if arguments.subcommand == "verify":
         verification = verify_store(store)
-        tell(arguments, partial(faults_page, verification.faults, verification.sound, verification.files, str(store)))
+        tell(
+            arguments,
+            partial(
+                faults_page, verification.faults, verification.run_files_without_fault, verification.files, str(store)
+            ),
+        )
         return EXIT_FAILED if any(fault.broken for fault in verification.faults) else EXIT_OK
     function_by_command = {
-        "list": _list,
-        "show": _show,
-        "regressions": _regressions,
-        "ack": _acknowledge,
-        "rebuild": _rebuild,
+        "list": _list_series,
+        "show": _show_series,
+        "regressions": _list_regressions,
+        "ack": _acknowledge_changes,
+        "rebuild": _rebuild_view,
     }
     return function_by_command[arguments.subcommand](arguments, store)
 
 
-def _list(arguments: argparse.Namespace, store: Path) -> int:
+def _list_series(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
-    # 1. Read the history. With --runs this is not needed, because listing run files is faster.
+    # 1. Read the history, unless runs are listed, which is faster without it.
     history = None if arguments.runs else read_history(store, TERMINAL)
     if history is not None:
-        has_results = bool(history.runs or history.left)
+        has_results = bool(history.runs or history.left_out_reasons)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
-    # 2. If the store has no results, explain how to begin, or that its files may not be read.
+    # 2. If there are no results, explain how to begin, or that this process may not read the store's files.
     if not has_results:
         hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else hint}"])
@@ -124,52 +131,55 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
-    # 3. List the last point of each series whose name contains the word.
+    # 3. List the last figure of each series whose name contains the word.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
     options = store_and_import_options(arguments)
-    tell(arguments, partial(trends_page, endings, str(store), history.runs, history.commits, history.left, options))
+    tell(
+        arguments,
+        partial(trends_page, endings, str(store), history.runs, history.commits, history.left_out_reasons, options),
+    )
     return EXIT_OK
 
 
 def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
-    skipped = files.left
+    skipped_counts = files.left_out_reasons
     # 1. List the runs whose line contains the word, and count unreadable files.
     for path in files.files:
         try:
             run = load_run(path)
         except StoreError:
-            skipped[UNREADABLE] += 1
+            skipped_counts[UNREADABLE_FILE] += 1
             continue
-        row = run_row(run, not run.finished and is_locked(path), in_store(store))
+        row = run_row(run, not run.finished and is_locked(path), format_store_option(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
     # 2. List other stored results, such as duels of two revisions, studies and ablations.
     other_results = {}
-    for name, lines in _list_other_results(store, skipped).items():
+    for name, lines in _list_other_results(store, skipped_counts).items():
         if matching_lines := [line for line in lines if word in line.lower()]:
             other_results[name] = matching_lines
     if not rows and not other_results and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), skipped, in_store(store), other_results))
+    tell(arguments, partial(runs_page, rows, str(store), skipped_counts, format_store_option(store), other_results))
     return EXIT_OK
 
 
-def _list_other_results(store: Path, skipped: Counter[str]) -> dict[str, list[str]]:
+def _list_other_results(store: Path, skipped_counts: Counter[str]) -> dict[str, list[str]]:
     lines_by_kind: dict[str, list[str]] = {}
     for kind in kinds():
         for line in kind.lines(store):
             try:
                 lines_by_kind.setdefault(kind.name, []).append(line())
             except StoreError:
-                skipped[UNREADABLE] += 1
+                skipped_counts[UNREADABLE_FILE] += 1
     return lines_by_kind
 
 
-def _show(arguments: argparse.Namespace, store: Path) -> int:
+def _show_series(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import find_series, read_history
 
     history = read_history(store, TERMINAL)
@@ -184,7 +194,7 @@ def _show(arguments: argparse.Namespace, store: Path) -> int:
     return EXIT_OK
 
 
-def _regressions(arguments: argparse.Namespace, store: Path) -> int:
+def _list_regressions(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import find_all_changes, read_history
     from fp8bench.report.terminal.changes import changes_document, changes_page
 
@@ -194,46 +204,56 @@ def _regressions(arguments: argparse.Namespace, store: Path) -> int:
     return EXIT_REGRESSION if any(change.alarms for change in search_result.changes) else EXIT_OK
 
 
-def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
+def _acknowledge_changes(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import acknowledge
 
-    acknowledged = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
-    changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in acknowledged)
+    acknowledged_changes = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
+    changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in acknowledged_changes)
     print_lines((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
 
 
-def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
+def _rebuild_view(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.store.merge_stores import rebuild_asv_view
 
-    view = rebuild_asv_view(store)
-    tell(arguments, partial(asv_files_page, str(store), len(view.files), view.series, view.runs, view.left))
-    return _complain_all(view.failed, view.aside)
+    rebuild_result = rebuild_asv_view(store)
+    tell(
+        arguments,
+        partial(
+            asv_files_page,
+            str(store),
+            len(rebuild_result.files),
+            rebuild_result.series,
+            rebuild_result.runs,
+            rebuild_result.left_out_reasons,
+        ),
+    )
+    return _complain_all(rebuild_result.failed, rebuild_result.renamed_files)
 
 
-def _merge(arguments: argparse.Namespace) -> int:
+def _merge_stores(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.history import check_store_exists
     from fp8bench.store.merge_stores import find_store, merge_store
 
     store = arguments.store
     other_store = find_store(arguments.folder, store)
     check_store_exists(other_store, TERMINAL, reading=True)
-    merged, view = merge_store(store, other_store)
+    merge_result, rebuild_result = merge_store(store, other_store)
     counts = {
-        "new runs": len(merged.copied),
-        "runs with new cases": len(merged.extended),
-        "runs that both stores had": merged.same,
-        **({"new acknowledgements": merged.acks} if merged.acks else {}),
-        "asv's files written again": len(view.files),
+        "new runs": len(merge_result.copied),
+        "runs with new cases": len(merge_result.extended),
+        "runs that both stores had": merge_result.same,
+        **({"new acknowledgements": merge_result.acks} if merge_result.acks else {}),
+        "asv's files written again": len(rebuild_result.files),
     }
     tell(arguments, partial(merge_page, f"{store}: imported {other_store}", counts))
-    for note in merged.notes:
+    for note in merge_result.notes:
         complain(note)
-    return _complain_all([*merged.failed, *view.failed], view.aside)
+    return _complain_all([*merge_result.failed, *rebuild_result.failed], rebuild_result.renamed_files)
 
 
 def _complain_all(failures: Sequence[str], files_set_aside: Iterable[Path]) -> int:
-    """Prints the failures, and which broken files of asv were set aside. Returns the exit code."""
+    """Prints the failures, and the names of broken files of asv that were renamed. Returns the exit code."""
     for path in files_set_aside:
         complain(f"{path.name} was broken, and was set aside in {path.parent}")
     for failure in failures:

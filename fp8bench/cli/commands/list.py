@@ -9,7 +9,7 @@ from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import print_lines
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UnknownName, UsageError
-from fp8bench.feature_list import feature_parts
+from fp8bench.feature_list import import_feature_modules
 from fp8bench.jobs import doctor
 from fp8bench.model import Label
 from fp8bench.plan.asked_suites import known_suites, suite_files
@@ -19,12 +19,12 @@ _SYNONYMS = {"dtypes": "precisions"}
 
 
 def _collect_glossaries() -> dict[str, Mapping[str, str]]:
-    """Returns the explanations of the labels of runs, and of the names that features print."""
+    """Returns the explanations of the labels of runs, and those of the names that features print, by kind of name."""
     from fp8bench.report.words.legend import explain_label
 
     glossaries: dict[str, Mapping[str, str]] = {"labels": {label.value: explain_label(label) for label in Label}}
-    for part in feature_parts("glossary"):
-        glossaries[part.NAME] = part.explain_names()
+    for feature_module in import_feature_modules("glossary"):
+        glossaries[feature_module.NAME] = feature_module.explain_names()
     return glossaries
 
 

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.report_files import Pages, open_in_browser, short_path, write_named_report
 
     check_outputs(arguments)
-    formats = _picture_formats(arguments)
-    pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, formats)
+    picture_formats = _choose_picture_formats(arguments)
+    pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, picture_formats)
     page = write_named_report(arguments.runs, arguments.store, pages)
     for written_file in (page, arguments.html, arguments.md):
         if written_file is not None:
@@ -53,14 +53,18 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
+def _choose_picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Returns the formats of --plots-format, each once. Raises UsageError if pictures cannot be drawn or written."""
-    formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
-    for unknown in [form for form in formats if form not in PICTURE_FORMATS]:
-        raise UsageError(f"--plots-format {unknown!r:.80} is not supported. Give one of {', '.join(PICTURE_FORMATS)}.")
+    picture_formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
+    for unknown_format in [
+        picture_format for picture_format in picture_formats if picture_format not in PICTURE_FORMATS
+    ]:
+        raise UsageError(
+            f"--plots-format {unknown_format!r:.80} is not supported. Give one of {', '.join(PICTURE_FORMATS)}."
+        )
     if arguments.plots is not None:
         check_package("matplotlib", "'fp8bench[plots]'", ".figure", option="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
         raise UsageError("--plots-format needs a folder to write to. Add --plots DIR, or leave it out.")
-    return formats
+    return picture_formats

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp8bench.analysis.tapes import list_step_shares, require_shares
 from fp8bench.cli.options import add_common
-from fp8bench.cli.outputs import check_outputs, in_store, print_run, stdout_format, tell
+from fp8bench.cli.outputs import check_outputs, format_store_option, print_run, stdout_format, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, RunNotFound, UsageError
 from fp8bench.jobs.kinds import KeptTable, Kind, View, find_results
@@ -20,7 +20,7 @@ from fp8bench.model.codec import collect_ignored_names, encode
 from fp8bench.store.runs.listing import find_run, load_stored_run
 
 EXAMPLES = ("fp8bench show last --all", "fp8bench show last --csv rows.csv")
-# Options that print one table of a run, which has more detail than the answer.
+# The options that print one detailed table of a run instead of its answer.
 _DETAIL_OPTIONS = {
     "memory": "memory at the peak of a step, by role",
     "data": "its data before scaling, and the share outside each format's range",
@@ -49,12 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     word, store = arguments.run, arguments.store
     selected_tables = [table for table in _RUN_TABLES if getattr(arguments, table.name)]
-    # 1. Find out whether the word names another stored result, such as a training. Options for tables apply only to
-    # runs.
+    # 1. Find out whether the word names another kind of result than a run, such as a training. Only runs have the
+    # tables that options select.
     other_results = find_results(word, store, only_runs=any(table.name != "all" for table in selected_tables))
     if not other_results:
-        # 2. Print a run: its answer, or the requested table.
-        with collect_ignored_names() as ignored:
+        # 2. Print a run: the requested table, or the answer if no table is requested.
+        with collect_ignored_names() as ignored_names:
             loaded_run = load_stored_run(word, store)
         if len(selected_tables) > 1:
             raise UsageError(
@@ -71,14 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_ambiguous(word, other_results, store)
         tables = [table.name for table in selected_tables if table.name != "all"]
         _refuse_options(arguments, repr(word), kind.name, [*tables, *kind.refused])
-        with collect_ignored_names() as ignored:
+        with collect_ignored_names() as ignored_names:
             loaded_result = kind.load(path)
         tell(arguments, *(kind.whole_view(loaded_result) if arguments.all else kind.view(loaded_result)))
         is_complete = log_result(kind, loaded_result, arguments.log, complain)
-    # 4. Warn if fields from a newer version were ignored, because the output may be incomplete.
-    if ignored:
+    # 4. Warn if fields that another version wrote were ignored, because the output may be incomplete.
+    if ignored_names:
         complain(
-            f"{word} was written by another version, and these fields of it were ignored: {', '.join(sorted(ignored))}"
+            f"{word} was written by another version, and these fields of it were ignored: "
+            f"{', '.join(sorted(ignored_names))}"
         )
     return EXIT_OK if is_complete else EXIT_INTERRUPTED
 
@@ -101,7 +102,7 @@ def _refuse_ambiguous(word: str, candidates: Sequence[tuple[Kind[Any], Path]], s
         raise RunNotFound(f"{word!r} fits {other_names[0]} and the {kind.name} {names[-1]}. Give more of the id.")
 
 
-def _tape_view(run: Run, store: Path) -> View:
+def _make_tape_view(run: Run, store: Path) -> View:
     from fp8bench.jobs.tape import read_tapes
     from fp8bench.report.topics import tape
 
@@ -110,32 +111,32 @@ def _tape_view(run: Run, store: Path) -> View:
     return View(page, lambda: {"tapes": encode(tapes)}, partial(tape.tape_rows, tapes))
 
 
-def _shares_view(run: Run, store: Path) -> View:
+def _make_shares_view(run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.report.topics import shares
 
     require_shares(run)
-    parts = list_step_shares(run, findings(run))
+    step_shares = list_step_shares(run, findings(run))
     return View(
-        partial(shares.shares_page, run, parts),
-        partial(shares.shares_document, parts),
-        partial(shares.shares_rows, parts),
+        partial(shares.shares_page, run, step_shares),
+        partial(shares.shares_document, step_shares),
+        partial(shares.shares_rows, step_shares),
     )
 
 
-def _detail_view(name: str, run: Run, store: Path) -> View:
+def _make_detail_view(name: str, run: Run, store: Path) -> View:
     from fp8bench.analysis.findings import findings
     from fp8bench.jobs.report_files import find_report_page
     from fp8bench.report.data.run import run_document, run_rows
     from fp8bench.report.terminal.run import detail_page
 
     results = findings(run)
-    page = partial(detail_page, name, run, results, stdout_format()[0], find_report_page(run), in_store(run))
+    page = partial(detail_page, name, run, results, stdout_format()[0], find_report_page(run), format_store_option(run))
     return View(page, partial(run_document, run, results), partial(run_rows, [(run, results)]))
 
 
 _RUN_TABLES = (
-    *(KeptTable(name, f"run: {words}", partial(_detail_view, name)) for name, words in _DETAIL_OPTIONS.items()),
-    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _tape_view),
-    KeptTable("shares", "run: the share of each module and each kind of work in a step", _shares_view),
+    *(KeptTable(name, f"run: {words}", partial(_make_detail_view, name)) for name, words in _DETAIL_OPTIONS.items()),
+    KeptTable("tape", "run: the operators of its steps, their FLOPs and bytes, by precision", _make_tape_view),
+    KeptTable("shares", "run: the share of each module and each kind of work in a step", _make_shares_view),
 )

@@ -13,24 +13,24 @@ from fp8bench.errors import EXIT_OK
 
 def add(parser: argparse.ArgumentParser) -> None:
     purpose = "list checkpoints that no stored result needs"
-    prune = subcommands(parser)(
+    prune_parser = subcommands(parser)(
         "prune", purpose, "Exit codes: 0 done, 2 wrong usage, or something could not be removed."
     )
-    add_common(prune, "--store", help="as in suite")
-    prune.add_argument("--yes", action="store_true", help="delete them")
+    add_common(prune_parser, "--store", help="as in suite")
+    prune_parser.add_argument("--yes", action="store_true", help="delete them")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.history import check_store_exists, prune_store
 
     store = check_store_exists(arguments.store, TERMINAL)
-    parts = prune_store(store, remove=arguments.yes)
-    if not parts:
+    removable_files = prune_store(store, remove=arguments.yes)
+    if not removable_files:
         print_lines([f"{store}: there is nothing to remove"])
         return EXIT_OK
-    total = units.size(sum(size for _, size in parts))
+    total = units.size(sum(size for _, size in removable_files))
     lines = [f"{store}: {total} {'removed' if arguments.yes else 'can be removed'}"]
-    lines += [f"  {units.size(size)}: {content}" for content, size in parts]
+    lines += [f"  {units.size(size)}: {content}" for content, size in removable_files]
     if not arguments.yes:
         lines.append("  remove these files with --yes")
     print_lines(lines)

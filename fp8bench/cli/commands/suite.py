@@ -18,7 +18,14 @@ from typing import cast
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.options import add_common, add_request_options, make_request, refuse_other_options
-from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, requested_outputs, tell
+from fp8bench.cli.outputs import (
+    check_outputs,
+    format_store_option,
+    import_renderers,
+    print_run,
+    read_requested_outputs,
+    tell,
+)
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
@@ -27,11 +34,11 @@ from fp8bench.measure.handle import start_workers_early
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.measure.windows import count_windows, window_rule_for
 from fp8bench.model import Plan, Request, Run
-from fp8bench.model.request import HOW, NVTX, PROFILERS, WHAT, whole_number
+from fp8bench.model.request import HOW_TO_MEASURE, NVTX, PROFILERS, WHAT_TO_MEASURE, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
-from fp8bench.plan.make import check_names
+from fp8bench.plan.make import check_request
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
@@ -67,8 +74,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="a suite, several with commas, all, or a .py file that defines suites; `fp8bench list` names suites; or "
         "ceilings, which measures the machine's peaks",
     )
-    add_request_options(parser.add_argument_group(WHAT))
-    how_group = parser.add_argument_group(HOW)
+    add_request_options(parser.add_argument_group(WHAT_TO_MEASURE))
+    how_group = parser.add_argument_group(HOW_TO_MEASURE)
     add_request_options(how_group)
     how_group.add_argument(
         "--sessions",
@@ -118,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     # 1. Handle the options that need no suite.
     check_outputs(arguments)
     if arguments.resume is not None:
-        return _resume(arguments)
+        return _resume_run(arguments)
     if arguments.plan is not None or arguments.cell is not None:
         return _measure_cell(arguments)
     if arguments.write_plan is not None and not arguments.dry_run:
@@ -127,13 +134,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
-    # 2. Measure the peaks of this machine, called ceilings, if asked. They have separate rounds and a separate file.
+    # 2. Measure the ceilings of this machine if they are requested: they have separate rounds and a separate file.
     request = make_request(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
         return _measure_ceilings(request, arguments)
-    check_names(request)
+    check_request(request)
     if request.trace in PROFILERS:
         return _run_under_profiler(request.trace, arguments)
     # 3. For a dry run, only make and print the plan.
@@ -146,29 +153,31 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.write_plan is not None:
             from fp8bench.jobs.several_runs import cut_into_cells
 
-            cells, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
+            fleet_plan, file = cut_into_cells(request, plan, facts, command_line()), arguments.write_plan
             try:
-                write_plan(cells, file)
+                write_plan(fleet_plan, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
-            cells_text = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+            cells_text = "1 cell" if len(fleet_plan.cells) == 1 else f"{len(fleet_plan.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {cells_text} in {file}; one of them: {command}")
+            complain(f"plan {fleet_plan.id}: {cells_text} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
+    # 4. Measure once or in several sessions. While workers import torch, this process imports the modules that print.
     if arguments.sessions.runs == 1:
-        with start_workers_early(request, read_switches(os.environ).second) as begun:
+        with start_workers_early(request, read_switches(os.environ).second) as early_workers:
             from fp8bench.pipeline import execute
 
-            return measure_and_print(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
+            return measure_and_print(
+                request, arguments, partial(execute, begun=early_workers, meanwhile=import_renderers)
+            )
     from fp8bench.jobs.several_runs import execute_sessions
 
     execute_several = partial(execute_sessions, sessions=arguments.sessions.runs, pause=arguments.sessions.pause)
     return measure_and_print(request, arguments, execute_several)
 
 
-# The command line and options of each profiler. Both profilers record only slots that are marked, and write a report
-# for each slot, named by its process.
+# The options of each profiler. With them, a profiler records only the slots that fp8bench marks. It writes a report for
+# each slot, and the name of the report has the id of the process.
 _PROFILER_OPTIONS = {
     "nsys": "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat --output=fp8bench-%p",
     "ncu": "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p",
@@ -176,13 +185,13 @@ _PROFILER_OPTIONS = {
 
 
 def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
-    """Runs this command again under a profiler. With --dry-run, prints the profiler's command instead.
+    """Runs this command again under a profiler, and returns the exit code. With --dry-run, only prints the command.
 
-    A profiler distorts times, so the run is stored in a separate folder unless --store names one.
+    A profiler distorts times, so the run is stored in a separate folder, unless --store names one.
     """
     command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_OPTIONS[profiler].split()]
     words = [word for word in arguments.words if word != "--dry-run"]
-    # If an option is repeated, the last one counts.
+    # Append options: of a repeated option, the last one counts.
     words += ["--trace", NVTX]
     folder = arguments.store
     if folder == Path(DEFAULT_STORE):
@@ -204,16 +213,16 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
 def measure_and_print(
     request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
 ) -> int:
-    return _measure(arguments, lambda *where: (True, execute(request, *where)))
+    return _measure_and_store(arguments, lambda *where: (True, execute(request, *where)))
 
 
-def _measure(
+def _measure_and_store(
     arguments: argparse.Namespace,
     measure: Callable[[Path, Observer, str], tuple[bool, Run]],
     why_unmeasured: Callable[[Run], str] = str,
 ) -> int:
-    """Measures a run, prints and stores it. `measure` returns False and the stored run if nothing was missing, which
-    `why_unmeasured` explains.
+    """Calls `measure`, which returns a run and whether it measured anything. Prints the run, and stores what was
+    measured. If the stored run was already complete, `why_unmeasured` returns a sentence that says so.
     """
     with interrupt_only_once():
         with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
@@ -240,16 +249,15 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
     groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if not groups:
         return ""
-    # Only a budget limits the time. A number of rounds does not, because nobody knows how long a round takes.
+    # Predict the time from the budget if there is one. It cannot be predicted from a number of rounds, because it is
+    # unknown how long a round takes.
     if request.budget is not None:
         return f"time: about {clock(request.budget)}, the budget, plus the time to start"
     energy_time = _describe_energy_time(plan, request)
     if request.rounds is not None or request.quick:
         num_rounds = request.rounds or QUICK_ROUNDS
-        return (
-            f"time: {num_rounds} rounds of every group take what they take{energy_time}; --budget SECONDS sets an end"
-        )
-    # Without a budget or rounds, a group may take twice its usual time if the noise is large.
+        return f"time: {num_rounds} rounds of every group, however long{energy_time}; --budget SECONDS sets a limit"
+    # With neither a budget nor a number of rounds, a group may take twice its usual time if the noise is large.
     min_seconds = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
     time_range = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
     return (
@@ -259,15 +267,16 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns how long energy windows or sustained turns will take, or '' without any, or if that is unknown.
+    """Returns a text with the time that energy windows or turns of --sustained will take. Returns '' if there are none,
+    or if their time is unknown.
 
-    The time of energy windows is predicted only for GPUs, because a CPU's counters are unknown until the device is
-    opened.
+    The time of energy windows is predicted only for GPUs: it is unknown whether a CPU has energy counters until the
+    device is opened.
     """
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
-    # Sustained turns run on every device. The time of energy windows is predicted only for GPUs.
+    # Turns of --sustained run on every device.
     measures_cpus = bool(rule.turn_seconds)
     groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
     window_counts = [count for group in groups if (count := count_windows(group, rule))]
@@ -281,36 +290,38 @@ def _describe_energy_time(plan: Plan, request: Request) -> str:
 
 
 def _measure_cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a stored plan, by the request in the plan's file."""
+    """Measures one cell of a fleet's plan. The plan's file has the request."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # Refuse other options. The request in the plan counts, so they would be ignored.
+    # Refuse other options, because they would have no effect: the plan has the request.
     refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
-    return _measure(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
+    return _measure_and_store(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
 
 
-def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes an interrupted run, by the request in the run's file."""
+def _resume_run(arguments: argparse.Namespace) -> int:
+    """Resumes an interrupted run. The run's file has the request."""
     from fp8bench.pipeline import resume
 
     refuse_other_options(arguments.words, {"--resume", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     path = find_run(arguments.resume, arguments.store)
-    return _measure(arguments, partial(resume, path), lambda run: f"run {run.id} is finished; nothing was missing")
+    return _measure_and_store(
+        arguments, partial(resume, path), lambda run: f"run {run.id} is finished; nothing was missing"
+    )
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
-    """Prints a run that was measured earlier, and writes the requested files. The run's page in the store stays
+    """Prints a run that was complete already, and writes the requested files. The report of the run in the store stays
     unchanged.
     """
     from fp8bench.jobs.after_run import publish_run
 
     complain(reason)
     print_run(run, arguments)
-    outputs = requested_outputs(arguments)
-    # The store already has the default page.
+    outputs = read_requested_outputs(arguments)
+    # Write no report to the store, because it already has one.
     if outputs.pages is not None and not outputs.pages.are_requested:
         outputs = replace(outputs, pages=None)
     is_complete = publish_run(run, arguments.store, outputs, complain)
@@ -319,7 +330,7 @@ def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
 
 @contextmanager
 def _print_unstored_run(arguments: argparse.Namespace) -> Iterator[None]:
-    """A context in which a run is stored. If storing fails, prints the run and raises the error again."""
+    """A context for measuring a run. If the run cannot be stored, prints it and raises the error again."""
     try:
         yield
     except NotKept as error:
@@ -328,11 +339,11 @@ def _print_unstored_run(arguments: argparse.Namespace) -> Iterator[None]:
 
 
 def _explain_resume(run: Run) -> None:
-    """Prints how to resume an interrupted run. This is printed before the table, because a second interrupt may cut
-    off the table.
+    """Prints how to resume an interrupted run. Called before the table of the run is printed, because a second
+    interrupt may cut off the table.
     """
     if not run.finished:
-        resume_command = f"fp8bench suite --resume {run.id}{in_store(run)}"
+        resume_command = f"fp8bench suite --resume {run.id}{format_store_option(run)}"
         complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}")
 
 
@@ -342,8 +353,8 @@ def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
-    except KeyboardInterrupt:  # an interrupt only cuts off the table
+    except KeyboardInterrupt:  # the interrupt cuts off the table, but nothing else
         code = EXIT_INTERRUPTED
     finally:  # Add the run to the history even if stdout cannot be written.
-        is_complete = after_run(run, arguments.store, requested_outputs(arguments), complain)
+        is_complete = after_run(run, arguments.store, read_requested_outputs(arguments), complain)
     return code if is_complete else EXIT_INTERRUPTED

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fp8bench.errors import StoreError
 from fp8bench.features.ablate.values import FILE_NAME, Ablation
-from fp8bench.files import parse_json, read_file, unseal
+from fp8bench.files import parse_json, read_file, remove_checksum
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import Malformed, decode
 
@@ -26,7 +26,7 @@ class AblationKind(Kind[Ablation]):
 
     def load(self, path: Path) -> Ablation:
         try:
-            ablation: Ablation = decode(Ablation, unseal(parse_json(read_file(path))))
+            ablation: Ablation = decode(Ablation, remove_checksum(parse_json(read_file(path))))
         except (OSError, ValueError, TypeError, Malformed) as error:
             raise StoreError(f"{path} is not an ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))

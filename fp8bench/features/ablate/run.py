@@ -16,7 +16,7 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.analysis.verdicts import find_common_rounds
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.ablate.values import FILE_NAME, AblatedArm, AblatedOption, Ablation, iterate_arms
-from fp8bench.files import compact, keeping, seal, write_whole
+from fp8bench.files import add_checksum, convert_write_errors, format_compact_json, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.environment import gather
@@ -27,9 +27,9 @@ from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import DeviceFacts, Environment, Group, Plan, PlannedCase, Record, Request
 from fp8bench.model.codec import encode
-from fp8bench.model.file_names import stamp
-from fp8bench.model.stopping import rule_for
-from fp8bench.pipeline import examine, now, worker_for
+from fp8bench.model.file_names import format_start_time
+from fp8bench.model.stopping import make_stopping_rule
+from fp8bench.pipeline import examine, now, open_worker
 from fp8bench.plan.checked_workload import checked_axes
 from fp8bench.plan.make import choose_devices, make_plan
 from fp8bench.plan.resolve import resolve
@@ -114,7 +114,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
             "--import FILE loads the suites of a file."
         )
     corpus, switches = resolved_request.corpus(store), resolved_request.switches
-    with claim_process(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
+    with claim_process(request.isolation), open_worker(request, corpus) as worker, Meters(request.energy) as meters:
         # 2. Plan a case for each arm. An arm that the device refuses is dropped, with its reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
@@ -125,7 +125,7 @@ def ablate(request: Request, option_texts: Sequence[str], store: Path, observer:
         # 3. Measure all arms in one group. The machine's drift then affects all of them in the same rounds.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = GroupMethod(
-            rule=rule_for(request.quick, request.rounds, request.budget),
+            rule=make_stopping_rule(request.quick, request.rounds, request.budget),
             # Arms are compared only at the end, so no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
@@ -257,7 +257,7 @@ def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: fl
 
 def store_ablation(ablation: Ablation, store: Path) -> Ablation:
     """Writes the ablation into the store, and returns it with its path."""
-    path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
-    with keeping(f"the ablation {path}", "Choose another --store DIR."):
-        write_whole(path, compact(seal(encode(replace(ablation, path="")))) + "\n")
+    path = store / "ablations" / f"{format_start_time(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
+    with convert_write_errors(f"the ablation {path}", "Choose another --store DIR."):
+        write_whole(path, format_compact_json(add_checksum(encode(replace(ablation, path="")))) + "\n")
     return replace(ablation, path=str(path))

@@ -8,11 +8,11 @@ from functools import partial
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common
-from fp8bench.cli.outputs import CommandResult, check_outputs, in_store
+from fp8bench.cli.outputs import CommandResult, check_outputs, format_store_option
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.request import PERCENT
+from fp8bench.model.request import PERCENT_RULE
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--least",
-        type=types.number(PERCENT),
+        type=types.number(PERCENT_RULE),
         default=10.0,
         metavar="PERCENT",
         help="smallest gain of a step that is worth adopting a precision for; default 10",
@@ -57,7 +57,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.advise.view import render_page
 
     basis, notes = collect_basis(arguments.run, arguments.store, arguments.training, arguments.least / 100)
-    advice = advise(replace(basis, store_options=in_store(basis.run)))
+    advice = advise(replace(basis, store_options=format_store_option(basis.run)))
     page = partial(render_page, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}
     return CommandResult(

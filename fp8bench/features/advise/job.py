@@ -12,7 +12,7 @@ from fp8bench.features.sensitivity.job import read_studies
 from fp8bench.features.train.kind import find_training, load_training
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model.run import BENCH
-from fp8bench.store.runs.listing import load_stored_run, store_of
+from fp8bench.store.runs.listing import find_store_of_run, load_stored_run
 
 
 def collect_basis(run_name: str, store: Path, training: str | None, min_gain: float) -> tuple[AdviceBasis, list[str]]:
@@ -20,7 +20,7 @@ def collect_basis(run_name: str, store: Path, training: str | None, min_gain: fl
     run = load_stored_run(run_name, store)
     if run.request.suite == BENCH:
         raise UsageError(f"the run {run.id} compares callables, but advice is about precisions. Give a suite's run.")
-    run_store = store_of(Path(run.path)) or store
+    run_store = find_store_of_run(Path(run.path)) or store
     studies, troubles = read_studies(run_store)
     trained = None
     if training is not None:

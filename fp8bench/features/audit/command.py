@@ -25,7 +25,7 @@ from fp8bench.errors import (
     WorkerError,
     WorkerFault,
     WorkerHung,
-    as_usage,
+    to_original_error,
 )
 from fp8bench.features.audit.values import (
     Audit,
@@ -43,7 +43,7 @@ from fp8bench.model import Ceilings, DeviceFacts, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature
 from fp8bench.model.raw import Settings
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
@@ -156,11 +156,11 @@ def audit(
     with ProcessWorker(settings, module=_JUDGE_MODULE) as worker:
         devices = worker.probe()
         default_device = next((facts for facts in devices if facts.accelerated), devices[0])
-        facts = device_named(device, devices) if device else default_device
+        facts = find_device(device, devices) if device else default_device
         try:
             declared_signature = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
-            raise as_usage(fault) from None
+            raise to_original_error(fault) from None
         signature = signature or declared_signature
         if signature is None:
             raise UsageError(
@@ -175,7 +175,7 @@ def audit(
             try:
                 return facts, worker.within(_AUDIT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
-                cause = as_usage(error) if isinstance(error, WorkerFault) else error
+                cause = to_original_error(error) if isinstance(error, WorkerFault) else error
                 if not isinstance(cause, WorkerError):
                     raise cause from None
                 has_raised = isinstance(cause, WorkerFault)

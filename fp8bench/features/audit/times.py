@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from fp8bench import units
-from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
+from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, to_original_error
 from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED_DATA
@@ -408,7 +408,7 @@ class AuditBench(Bench):
         try:
             return cast(Signature | None, self._kernel.ask(START_SECONDS, "read_signature", target))
         except WorkerFault as fault:
-            raise as_usage(fault) from None
+            raise to_original_error(fault) from None
 
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
         self._select_device(facts)

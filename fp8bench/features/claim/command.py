@@ -30,7 +30,7 @@ from fp8bench.features.train.values import TrainingObserver
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.codec import encode
-from fp8bench.plan.make import check_names
+from fp8bench.plan.make import check_request
 
 if TYPE_CHECKING:
     from fp8bench.features.claim.runs import RunRequest
@@ -238,7 +238,7 @@ def _parse_run_text(location: str, run_text: str) -> RunRequest:
         if arguments.suite is None:
             raise UsageError("the name of the suite is missing. Write `suite NAME`.")
         request = replace(make_request(arguments), devices=())
-        check_names(request)
+        check_request(request)
         return request
     except UsageError as error:
         raise UsageError(f"{location}: run {run_text!r:.200}: {error}") from None

@@ -19,7 +19,15 @@ from fp8bench.features.claim.rows import ClaimsFile, load_claims
 from fp8bench.features.claim.runs import RunRequest, StoredRun, get_run_id, iterate_measured_claims, without_device
 from fp8bench.features.claim.values import Answer, AnswerStanding, CannotDecide, CheckedAnswer, Claim, ClaimAnswer
 from fp8bench.features.train.kind import load_training
-from fp8bench.files import Damaged, keeping, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    Damaged,
+    add_checksum,
+    convert_write_errors,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.runs.run_file import load_run
 
@@ -41,7 +49,7 @@ def write_folder(
 ) -> None:
     """Writes claims, answers and copies of their runs into a new folder. `runs_by_claim` maps the ids of claims to
     runs."""
-    with keeping(folder, "Choose another --keep FOLDER."):
+    with convert_write_errors(folder, "Choose another --keep FOLDER."):
         (folder / _RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
         digest_by_path = {}
         for run in runs_by_claim.values():
@@ -56,7 +64,7 @@ def write_folder(
             "digests": digest_by_path,
         }
         write_whole(folder / _CLAIMS_FILE, claims.text)
-        write_whole(folder / _ANSWERS_FILE, json.dumps(seal(content), indent=1) + "\n")
+        write_whole(folder / _ANSWERS_FILE, json.dumps(add_checksum(content), indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,8 @@ def read_answers(folder: Path) -> StoredAnswers:
         content = parse_json(read_file(path, _LARGEST_ANSWERS))
         if content["schema"] != _SCHEMA_VERSION:
             raise StoreError(f"{path} was written by another version of fp8bench. Check it with that version.")
-        unsealed_content = unseal(content)
-        if seal(unsealed_content) == content:
+        unsealed_content = remove_checksum(content)
+        if add_checksum(unsealed_content) == content:
             return decode(StoredAnswers, unsealed_content)
         reason = "its checksum is missing"
     except Damaged as error:

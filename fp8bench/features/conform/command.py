@@ -18,7 +18,7 @@ from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.promises import Conformity, Difference, ModeConformity
 from fp8bench.model.raw import Settings
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
@@ -77,7 +77,7 @@ def compare_precisions(
     """
     requested_names = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
-        facts = device_named(device or "", worker.probe())
+        facts = find_device(device or "", worker.probe())
         support_by_name = {name: precisions.get(name).support(facts) for name in requested_names or precisions.names()}
         # 1. Find the precisions that the device supports.
         supported_by_name = {

@@ -15,8 +15,8 @@ from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.files import LineWriter
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.model.file_names import stamp
-from fp8bench.store.kept_lines import Content, UnknownKind, process_lines, read_file_lines, read_header
+from fp8bench.model.file_names import format_start_time
+from fp8bench.store.kept_lines import LineContent, UnknownKind, process_lines, read_file_lines, read_header
 from fp8bench.store.runs.run_file import explain_invalid_record
 
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
@@ -36,7 +36,7 @@ class DuelWriter(LineWriter):
 
 
 def start_duel(duel: Duel, store: Path) -> DuelWriter:
-    path = store / "duels" / f"{stamp(duel.started)}-{duel.id}.jsonl"
+    path = store / "duels" / f"{format_start_time(duel.started)}-{duel.id}.jsonl"
     header = {
         field.name: encode(getattr(duel, field.name)) for field in fields(duel) if field.name not in _NOT_IN_HEADER
     }
@@ -76,7 +76,7 @@ class DuelKind(Kind[Duel]):
         end_lines = []
 
         # Lines are read one by one, so a truncated file lacks only its last line.
-        def parse_line(content: Content) -> None:
+        def parse_line(content: LineContent) -> None:
             if "result" in content:
                 result = _require_valid_result(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result

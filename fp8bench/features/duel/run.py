@@ -39,7 +39,7 @@ from fp8bench.measure.rounds import DISCARD_BELOW_SECONDS, RoundOrders
 from fp8bench.model import Case, Environment, PlannedCase, Request, Timing
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import CEILING_SECONDS, QUICK_ROUNDS, StoppingRule
-from fp8bench.pipeline import budget_share, now
+from fp8bench.pipeline import divide_budget, now
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
@@ -400,7 +400,7 @@ def _measure_all_sessions(
             is_active = case.is_active
             remaining = (sessions - number) * len(cases) - position
             if is_active:
-                session_seconds = budget_share(request.budget, start - later_starts, remaining)
+                session_seconds = divide_budget(request.budget, start - later_starts, remaining)
                 runner.measure(case, number, _choose_stopping_rule(request, session_seconds))
             if case.is_active and number == 0:
                 _check_loaded_code(pair)  # more of the user's code may be imported by now

@@ -21,7 +21,7 @@ from pathlib import Path
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.duel.partners import WorkerStart
 from fp8bench.features.duel.values import AFTER, BEFORE
-from fp8bench.files import PARTIAL, is_locked, lock
+from fp8bench.files import PARTIAL_SUFFIX, is_locked, lock
 from fp8bench.measure.interrupts import ignore_interrupts
 from fp8bench.store.commit_runs import find_commit
 
@@ -44,9 +44,9 @@ def scratch_folder() -> Iterator[Path]:
     remove_stale_folders()
     try:
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX)).resolve()
-        lock_file = (folder / PARTIAL).open("w")
+        lock_file = (folder / PARTIAL_SUFFIX).open("w")
         lock(lock_file, 0)
-        (folder / PARTIAL).rename(folder / _LOCK_FILE)  # no other process can find the folder unlocked
+        (folder / PARTIAL_SUFFIX).rename(folder / _LOCK_FILE)  # no other process can find the folder unlocked
     except OSError as error:
         raise StoreError(
             f"no temporary folder can be created ({error.strerror}). Free disk space, or set TMPDIR to "

@@ -48,7 +48,7 @@ from fp8bench.model import (
     Timing,
     Verdict,
 )
-from fp8bench.model.specs import MEAN, TIME, Better, spec_of
+from fp8bench.model.specs import MEAN_TIME, TIME, Better, spec_of
 
 MIN_ROUNDS = 5
 # With too few processes for an interval, the nearest processes of the two sides must differ by more than this share.
@@ -351,7 +351,7 @@ def compare_means(duel: Duel) -> Iterator[Comparison]:
         if times is not None and times.is_resolved:
             direction = _DIRECTION_BY_VERDICT[decide_verdict(times.mean_ratio, VERDICT_BAND)]
             yield replace(
-                _make_empty_comparison(result, MEAN, "s"),
+                _make_empty_comparison(result, MEAN_TIME, "s"),
                 direction=direction,
                 ratio=times.mean_ratio,
                 labels=_choose_labels(result, times),

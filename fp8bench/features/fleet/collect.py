@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.files import PARTIAL, is_locked, keeping, lock_folder, make_store, read_file
+from fp8bench.files import PARTIAL_SUFFIX, convert_write_errors, is_locked, lock_folder, make_store, read_file
 from fp8bench.model.run import FleetPlan
 from fp8bench.store.fleet_plans import find_cell_number, store_plan
 from fp8bench.store.merge_stores import CopyOutcome, copy_each_run, copy_run, find_store
-from fp8bench.store.runs.listing import collected_folder, id_of, listing
+from fp8bench.store.runs.listing import collected_folder, find_run_id, listing
 from fp8bench.store.runs.run_file import folder_name, load_run
 
 _STILL_RUNNING = "still being measured: collect again after they end"
@@ -51,12 +51,12 @@ def collect_runs(plan: FleetPlan | None, folders: Sequence[Path], out: Path) -> 
             stores[find_store(folder, out).resolve()] = None
         except StoreError as error:  # continue with the other stores
             collected.failures.append(str(error))
-    with keeping(f"the store {out}", "Choose another --store DIR."):
+    with convert_write_errors(f"the store {out}", "Choose another --store DIR."):
         make_store(out)
         with lock_folder(out):
             if plan is not None:
                 store_plan(plan, out)
-            targets = {id_of(path): path for path in listing(out).all_files}
+            targets = {find_run_id(path): path for path in listing(out).all_files}
             for store in stores:
                 _collect_store(store, plan, out, targets, collected)
             files = listing(out)
@@ -80,7 +80,7 @@ def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
             problem = "is not a run file, or is in a wrong folder"
-            if path.name.endswith(PARTIAL):
+            if path.name.endswith(PARTIAL_SUFFIX):
                 problem = "is a leftover of a run that never started"
             yield f"{path} {problem}. It was not taken."
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.files import keeping, open_file
+from fp8bench.files import convert_write_errors, open_file
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, cell_folder, compute_cell_states, should_run
 from fp8bench.store.runs.run_file import check_store
@@ -131,7 +131,10 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     start = time.monotonic()
     # With COLUMNS, messages would be wrapped, and a quotation of a message would lose its end.
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with keeping(folder / OUTPUT_FILE, "Move it away."), open_file(folder / OUTPUT_FILE, "ab", most=None) as output:
+    with (
+        convert_write_errors(folder / OUTPUT_FILE, "Move it away."),
+        open_file(folder / OUTPUT_FILE, "ab", most=None) as output,
+    ):
         exit_code = wait_for_all(start_fp8bench(arguments, output, environment))
     attempt = Attempt(socket.gethostname(), os.getpid(), start_time, time.monotonic() - start, exit_code)
     add_attempt(plan, number, store, attempt)

@@ -30,7 +30,7 @@ from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 from fp8bench.store.fleet_plans import compute_cell_states, find_cell_number, load_plans, read_plan
-from fp8bench.store.runs.listing import REFUSED_REASON, REMEDY, listing
+from fp8bench.store.runs.listing import REFUSAL_REMEDY, REFUSED_REASON, listing
 from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import ratio
 
@@ -84,7 +84,7 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _StoreReading:
     of them.
     """
     files = listing(store)
-    store_reading = _StoreReading(skipped=files.left, doubts=files.notes(files.refused))
+    store_reading = _StoreReading(skipped=files.left_out_reasons, doubts=files.notes(files.refused))
     finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
@@ -131,7 +131,7 @@ def _drop_copies(finished_runs: Sequence[tuple[MachineRun, Path, int | None]], s
             paths = " and ".join(str(path) for _, path in machines_and_paths)
             store_reading.doubts.append(
                 f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
-                f"of them counts. {REMEDY}"
+                f"of them counts. {REFUSAL_REMEDY}"
             )
     store_reading.runs += [run for run, _, digest in finished_runs if digest not in copied_digests]
 

@@ -230,7 +230,7 @@ _THRESHOLDS_SYNTAX = (
     "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
 )
 _NUMBER_WITH_UNIT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
-_UNIT_FACTORS = units.typed_units()
+_UNIT_FACTORS = units.list_typed_units()
 _MAX_RELATIVE = 100.0
 
 

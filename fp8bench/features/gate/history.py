@@ -31,7 +31,7 @@ from fp8bench.features.gate.stored_runs import (
 from fp8bench.jobs.history import check_store_exists, find_all_changes, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
-from fp8bench.model.specs import COUNTS, PER, RELATIVE
+from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME_PER_WORK
 from fp8bench.pipeline import REMEASURED_ORIGIN
 from fp8bench.report.panels import together
 from fp8bench.store.asv.identity import parse_identity
@@ -43,7 +43,7 @@ from fp8bench.store.runs.run_file import load_run
 
 # The most run files that are read to find the runs of the newest commit and of the commit before it.
 _MAX_RUN_FILES = 200
-_DERIVED_METRICS = frozenset(name for name, _ in PER.values())
+_DERIVED_METRICS = frozenset(name for name, _ in TIME_PER_WORK.values())
 
 
 def compare_history(path: Path, observer: JobObserver) -> GateSource:
@@ -234,7 +234,7 @@ def _make_case_key(trend: Trend) -> tuple[object, ...]:
 
 def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
     """Returns the keys of those cases for which the history has a series of the time relative to the reference."""
-    lines = [line for line in history.lines if line.trend.series.metric == RELATIVE]
+    lines = [line for line in history.lines if line.trend.series.metric == RELATIVE_TIME]
     return {_make_case_key(line.trend) for line in lines if line.comparable}
 
 

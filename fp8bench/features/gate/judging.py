@@ -26,7 +26,7 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.gate.thresholds import Threshold, ThresholdRules, find_rule, find_threshold
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import COUNTS, RELATIVE, TIME
+from fp8bench.model.specs import COUNTS, RELATIVE_TIME, TIME
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import many
 
@@ -155,7 +155,9 @@ def case_and_metric(figure: Comparison) -> FigureKey:
 
 def judge_first_look(comparisons: Sequence[Comparison], rules: ThresholdRules = ()) -> tuple[JudgedFigure, ...]:
     cases_with_ratio = {
-        comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
+        comparison.case
+        for comparison in comparisons
+        if comparison.metric == RELATIVE_TIME and comparison.ratio is not None
     }
     judged = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
     tested_indices = [index for index, figure in enumerate(judged) if figure.outcome not in NOT_TESTED]
@@ -349,7 +351,7 @@ DETECTION_PROBABILITY = 0.8
 # A series with fewer nightly values since its last step may be unable to detect a slow-down by its threshold.
 SENSITIVE_AFTER_NIGHTS = 14
 # The gate passes only if it can detect a slow-down in each figure of these metrics.
-TIME_METRICS = (TIME, RELATIVE)
+TIME_METRICS = (TIME, RELATIVE_TIME)
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,14 @@ from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME
+from fp8bench.model.specs import COUNTS, MEAN_TIME, RELATIVE_MEAN_TIME, RELATIVE_TIME, TIME
 from fp8bench.model.stopping import LEAST_ROUNDS, QUICK_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
 from fp8bench.report.comparisons import CODE_FACT, describe_difference, describe_side
 from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import find_commit, find_runs
-from fp8bench.store.runs.listing import store_of
+from fp8bench.store.runs.listing import find_store_of_run
 from fp8bench.units import clock
 from fp8bench.user_code import import_user_modules
 
@@ -214,7 +214,7 @@ class Remeasurer:
         duel = replace(duel, results=tuple(results))
         figures = {case_and_metric(figure): figure for figure in (*comparisons(duel), *compare_means(duel))}
         # Both sides are timed in the same rounds, so the change of a time is also that of its ratio to the reference.
-        for metric, relative_metric in ((TIME, RELATIVE), (MEAN, RELATIVE_MEAN)):
+        for metric, relative_metric in ((TIME, RELATIVE_TIME), (MEAN_TIME, RELATIVE_MEAN_TIME)):
             figures |= {(case, relative_metric): figure for (case, name), figure in figures.items() if name == metric}
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
@@ -244,7 +244,7 @@ class Remeasurer:
 
     def measure_cases(self, run: Run, cases: Collection[str]) -> tuple[Run | None, str]:
         """Measures cases of a run again. Returns the new run, or None and the reason."""
-        store = store_of(Path(run.path)) or self.store
+        store = find_store_of_run(Path(run.path)) or self.store
         run = replace(run, request=_request_full_rounds(run.request))
         try:
             with self.observer.measuring() as progress:

@@ -19,7 +19,7 @@ from typing import Any, cast
 from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
-from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
+from fp8bench.errors import StoreError, UsageError, WorkerFault, to_original_error
 from fp8bench.features.infer.fits import LineDraws, fastest, find_crossing, fit_line
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -54,7 +54,7 @@ from fp8bench.nn.served import (
 )
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.pipeline import execute
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.registry import precisions
 from fp8bench.units import size
 
@@ -79,7 +79,7 @@ def answer_question(
     # 1. Read the shape of a user's model, because memory estimates need it.
     settings = Settings(question.threads, question.seed)
     with claim_process(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
-        facts = device_named(question.device, worker.probe())
+        facts = find_device(question.device, worker.probe())
         model = trained or shipped_model(question.tokens)
         if question.is_user_model:
             USER_SHAPES[question.size] = ServedShape(
@@ -114,7 +114,7 @@ def _ask_worker(worker: Worker, name: str, *arguments: Any) -> Any:
     try:
         return getattr(cast(Any, worker.within(_WORKER_SECONDS)), name)(*arguments)
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
 
 
 def complete_question(question: ServingQuestion) -> ServingQuestion:

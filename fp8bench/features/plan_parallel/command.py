@@ -302,7 +302,7 @@ def _parse_value(file: Path, name: str, raw_value: Any) -> float:
     text = raw_value.strip() if isinstance(raw_value, str) else ""
     try:
         if name == "memory":
-            if (size := float(units.bytes_of(text))) >= _MIN_MEMORY:
+            if (size := float(units.parse_size(text))) >= _MIN_MEMORY:
                 return size
             raise ValueError(text)
         value = float(text.removesuffix(_UNIT_NAMES.get(name, "")))

@@ -27,7 +27,7 @@ from fp8bench.model import (
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import Corpus, prepare_corpus
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.registry import workloads
 from fp8bench.units import percent, seconds
 
@@ -49,7 +49,7 @@ def run_selfchecks(device: str = "cpu") -> Iterator[SelfCheck]:
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
-            facts = device_named(device, worker.probe())
+            facts = find_device(device, worker.probe())
             yield from check_verdicts(worker, facts)
             yield check_phases(worker, facts, corpus)
 

@@ -23,7 +23,7 @@ from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE_SUPPORT, make_base_params, make_product_params
-from fp8bench.files import keeping, write_whole
+from fp8bench.files import convert_write_errors, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.environment import gather
@@ -33,7 +33,7 @@ from fp8bench.model import Case, DeviceFacts, Params, PlannedCase, Timing, Verdi
 from fp8bench.model.raw import Settings
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.plan.corpus import prepare_corpus
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.units import percent, seconds
 
 OPERATION_NAMES = ("small", "medium", "step")
@@ -159,7 +159,7 @@ def run_power(
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
-            facts = device_named(device, worker.probe())
+            facts = find_device(device, worker.probe())
             # 2. Record the conditions under which the figures are measured.
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
@@ -360,5 +360,5 @@ def _write_results(path: Path, results: Sequence[OperationResult], environment: 
         "rows": [asdict(row) for row in summarize_rows(results)],
         "operations": list(map(_encode_operation, results)),
     }
-    with keeping(f"--json {path}", "Name a file in a folder that you may write to."):
+    with convert_write_errors(f"--json {path}", "Name a file in a folder that you may write to."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

@@ -27,7 +27,7 @@ from fp8bench.features.sensitivity.study import (
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model.request import PERCENT, whole_number
+from fp8bench.model.request import PERCENT_RULE, whole_number
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
@@ -64,11 +64,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     help_text = "training steps of every run; default 50"
     add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=help_text)
     help_text = "the largest loss gap that a suggested map may have; default 1"
-    add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=help_text)
+    add("--tolerance", type=types.number(PERCENT_RULE), default=1.0, metavar="PERCENT", help=help_text)
     help_text = (
         "also limit the map's error of first gradients, which shows differences that the loss of few steps hides"
     )
-    add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=help_text)
+    add("--gradient-tolerance", type=types.number(PERCENT_RULE), metavar="PERCENT", help=help_text)
     add_common(parser, "--seed", help="for data and weights; default 0")
     add_common(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")

@@ -26,18 +26,26 @@ from fp8bench.features.sensitivity.study import (
     make_map_of_one,
     shorten_map,
 )
-from fp8bench.files import compact, keeping, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    add_checksum,
+    convert_write_errors,
+    format_compact_json,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.jobs.observer import JobObserver, ReportProgress
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker, claim_process
 from fp8bench.measure.limits import Limits
 from fp8bench.model import Case, DeviceFacts, PlannedCase, Request, Work
 from fp8bench.model.codec import Malformed, decode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.pipeline import examine, now, worker_for
+from fp8bench.pipeline import examine, now, open_worker
 from fp8bench.plan.checked_workload import checked_products
-from fp8bench.plan.make import check_names, make_plan
+from fp8bench.plan.make import check_request, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
@@ -65,7 +73,7 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
     request = question.request
     check_precisions(request)
     corpus = resolve(request, os.environ).corpus(store)
-    with claim_process(request.isolation), worker_for(request, corpus) as worker:
+    with claim_process(request.isolation), open_worker(request, corpus) as worker:
         runs = open_study(question, worker.probe(), corpus.identity if corpus is not None else None, worker)
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         runs.add(started=now(), environment=environment)
@@ -82,9 +90,9 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
 
 def store_study(study: Study, store: Path) -> Study:
     """Writes the study into the store, and returns it with its path."""
-    path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
-    with keeping(f"the study {path}", "Choose another --store DIR."):
-        write_whole(path, compact(seal(encode_study(study))) + "\n")
+    path = store / "sensitivity" / f"{format_start_time(study.started)}-{secrets.token_hex(4)}.json"
+    with convert_write_errors(f"the study {path}", "Choose another --store DIR."):
+        write_whole(path, format_compact_json(add_checksum(encode_study(study))) + "\n")
     return replace(study, path=str(path))
 
 
@@ -93,7 +101,7 @@ def read_studies(store: Path) -> tuple[tuple[Study, ...], list[str]]:
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            studies.append(decode(Study, {**unseal(parse_json(read_file(path))), "path": str(path)}))
+            studies.append(decode(Study, {**remove_checksum(parse_json(read_file(path))), "path": str(path)}))
         except (OSError, ValueError, TypeError, Malformed) as error:
             troubles.append(f"{path} is not a study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles
@@ -108,12 +116,12 @@ def write_map(study: Study, path: Path) -> None:
         f"`fp8bench sensitivity` suggests {study.low} in {trial.name}: the loss gap is within {study.tolerance:.2%}"
     )
     precision_map = study.explicit_map(trial) or tuple((name, study.low) for name in trial.low)
-    with keeping(f"--write-map {path}", "Give another file."):
+    with convert_write_errors(f"--write-map {path}", "Give another file."):
         write_whole(path, "\n".join([f"# {header}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 
 
 def check_precisions(request: Request) -> None:
-    check_names(request)
+    check_request(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
     # Without these checks, a wrong request would fail only after minutes of training.
     if low.mode == reference.mode:

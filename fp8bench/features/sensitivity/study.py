@@ -14,7 +14,7 @@ from typing import Any
 
 from fp8bench.model import Environment, Params
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.protocols import Layer, key_of
+from fp8bench.protocols import Layer, find_map_key
 
 _AVERAGED_FRACTION = 5
 # Losses with the same initial weights differ by less than this on devices that sum in a different order.
@@ -253,7 +253,7 @@ def _add_exceptions(
     """
     # Each iteration adds entries for more layers, so the loop ends.
     while True:
-        modes = {layer.name: keys.get(key_of(layer, keys) or "", defaults[layer.name]) for layer in layers}
+        modes = {layer.name: keys.get(find_map_key(layer, keys) or "", defaults[layer.name]) for layer in layers}
         exceptions = {name: requested_modes[name] for name, mode in modes.items() if mode != requested_modes[name]}
         if not exceptions:
             return tuple(keys.items())

@@ -17,7 +17,7 @@ from fp8bench.cli.calls import accept_fields_of, fields_by_keyword
 from fp8bench.cli.calls import request_fields as fields_given
 from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.cli.option_types import as_pairs, parse_folder, split_names
-from fp8bench.cli.outputs import CommandResult, check_files, log_targets
+from fp8bench.cli.outputs import CommandResult, check_files, parse_log_targets
 from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.data import list_csv_rows
@@ -134,7 +134,7 @@ def train(
             **options, make=name, skip=split_names(skip), precision_map=as_pairs(precision_map), rates=as_pairs(rates)
         ),
     )
-    targets = log_targets(log)
+    targets = parse_log_targets(log)
     try:
         store_folder = parse_folder("store", store)
         page = None if live is None else Path(live)
@@ -250,7 +250,7 @@ def watch(
     with ExitStack() as stack:
         is_first = Ranks.get_rank() == 0
         write_lines = _append_to_file(Path(path), stack) if path is not None and is_first else None
-        targets = log_targets(log)
+        targets = parse_log_targets(log)
         command, call = (on_alarm, None) if isinstance(on_alarm, str) else ("", on_alarm)
         outputs = (page, targets, command) if is_first else (None, (), "")
         outer_observer = stack.enter_context(with_outputs(_NoteObserver(), Path(path or ""), *outputs))

@@ -27,12 +27,12 @@ from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.sizes import SIZES
-from fp8bench.plan.make import device_named
+from fp8bench.plan.make import find_device
 from fp8bench.plan.precision_map import check_can_mix, check_keys
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
 from fp8bench.suggestions import meant_name
-from fp8bench.units import number_or_text_of, size
+from fp8bench.units import parse_number_or_text, size
 from fp8bench.workloads.model import LIVE_MODELS
 
 MAX_ARMS = 64
@@ -55,7 +55,7 @@ _UNSWEPT_SETTINGS = {
 }
 _PARSER_BY_SETTING: dict[str, Callable[[str], Scalar]] = {
     name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _UNSWEPT_SETTINGS
-} | {"clip": number_or_text_of, "refresh_scales": int, "saturation_bound": float}
+} | {"clip": parse_number_or_text, "refresh_scales": int, "saturation_bound": float}
 
 
 # MS-AMP's levels as its documentation defines them: formats of weights, gradients and moments, with power-of-two
@@ -95,7 +95,7 @@ def select_arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
 
 def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
-        return device_named(request.device, facts)
+        return find_device(request.device, facts)
     # The first device in the facts is the CPU, which is used if there is no accelerator.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 

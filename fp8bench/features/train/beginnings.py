@@ -19,7 +19,7 @@ from fp8bench.features.train.request import TrainingRequest, find_start_file
 from fp8bench.features.train.tasks import TASK_TEXT_PREFIX, make_task_text
 from fp8bench.features.train.values import LayerReading, TokenSpan, TrainingText
 from fp8bench.files import MEMORY_BYTES, check_file, open_file, parse_json, read_file
-from fp8bench.plan.corpus import byte_tokens, name_of, read_named_text, replace_tokens
+from fp8bench.plan.corpus import byte_tokens, name_user_text, read_named_text, replace_tokens
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.store.runs.listing import collect_scales, load_stored_run, merge_largest_scales, require_scales
@@ -106,7 +106,7 @@ def _read_source(data: str | None) -> _SourceText:
         return _SourceText.divide(name, text)
     folder = Path(data)
     if (folder / "state.json").is_file():
-        return _SourceText.divide(name_of(data), _dataset_text(folder))
+        return _SourceText.divide(name_user_text(data), _dataset_text(folder))
     notes = folder / "dataset_dict.json"
     split_names = _read_json(notes).get("splits", []) if notes.is_file() else []
     if "train" not in split_names:
@@ -117,8 +117,8 @@ def _read_source(data: str | None) -> _SourceText:
     text = _dataset_text(folder / "train")
     held_out = next((split for split in _HELD_OUT_SPLITS if split in split_names), None)
     if held_out is None:
-        return _SourceText.divide(name_of(data), text)
-    return _SourceText(name_of(data), text, _dataset_text(folder / held_out), is_one_text=False)
+        return _SourceText.divide(name_user_text(data), text)
+    return _SourceText(name_user_text(data), text, _dataset_text(folder / held_out), is_one_text=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         held_out = TokenSpan(str(val.resolve()), 0, stop)
         highest_token = max(highest_token, held_out_highest)
         digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
-    name = name_of(str(train.parent if train.name == "train.bin" else train))
+    name = name_user_text(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
         TokenSpan(str(train.resolve()), 0, length), held_out, highest_token + 1, "given", f"{name}:{digest[:8]}"
     )

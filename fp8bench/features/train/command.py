@@ -12,7 +12,7 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, add_request_options, refuse_other_options
-from fp8bench.cli.outputs import check_outputs, in_store, tell
+from fp8bench.cli.outputs import check_outputs, format_store_option, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
 from fp8bench.features.train.arms import check_training, split_by_model
@@ -30,7 +30,7 @@ from fp8bench.features.train.request import (
 from fp8bench.features.train.values import KeptTraining, ModelSweep, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model.request import PERCENT
+from fp8bench.model.request import PERCENT_RULE
 
 _ALLOWED_WITH_RESUME = {
     "--resume",
@@ -102,7 +102,7 @@ def _add_length_options(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--margin",
-        type=types.number(PERCENT),
+        type=types.number(PERCENT_RULE),
         default=100 * _DEFAULT_REQUEST.margin,
         metavar="PERCENT",
         help="the largest tolerated loss gap, in percent of the reference's loss; default 1",
@@ -212,7 +212,7 @@ def _finish_sizes(trained: Sequence[KeptTraining], arguments: argparse.Namespace
     tell(arguments, *SIZES_KIND.view(ModelSweep(tuple(trained), "+".join(ids))))
     for stored in trained:
         report_result(stored, arguments.store, complain)
-    complain(f"all sizes on a page: fp8bench report {' '.join(ids)}{in_store(arguments.store)}")
+    complain(f"all sizes on a page: fp8bench report {' '.join(ids)}{format_store_option(arguments.store)}")
     return max(_find_exit_code(stored, arguments) for stored in trained)
 
 
@@ -269,5 +269,5 @@ def _check_failures(stored: KeptTraining, requested_failures: Sequence[str]) -> 
 
 
 def _print_resume_command(stored: KeptTraining, arguments: argparse.Namespace) -> None:
-    command = f"fp8bench train --resume {stored.training.id}{in_store(arguments.store)}"
+    command = f"fp8bench train --resume {stored.training.id}{format_store_option(arguments.store)}"
     complain(f"interrupted; the trained part is stored in {stored.path}.\n  To continue: {command}")

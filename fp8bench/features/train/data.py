@@ -15,7 +15,7 @@ from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.features.train.view import list_notes
 from fp8bench.features.train.words import describe_arm, describe_chance, describe_verdict
 from fp8bench.model.codec import SCHEMA, encode
-from fp8bench.model.file_names import safe
+from fp8bench.model.file_names import make_safe
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, logged_facts, seconds_since_1970
 from fp8bench.report.data.plain import Rows
 
@@ -76,7 +76,7 @@ def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[A
 
 
 def make_log_source(training: Training) -> LogSource:
-    name = safe(training.id)
+    name = make_safe(training.id)
     if training.is_watched:
         return LogSource(training.id, f"loop {training.id}", seconds_since_1970(training.started), {}, folder=name)
     config = {
@@ -98,7 +98,7 @@ def list_scalars(training: Training, lines: Iterable[StreamLine]) -> Iterator[Lo
         tag = _find_curve_name(row)
         if tag and row.arm:  # a figure without an arm has no curve
             value = 1.0 if row.line == "TrainingEvent" else float(row.value)
-            yield LoggedScalar(f"{safe(row.arm)} seed {row.seed}/{tag}", row.step, value)
+            yield LoggedScalar(f"{make_safe(row.arm)} seed {row.seed}/{tag}", row.step, value)
 
 
 def _find_curve_name(row: Row) -> str:
@@ -123,4 +123,4 @@ def list_summary_scalars(judged: JudgedTraining) -> Iterator[LoggedScalar]:
     for summary in judged.summaries:
         for figure, value in list_figures(summary, judged.verdicts).items():
             if value is not None:
-                yield LoggedScalar(f"{safe(summary.arm.name)}/summary/{figure}", judged.request.steps, value)
+                yield LoggedScalar(f"{make_safe(summary.arm.name)}/summary/{figure}", judged.request.steps, value)

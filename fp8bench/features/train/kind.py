@@ -34,23 +34,23 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.files import (
     LineWriter,
-    compact,
-    digest_of,
-    keeping,
+    add_checksum,
+    convert_write_errors,
+    digest_checksums,
+    format_compact_json,
     lock,
     open_file,
     parse_json,
     read_file,
-    seal,
-    unseal,
+    remove_checksum,
     write_whole,
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.store.kept_lines import (
-    Content,
+    LineContent,
     UnknownKind,
     parse_file_lines,
     process_lines,
@@ -96,7 +96,7 @@ class TrainingWriter(LineWriter):
     def make_checkpoint_folder(self, number: int, step: int) -> Path:
         """Returns a path for a checkpoint before a step. Nothing exists at this path."""
         folder = _checkpoints_folder(self.path) / f"{number}-{step}"
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
@@ -110,31 +110,33 @@ class TrainingWriter(LineWriter):
         """
         # The checkpoint of the new point is already on disk.
         name = folder.name if folder is not None else ""
-        point = ResumePoint(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
+        point = ResumePoint(
+            number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_checksums(self._sums)
+        )
         # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
         # damaged.
         earlier_points = [old for old in self.points if old.number == number and old.step < step]
         first_point = earlier_points[:1]
         checkpoints = earlier_points[1:][1 - _CHECKPOINT_COUNT :]
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             self._write_points((*first_point, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
         """Cuts the stream at a point. Events about the training itself, such as 'resumed', stay in the stream."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
-        with keeping(self.path.parent, _DISK_ADVICE):
+        with convert_write_errors(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # later points belong to steps that will be repeated
                 self._write_points(points)
             lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
-            self._recount()
+            self._count_lines()
         # Events such as 'resumed' stay, because repeated steps do not write them again.
         events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
         self._append_numbered_lines(events)
 
     def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES_FILE), compact(seal({"places": encode(places)})))
+        write_whole(self.path.with_name(_PLACES_FILE), format_compact_json(add_checksum({"places": encode(places)})))
         self.points = places
         remove_old_checkpoints(self.path.parent, places)
 
@@ -145,7 +147,7 @@ _STAYING_EVENTS = ("resumed", "restarted", "out")
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
     commit = str(training.environment.get("commit") or "nocommit")[:8]
-    folder = store / "trainings" / f"{stamp(training.started)}-{commit}-{training.id}"
+    folder = store / "trainings" / f"{format_start_time(training.started)}-{commit}-{training.id}"
     return TrainingWriter.start(folder / STREAM_FILE, {"schema": SCHEMA, "training": encode(training)})
 
 
@@ -176,7 +178,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
     """
     file = path.with_name(_PLACES_FILE)
     try:
-        points = decode(tuple[ResumePoint, ...], unseal(parse_json(read_file(file)))["places"])
+        points = decode(tuple[ResumePoint, ...], remove_checksum(parse_json(read_file(file)))["places"])
     except FileNotFoundError:
         points = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -189,7 +191,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
 
     def is_usable_point(point: ResumePoint) -> bool:
         start = parse_file_lines(stream[: point.length])
-        return point.length <= len(stream) and not start.lost and digest_of(start.sums) == point.digest
+        return point.length <= len(stream) and not start.lost and digest_checksums(start.sums) == point.digest
 
     return tuple(filter(is_usable_point, points)) or (first_point,)
 
@@ -254,7 +256,7 @@ def load_training(path: Path) -> KeptTraining:
     lines: list[StreamLine] = []
     end_words = []
 
-    def take_line(content: Content) -> None:
+    def take_line(content: LineContent) -> None:
         ((name, value),) = content.items()
         if name == "end":
             end_words.append(value)

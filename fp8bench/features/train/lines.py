@@ -14,7 +14,7 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.model.codec import decode, encode
-from fp8bench.store.kept_lines import Content
+from fp8bench.store.kept_lines import LineContent
 
 # Names of the kinds of lines in the stream.
 LINE_KINDS: dict[str, type] = {
@@ -36,6 +36,6 @@ def is_stream_line(content: object) -> bool:
     return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_KINDS.keys()
 
 
-def line_from_json(content: Content) -> StreamLine:
+def line_from_json(content: LineContent) -> StreamLine:
     ((name, value),) = content.items()
     return cast(StreamLine, decode(LINE_KINDS[name], value))

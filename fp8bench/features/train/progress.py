@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fp8bench import units
-from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, show_time_left
+from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, describe_time_left, is_watched
 from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError
 from fp8bench.features.train.data import list_scalars, list_summary_scalars, make_log_source
@@ -110,7 +110,7 @@ class _ProgressObserver(TrainingObserver):
         time_left_words = ""
         if done_share < 1:
             time_share = (done_share - self._done_at_start) / (1 - self._done_at_start)
-            time_left_words = show_time_left(self._clock() - self._start, time_share)
+            time_left_words = describe_time_left(self._clock() - self._start, time_share)
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{time_left_words}"
 
 
@@ -165,7 +165,7 @@ class TrainingBoard(_ProgressObserver):
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
             page = render_board(position, self._arms_with_loss)
-            self._block.show(render(page, self._block.room, self._color))
+            self._block.show(render(page, self._block.num_columns, self._color))
 
     def note(self, sentence: str) -> None:
         self._block.close()

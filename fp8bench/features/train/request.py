@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import UsageError
-from fp8bench.files import is_no_folder
+from fp8bench.files import is_not_folder
 from fp8bench.model.request import (
     KNOWN_SCALES,
-    MEMORY_SIZE,
+    MEMORY_SIZE_RULE,
     REQUEST_RULES,
     Request,
     Rule,
     check_fields,
+    list_request_options,
     number,
     option,
-    options_of,
     whole_number,
 )
 from fp8bench.nn.sizes import SIZES
-from fp8bench.units import number_of
+from fp8bench.units import parse_number
 
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
 # Kinds of parameters that may have their own learning rates.
@@ -85,7 +85,7 @@ def _are_rates(rates: tuple[Any, ...]) -> bool:
 def parse_change(then: str) -> tuple[str, float]:
     """Returns the dtype in `--then`, and the share of the steps before it begins; '' and 1 if `then` is empty."""
     word, _, percent_text = then.rpartition("@")
-    return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
+    return word, parse_number(percent_text.removesuffix("%")) / 100 if then else 1.0
 
 
 def _is_valid_change(then: str) -> bool:
@@ -98,7 +98,7 @@ def _is_valid_change(then: str) -> bool:
 def parse_clip(clip: float | str) -> tuple[float, str]:
     """Returns the largest norm in `--clip`, and the kind of groups that are clipped separately ('' for none)."""
     max_norm, _, group = str(clip).partition("/")
-    return number_of(max_norm), group
+    return parse_number(max_norm), group
 
 
 def _is_clip(value: object) -> bool:
@@ -115,7 +115,7 @@ def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
     target, _, keys = tail.partition(":")
     # In 'NAME:KEY=VALUE', the text after the colon has an equals sign. In 'FILE.py:CLASS' it has none.
     if name not in OPTIMIZERS and target and "=" not in target:
-        return f"{name}:{target}", {key: number_of(value) for key, value in _split_into_pairs(keys)}
+        return f"{name}:{target}", {key: parse_number(value) for key, value in _split_into_pairs(keys)}
     expected_text = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
     if name not in OPTIMIZERS:
         reason = UNSUPPORTED_OPTIMIZERS.get(name.lower())
@@ -146,7 +146,7 @@ def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) 
         if key not in defaults:
             raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
         default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
-        numbers = tuple(number_of(part) for part in text.split(","))
+        numbers = tuple(parse_number(part) for part in text.split(","))
         low, high = _KEY_BOUNDS[key]
         if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
             expected = "two numbers" if len(default) > 1 else "a number"
@@ -170,7 +170,7 @@ def _make_tuple_rule(words: str, holds: Callable[[tuple[Any, ...]], object]) -> 
 MODEL = "what to train"
 LENGTH_TITLE = "how long, and how sure"
 LEARNING_TITLE = "how it learns"
-_RUN_OPTIONS = options_of(Request)
+_RUN_OPTIONS = list_request_options(Request)
 
 
 def _make_choice(default: str, names: tuple[str, ...], help_text: str = "", group: str = LEARNING_TITLE) -> Any:
@@ -196,7 +196,7 @@ def find_start_file(start: str) -> Path | None:
     or a checkpoint.
     """
     path = Path(start.partition("::")[0])
-    return path if start and is_no_folder(path) else None
+    return path if start and is_not_folder(path) else None
 
 
 def check_ranks_options(request: Any) -> None:
@@ -332,7 +332,7 @@ class TrainerSettings:
         "auto",
         _make_text_rule(
             "auto, dynamic, or a number from 1 to 2^32",
-            lambda text: text in LOSS_SCALES or 1.0 <= number_of(text) <= MAX_LOSS_SCALE,
+            lambda text: text in LOSS_SCALES or 1.0 <= parse_number(text) <= MAX_LOSS_SCALE,
         ),
         "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
         "number from 1 to 2^32; default {default}",
@@ -406,7 +406,7 @@ class TrainerSettings:
         return self.make or self.model
 
 
-SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainerSettings).items()}
+SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in list_request_options(TrainerSettings).items()}
 
 
 @dataclass(frozen=True)
@@ -469,7 +469,7 @@ class TrainingRequest:
     )
     own_batch: int | None = option(
         None,
-        MEMORY_SIZE,
+        MEMORY_SIZE_RULE,
         "also find the largest batch of each native arm in SIZE of memory, like 2GiB, and compare arms at them",
         "SIZE",
         LENGTH_TITLE,
@@ -486,7 +486,7 @@ class TrainingRequest:
         check_ranks_options(self)
 
 
-TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainingRequest).items()}
+TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in list_request_options(TrainingRequest).items()}
 # A training with --quick has one seed of this many steps.
 QUICK_STEPS = 60
 

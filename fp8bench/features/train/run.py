@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
+from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, to_original_error
 from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
 from fp8bench.features.train.beginnings import prepare_text, resolve_beginnings
 from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
@@ -49,7 +49,7 @@ from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
-from fp8bench.plan.resumable import check_files_exist, describe_environment_changes, resume_error
+from fp8bench.plan.resumable import check_files_exist, describe_environment_changes, make_resume_error
 from fp8bench.report.panels import together
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
@@ -89,7 +89,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     check_files_exist(title, request.imports, request.data)
     with _prepare(request, store) as (worker, text):
         for difference in _list_differences(training, _plan_arms(request, worker, text)):
-            raise resume_error(title, difference, "The two parts would not form one training; start a new one.")
+            raise make_resume_error(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
         point = writer.points[-1]
         writer.go_back(point)
@@ -171,7 +171,7 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
     try:
         coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(training.make_task(tuple(training.compared_arms)))
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
     names_by_coverage = together((coverage, name) for name, coverage in coverages)
     sentences: list[str] = []
     for coverage, names in names_by_coverage.items():
@@ -189,7 +189,7 @@ def _build_reference(training: Training, worker: Worker) -> ArmState:
             # Score the reference now, so that a metric that fails does so before any step.
             call_lab(worker, FIRST_CALL_SECONDS).validate(reference.name, True)
     except WorkerFault as fault:
-        raise as_usage(fault) from None
+        raise to_original_error(fault) from None
     (state,) = states
     return state
 

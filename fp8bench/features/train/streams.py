@@ -26,7 +26,7 @@ from fp8bench.features.train.values import (
     WatchedLoops,
     make_empty_text,
 )
-from fp8bench.files import is_no_folder, open_file, parse_json, read_file
+from fp8bench.files import is_not_folder, open_file, parse_json, read_file
 from fp8bench.model import DeviceFacts, Environment
 
 # A file with a longer first line is not a stream.
@@ -37,7 +37,7 @@ _MAX_NAME_LENGTH = 100
 def is_stream(path: Path) -> bool:
     """Returns whether the file begins with a line of `fp8bench.watch`."""
     with contextlib.suppress(OSError, ValueError):
-        if is_no_folder(path):
+        if is_not_folder(path):
             with open_file(path) as file:
                 return is_stream_line(parse_json(file.readline(_MAX_LINE_LENGTH)))
     return False

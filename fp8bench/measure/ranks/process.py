@@ -31,7 +31,7 @@ from fp8bench.measure.ranks.answers import (
     make_failed_rank,
     merge_answers,
 )
-from fp8bench.model.ranks import PARENT, FailedRank, beat_file, parse_heartbeat, stderr_file
+from fp8bench.model.ranks import PARENT_SOCKET, FailedRank, heartbeat_file, parse_heartbeat, stderr_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
 _POLL_SECONDS = 0.2
@@ -100,7 +100,7 @@ class RanksProcess(WorkerProcess):
         self.undecided = False
         try:
             with socket.socket(socket.AF_UNIX) as listening:
-                listening.bind(str(self._folder / PARENT))
+                listening.bind(str(self._folder / PARENT_SOCKET))
                 listening.listen(2 * launch.ranks)
                 super().__init__(python, LAUNCHER_MODULE, environment)
                 super().send_request((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
@@ -257,7 +257,7 @@ class RanksProcess(WorkerProcess):
         return [self._make_state(rank, statuses) for rank in ordered_ranks]
 
     def _make_state(self, rank: _RankConnections, statuses: Mapping[int, int] | None) -> RankState:
-        heartbeat = parse_heartbeat(rank.number, self._read_rank_file(beat_file(rank.number)))
+        heartbeat = parse_heartbeat(rank.number, self._read_rank_file(heartbeat_file(rank.number)))
         if not heartbeat.sequence:
             heartbeat = replace(heartbeat, seconds=self._started_at)
         reply = rank.reply[1] if rank.reply is not None else ()

@@ -14,8 +14,8 @@ from fp8bench.measure.sensors.energy import SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import NVML_LIBRARY, AbsentDevice, Library, list_devices
 from fp8bench.model import DeviceFacts, Scalar
-from fp8bench.model.consumed import reasons_in
-from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
+from fp8bench.model.consumed import list_throttle_reasons
+from fp8bench.model.readings import NoReading, Reading, Unavailable, describe_missing_readings
 
 # The driver's facts that are stored in the environment. The name of the device is stored elsewhere.
 _STORED_FACTS = (
@@ -59,7 +59,7 @@ def _format_reading(name: str, readings: Mapping[str, Reading]) -> str:
         default = readings["power_cap_default"].value if "power_cap_default" in readings else value
         return f"{value:g} W" + (f" of {default:g} W" if default != value else "")
     if unit == "mask":
-        limiting_reasons = ", ".join(reasons_in(int(value)))
+        limiting_reasons = ", ".join(list_throttle_reasons(int(value)))
         return f"held back by {limiting_reasons}" if limiting_reasons else "not held back"
     if unit == "B":
         return units.size(readings[name].number)
@@ -76,7 +76,7 @@ def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar |
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
         stored_facts = {name: fact for name, fact in meter.device.facts().items() if name in _STORED_FACTS}
         state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in stored_facts.items()}
-        state["unknown"] = "; ".join(reasons_of(stored_facts)) or None
+        state["unknown"] = "; ".join(describe_missing_readings(stored_facts)) or None
     state["energy_source"] = meter.kind.value
     state["energy_period"] = _counter_period(meter)
     state["energy_why"] = meter.why or None
@@ -95,7 +95,7 @@ def format_device_lines(meter: Meter) -> Iterator[str]:
                 if name in readings
             ]
             yield f"{title:10}{', '.join(phrases) or 'no values'}"
-        if reasons := reasons_of(facts, state):
+        if reasons := describe_missing_readings(facts, state):
             yield f"unknown   {'; '.join(reasons)}"
     yield f"energy    {describe_energy_source(meter)}"
 

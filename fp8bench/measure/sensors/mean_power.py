@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from fp8bench.model.consumed import LEAST_INTERVALS, TICK_INTERVALS
+from fp8bench.model.consumed import MIN_COUNTER_CHANGES, TICK_INTERVALS
 from fp8bench.model.readings import NoReading
 
 # The fewest intervals between ticks from which power is computed.
-MIN_INTERVALS = LEAST_INTERVALS
+MIN_INTERVALS = MIN_COUNTER_CHANGES
 # A window is precise enough (resolved) below this relative uncertainty.
 MAX_UNCERTAINTY = 0.005
 # The largest relative uncertainty of a window in a brisk run (one that takes about 10 s). It may be larger than

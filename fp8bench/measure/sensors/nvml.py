@@ -22,7 +22,16 @@ from fp8bench.measure.sensors.driver import (
 )
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match_device
 from fp8bench.model import consumed
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt, first_of, positive
+from fp8bench.model.readings import (
+    NoReading,
+    Read,
+    Reading,
+    Readings,
+    Unavailable,
+    read_first_available,
+    require_positive,
+    try_reading,
+)
 
 NOT_SUPPORTED = 3
 NOT_FOUND = 6
@@ -164,11 +173,11 @@ def _make_reader(
 
 
 def _make_positive_reader(function: str, factor: float, unit: str, *arguments: Any) -> ReadValue:
-    return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
+    return lambda ask: require_positive(ask(function, *arguments) * factor, unit, function)
 
 
 def _make_fallback_reader(*reads: ReadValue) -> ReadValue:
-    return lambda ask: first_of(*(partial(read, ask) for read in reads))
+    return lambda ask: read_first_available(*(partial(read, ask) for read in reads))
 
 
 def _make_switch_reader(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> ReadValue:
@@ -251,7 +260,7 @@ READ_AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W
 
 
 def instant_power(ask: AskLibrary) -> Reading:
-    return positive(read_field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
+    return require_positive(read_field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
 
 
 # Values that are read within a window. Power is not among them, because the energy is measured.
@@ -394,7 +403,7 @@ class NvmlDevice(DeviceReader):
             QuerySubject.MIG_INSTANCE: (self._part,),
         }
         handle_arguments = handles_by_subject[query.subject]
-        return attempt(
+        return try_reading(
             lambda: query.read(lambda function, *arguments: self._library.call(function, *handle_arguments, *arguments))
         )
 
@@ -427,7 +436,7 @@ def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str
 def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
     # If the address cannot be read, the device can still be matched by its UUID.
-    pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
+    pci = try_reading(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
     address = str(pci.value) if isinstance(pci, Reading) else ""
     is_split_by_mig = _is_split_by_mig(call, handle)
     return ListedDevice(uuid, address, is_split_by_mig, tuple(_list_instances(call, handle)) if is_split_by_mig else ())

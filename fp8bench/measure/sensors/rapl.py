@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt, positive
+from fp8bench.model.readings import NoReading, Read, Reading, Readings, require_positive, try_reading
 
 RAPL_FOLDER = Path("/sys/class/powercap")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -173,6 +173,6 @@ def _read_highest(files: list[Path], factor: float, unit: str) -> Read:
                 continue
         if not values:
             raise NoReading("the kernel has no file with it")
-        return positive(max(values) * factor, unit, "sysfs")
+        return require_positive(max(values) * factor, unit, "sysfs")
 
-    return attempt(read)
+    return try_reading(read)

@@ -19,7 +19,7 @@ from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.errors import UsageError
 from fp8bench.files import check_folder
 from fp8bench.model import Environment, Finding, Record, Run
-from fp8bench.model.file_names import safe
+from fp8bench.model.file_names import make_safe
 from fp8bench.model.specs import STEP, TIME, Rank
 
 TENSORBOARD = "tensorboard"
@@ -99,7 +99,7 @@ class TensorBoardSink:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         begun = self._source.begun
-        file = self._folder / series / f"events.out.tfevents.{begun:010d}.fp8bench.{safe(self._source.id)}.{step}"
+        file = self._folder / series / f"events.out.tfevents.{begun:010d}.fp8bench.{make_safe(self._source.id)}.{step}"
         file.parent.mkdir(parents=True, exist_ok=True)
         # Write without a buffer, so that a killed training leaves complete events.
         writer = RecordWriter(file.open("wb", buffering=0))
@@ -116,7 +116,7 @@ class WandbSink:
         self._run = wandb.init(
             project=project,
             name=source.title,
-            id=f"fp8bench-{safe(source.id)}",
+            id=f"fp8bench-{make_safe(source.id)}",
             resume="allow",
             config=dict(source.config),
         )
@@ -232,7 +232,7 @@ def _scalar_name(record: Record, figure: str) -> str:
     case = record.case
     version_suffix = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
-    return f"{safe(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
+    return f"{make_safe(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
 
 
 def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fp8bench.analysis.labels import describe_load
-from fp8bench.feature_list import feature_parts
+from fp8bench.feature_list import import_feature_modules
 from fp8bench.model import Run
 from fp8bench.report import topics
 from fp8bench.report.case_status import row_cost_tone
@@ -89,7 +89,7 @@ def load_sections() -> dict[str, Section]:
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
     # Importing the section modules of features registers their sections.
-    list(feature_parts("section"))
+    list(import_feature_modules("section"))
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 

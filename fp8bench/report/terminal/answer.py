@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from fp8bench import units
 from fp8bench.model import Run
-from fp8bench.model.consumed import reasons_in
+from fp8bench.model.consumed import list_throttle_reasons
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
 from fp8bench.report.case_status import CaseStatus, find_case_status, list_speeds, speed_up, status_tone, status_words
@@ -186,7 +186,7 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
     for case in panel.named_cases:
         if (watch := case.record.watch) is not None:
             clock_rates += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
-            throttle_reasons += reasons_in(watch.throttle or 0)
+            throttle_reasons += list_throttle_reasons(watch.throttle or 0)
 
     def setting(name: str) -> float | None:
         value = run.environment.get(f"{panel.device} {name}")

@@ -8,7 +8,7 @@ from itertools import chain, groupby
 
 from fp8bench.model import DeviceFacts, Group, Label, Level, Plan, Run, Status, Verdict
 from fp8bench.model.planned import PlannedCase
-from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
+from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAK_MEMORIES
 from fp8bench.report.case_status import describe_intervals
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Facts, Page, Part, Table, Text, Tone
@@ -253,7 +253,7 @@ def _describe_measurements(panels: Sequence[Panel]) -> list[str]:
 
 
 def _metrics_in_other_tables(panel: Panel) -> tuple[str, ...]:
-    return PEAKS if has_memory_by_role(panel) else (DEVICE_PEAK_MEMORY,)
+    return PEAK_MEMORIES if has_memory_by_role(panel) else (DEVICE_PEAK_MEMORY,)
 
 
 def _closing_texts(detail: str, run: Run, panels: Sequence[Panel]) -> list[Text]:

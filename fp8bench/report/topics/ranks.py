@@ -272,7 +272,7 @@ def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
             tone=lambda row: Tone.DOUBT if row.value.exposed_seconds is SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed_seconds, units.seconds)),
+        figure_column(specs.EXPOSED_TIME, lambda row: _range_field(row.value.exposed_seconds, units.seconds)),
         figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden_share, units.percent, 100)),
     ]
     return table("overlap", "communication during products", cols, rows)

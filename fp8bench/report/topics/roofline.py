@@ -86,7 +86,7 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         return
     if ceiling.rates:
         # If repetitions of a measurement differ much, the real peak may be higher than the measured one.
-        unsteady_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
+        unsteady_rates = [rate for rate in ceiling.rates if rate.runs and not rate.is_steady]
         rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in unsteady_rates)
         uncertainty = f". Some may be higher, because repeated measurements differ: {rates_text}" if rates_text else ""
         yield f"Ceilings were measured here{uncertainty}."
@@ -210,7 +210,7 @@ def describe_spread(rate: Rate) -> str:
     """Returns how much repeated measurements of a peak differ, as 'spread 1.5% over 5 runs'. Appends ': no bound' if
     they differ too much.
     """
-    unsteady_remark = "" if rate.steady else ": no bound"
+    unsteady_remark = "" if rate.is_steady else ": no bound"
     return f"spread {units.percent(rate.spread)} over {len(rate.runs)} runs{unsteady_remark}"
 
 

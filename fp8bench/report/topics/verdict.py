@@ -17,7 +17,7 @@ from fp8bench.analysis.labels import describe_load
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.model.run import BENCH
-from fp8bench.model.words import OF_ANOTHER_KIND
+from fp8bench.model.words import LABELS_OF_OTHER_WORK
 from fp8bench.report.case_status import CaseStatus, describe_intervals, find_case_status, list_speeds, speed_up
 from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
 from fp8bench.report.page.section import LabelledRun, Material, section, timed_panels
@@ -183,7 +183,7 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
     is_doubted = find_case_status(result) is CaseStatus.DOUBTED
     labels = [label for label in result.labels if is_doubted and label.casts_doubt]
-    decisive_label = next((label for label in labels if label in OF_ANOTHER_KIND), None)
+    decisive_label = next((label for label in labels if label in LABELS_OF_OTHER_WORK), None)
     if decisive_label:
         meaning, _, remedy = WORDS_BY_LABEL[decisive_label]
         yield f"{result.reason(decisive_label) or meaning}. Remedy: {remedy}"

@@ -1,12 +1,11 @@
-"""Reads and writes the JSON files that asv writes as well: benchmarks.json, machine.json, and results files (format
-2).
+"""Reads and writes the JSON files that asv also writes: benchmarks.json, machine.json, and results files (format 2).
 
 asv writes in place and without a lock, so a file that is read half-written may be complete a moment later
 (`read_settled_file`). A file that stays broken is renamed and not overwritten, because it may still be useful
-(`rename_broken_file`). Locks only synchronise fp8bench's own processes.
+(`rename_broken_file`). Locks only synchronise the processes of fp8bench.
 
-asv replaces the content of benchmarks.json and machine.json by what it discovers. fp8bench merges its content into
-these files and preserves unknown entries.
+asv replaces benchmarks.json and machine.json by what it finds. fp8bench adds its entries to these files and preserves
+unknown entries.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from reprlib import repr as shown
 from typing import Any, TypeVar
 
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
-from fp8bench.files import keeping, read_file, write_whole
+from fp8bench.files import convert_write_errors, read_file, write_whole
 from fp8bench.model import Scalar, Series
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
 
-_PAUSE_SECONDS = 0.02
-# A file is complete if it was not changed for this many seconds.
-_RECENT_SECONDS = 10.0
+_RETRY_PAUSE_SECONDS = 0.02
+# A file that was not changed for this many seconds is not being written.
+_SETTLED_SECONDS = 10.0
 _RETRY_SECONDS = 2.0
 
 T = TypeVar("T")
@@ -67,30 +66,32 @@ def _read_bytes(path: Path) -> bytes:
         raise AsvFileError(f"{path} cannot be read ({error.strerror}).") from None
 
 
-def _check_version(path: Path, written: object, version: int) -> None:
-    if type(written) is not int:
-        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written)}, expected {version}.")
-    if written != version:
-        age, remedy = ("an older", "Run 'asv update' first") if written < version else ("a newer", "Upgrade fp8bench")
+def _check_version(path: Path, written_version: object, version: int) -> None:
+    if type(written_version) is not int:
+        raise AsvFileBroken(f"{path} is broken: its 'version' is {shown(written_version)}, expected {version}.")
+    if written_version != version:
+        age_text, remedy = (
+            ("an older", "Run 'asv update' first") if written_version < version else ("a newer", "Upgrade fp8bench")
+        )
         raise AsvFileOfOtherVersion(
-            f"{path} was written by {age} asv: its version is {written!s:.20}, "
+            f"{path} was written by {age_text} asv: its version is {written_version!s:.20}, "
             f"fp8bench reads version {version}. {remedy}."
         )
 
 
 def write_object(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    """Replaces a JSON file in one step. With an indent, keys are sorted as in asv's files. Without an indent, the
-    file is compact.
+    """Replaces a JSON file atomically. With an indent, keys are sorted as in asv's files. Without an indent, the file
+    is one line.
     """
     text = json.dumps(content, indent=indent, sort_keys=indent is not None)
     remedy = "The previous file is unchanged; make room, or choose another --store DIR."
-    with keeping(path, remedy, AsvFileError):
+    with convert_write_errors(path, remedy, AsvFileError):
         write_whole(path, text)
 
 
 def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _RETRY_SECONDS) -> T:
-    """Returns the result of `load` for a file. If the file is broken but changed recently, it may be half-written, so
-    it is read again for up to `seconds`.
+    """Returns the result of `load` for a file. If the file is broken but was changed recently, it may be half-written:
+    then `load` is repeated for up to `seconds`.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -98,9 +99,9 @@ def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _R
             return load(path)
         except AsvFileTorn:
             with contextlib.suppress(OSError):  # the file was just deleted, which the next attempt reports
-                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _RECENT_SECONDS:
+                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _SETTLED_SECONDS:
                     raise
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_RETRY_PAUSE_SECONDS)
 
 
 def rename_broken_file(path: Path) -> Path:
@@ -124,17 +125,18 @@ def rename_broken_file(path: Path) -> Path:
 
 BENCHMARKS_VERSION = 2
 MACHINE_VERSION = 1
-_INDENT = 4
-# The fields of a definition that readers of results use. All other fields are for asv's runner.
+_JSON_INDENT = 4
+# The fields of a benchmark's definition that matter for reading results. All other fields are for running the
+# benchmark.
 _COMPARED_FIELDS = ("params", "version", "unit", "param_names")
 
 
 def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[Path] | None = None) -> T | None:
-    """Loads a file of asv, or returns None if it is missing. With `renamed_files`, a broken file is renamed, and its
-    new path is added to this list.
+    """Loads a file of asv, or returns None if it is missing. If `renamed_files` is given, a broken file is renamed and
+    counts as missing, and its new path is added to this list.
     """
     # Wait longer before renaming: a suspended writer would continue to write into the renamed file.
-    retry_seconds = _RETRY_SECONDS if renamed_files is None else _RECENT_SECONDS
+    retry_seconds = _RETRY_SECONDS if renamed_files is None else _SETTLED_SECONDS
     try:
         return read_settled_file(load, path, retry_seconds)
     except AsvFileAbsent:
@@ -160,8 +162,8 @@ def make_definition(series: Series) -> dict[str, Any]:
 
 
 def load_benchmarks(path: Path) -> dict[str, Any]:
-    """Returns the definitions in benchmarks.json by name. If asv would fail on a definition, the whole file counts as
-    broken.
+    """Returns the definitions of benchmarks in benchmarks.json, by name. If asv would fail on one of them, the whole
+    file counts as broken.
     """
     content = read_object(path, BENCHMARKS_VERSION)
     for name, definition in content.items():
@@ -175,20 +177,20 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
 
 
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
-    """Returns the definitions with those of the series added. An old definition stays unchanged if parameters,
-    version and unit are equal.
+    """Returns the old definitions of benchmarks, and those of the series. If the old and the new definition of a
+    series have equal parameters, version and unit, the old one stays.
     """
     new_definitions = {metric.name: make_definition(metric) for metric in series}
-    unchanged = {
+    unchanged_names = {
         name
         for name in new_definitions
         if name in old and all(old[name].get(key) == new_definitions[name][key] for key in _COMPARED_FIELDS)
     }
-    return {**old, **{name: definition for name, definition in new_definitions.items() if name not in unchanged}}
+    return {**old, **{name: definition for name, definition in new_definitions.items() if name not in unchanged_names}}
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
-    write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _INDENT)
+    write_object(path, {**benchmarks, "version": BENCHMARKS_VERSION}, _JSON_INDENT)
 
 
 def load_machine(path: Path) -> dict[str, Any]:
@@ -199,12 +201,12 @@ def load_machine(path: Path) -> dict[str, Any]:
 
 
 def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
-    """Returns the facts of a machine with new facts added. New facts that are None are left out."""
+    """Returns the old facts of a machine, updated with the new ones. New facts that are None are left out."""
     return {**old, **{key: value for key, value in new.items() if value is not None}}
 
 
 def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
-    write_object(path, {**machine, "version": MACHINE_VERSION}, _INDENT)
+    write_object(path, {**machine, "version": MACHINE_VERSION}, _JSON_INDENT)
 
 
 RESULTS_VERSION = 2
@@ -227,11 +229,11 @@ _OPTIONAL_FIELDS = ("env_vars", "durations")
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file. `date` is the date of the commit, in ms since 1970. `params` and `env_vars` distinguish asv's
-    series.
+    """A results file of asv. `date` is the date of the commit, in ms since 1970. Files with different `params` or
+    `env_vars` belong to different series of asv.
 
-    `others` are keys that fp8bench does not know. `broken` are unreadable rows, described by `troubles`. Unknown keys
-    and unreadable rows are written back unchanged, unless `rows` has a row of the same name.
+    `unknown_fields` are fields that fp8bench does not know. `unreadable_rows` have one sentence each in `troubles`.
+    Unknown fields are written back unchanged, and so are unreadable rows, unless `rows` has a row of the same name.
     """
 
     commit_hash: str
@@ -244,14 +246,14 @@ class ResultsFile:
     rows: Mapping[str, AsvRow]
     durations: Mapping[str, Any] = field(default_factory=dict)
     columns: tuple[str, ...] = COLUMNS
-    others: Mapping[str, Any] = field(default_factory=dict)
-    broken: Mapping[str, Any] = field(default_factory=dict)
+    unknown_fields: Mapping[str, Any] = field(default_factory=dict)
+    unreadable_rows: Mapping[str, Any] = field(default_factory=dict)
     troubles: tuple[str, ...] = ()
 
 
 def load_results(path: Path) -> ResultsFile:
-    """Loads a results file. Raises AsvFileError, or an error derived from it, if asv would not read the file or would
-    fail on it.
+    """Loads a results file. Raises AsvFileError or one of its subclasses if asv would not read the file or would fail
+    on it.
     """
     content = read_object(path, RESULTS_VERSION)
     try:
@@ -261,26 +263,26 @@ def load_results(path: Path) -> ResultsFile:
 
 
 def save_results(path: Path, file: ResultsFile) -> None:
-    """Writes a results file in one step as asv would: statistics and durations have 5 digits."""
+    """Replaces a results file atomically. Statistics and durations have 5 digits, as in asv's files."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
-    converted = {
+    converted_fields = {
         "result_columns": file.columns,
-        "results": rows | {k: v for k, v in file.broken.items() if k not in rows},
+        "results": rows | {k: v for k, v in file.unreadable_rows.items() if k not in rows},
     }
     # asv writes the fields in this order.
-    content = {key: converted[key] if key in converted else getattr(file, key) for key in _TYPE_BY_FIELD}
-    write_object(path, {**content, **file.others, "version": RESULTS_VERSION})
+    content = {key: converted_fields[key] if key in converted_fields else getattr(file, key) for key in _TYPE_BY_FIELD}
+    write_object(path, {**content, **file.unknown_fields, "version": RESULTS_VERSION})
 
 
 def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
     content = {**{key: {} for key in _OPTIONAL_FIELDS}, **content}
     _check_fields(content, path)
     columns = tuple(content["result_columns"])
-    # the values of columns that fp8bench does not know would be lost
+    # Refuse unknown columns, because saving the file would lose their values.
     if not all(column in COLUMNS for column in columns):
         raise Malformed(f"'result_columns' is {shown(columns)}, expected columns of asv")
     rows: dict[str, AsvRow] = {}
-    broken: dict[str, Any] = {}
+    unreadable_rows: dict[str, Any] = {}
     troubles = []
     for name, cells in content["results"].items():
         try:
@@ -288,20 +290,20 @@ def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
         except Malformed as error:
             # Cells without a column mean nothing, and must not move into columns that are added when the file is
             # written again.
-            broken[name] = cells[: len(columns)] if isinstance(cells, list) else cells
+            unreadable_rows[name] = cells[: len(columns)] if isinstance(cells, list) else cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(
         **{key: content[key] for key in _TYPE_BY_FIELD if key not in ("result_columns", "results")},
         rows=rows,
         columns=columns + tuple(column for column in COLUMNS if column not in columns),
-        others={key: value for key, value in content.items() if key not in _TYPE_BY_FIELD},
-        broken=broken,
+        unknown_fields={key: value for key, value in content.items() if key not in _TYPE_BY_FIELD},
+        unreadable_rows=unreadable_rows,
         troubles=tuple(troubles),
     )
 
 
 def _check_fields(content: Mapping[str, Any], path: Path) -> None:
-    """Raises Malformed if a field of a results file is missing or wrong, so that asv would ignore the file or fail."""
+    """Raises Malformed if asv would ignore a results file or fail on it, because a field is missing or wrong."""
     for key, kind in _TYPE_BY_FIELD.items():
         if key not in content:
             raise Malformed(f"it has no {key!r}")

@@ -1,7 +1,7 @@
 """Finds the machine and interpreter under whose names `asv run -E existing` stores its results on this machine.
 
 asv draws one line for each set of parameters. A result of fp8bench is on the same line as the user's asv runs only if
-all parameters are equal. asv is not imported, because that takes a fifth of a second and runs plugins.
+all parameters are equal. asv itself is not imported, because its import takes a fifth of a second and runs plugins.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fp8bench.model import Scalar
 Entry = Mapping[str, Scalar | None]
 
 _MACHINE_FILE_VERSION = 1  # the version of asv's machine files
-_FACT_PREFIX = "asv_"  # the prefix of asv's parameters among a run's facts
-_INTERPRETER_FACT = "interpreter"  # the fact with the resolved interpreter
+_FACT_PREFIX = "asv_"  # marks asv's parameters among the facts of a run
+_INTERPRETER_FACT = "interpreter"  # the fact of a run that has the resolved interpreter
 _FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
 _MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
 
 class Home(NamedTuple):
-    """A machine and an interpreter. `python` is the path by which the interpreter was called. `interpreter` is the
-    same for all paths of one interpreter.
+    """A machine and a Python interpreter on it. `python` is the path by which the interpreter was called.
+    `interpreter` is the same for all paths of one interpreter.
     """
 
     machine: str
@@ -37,8 +37,8 @@ class Home(NamedTuple):
     interpreter: str
 
     def is_same(self, other: Home) -> bool:
-        """Returns whether two homes are the same machine and interpreter. bin/python and bin/python3 count as the
-        same.
+        """Returns whether both are the same interpreter on the same machine. bin/python and bin/python3 count as the
+        same interpreter.
         """
         is_same_python = self.python == other.python or self.interpreter == other.interpreter
         return self.machine == other.machine and is_same_python
@@ -66,7 +66,7 @@ class Identity:
 
     @property
     def params(self) -> dict[str, Scalar | None]:
-        """The facts that asv stores with each result. They distinguish series."""
+        """The facts that asv stores with each result. Results with different facts belong to different series."""
         return {**self.machine, "python": self.python}
 
     def file_name(self, commit: str) -> str:
@@ -80,15 +80,15 @@ class Identity:
 
 
 def find_identity(stored_entry: Entry | None = None) -> Identity:
-    """Returns this machine and interpreter. The facts of the machine come from the user's entry for asv, otherwise
-    from `stored_entry`, otherwise from what `asv machine --yes` finds.
+    """Returns the identity of this machine and interpreter. The facts of the machine come from the user's entry in
+    ~/.asv-machine.json, otherwise from `stored_entry`, otherwise from what `asv machine --yes` would find.
 
-    `stored_entry` is a store's machine.json. It keeps a series together when the system is updated. An entry that asv
-    could not use is ignored.
+    `stored_entry` is the machine.json in a store. It keeps a series together when the system is updated. An entry that
+    asv could not use is ignored.
     """
     stored_facts = {
         name: value for name, value in (stored_entry or {}).items() if name != "version"
-    }  # the version of the file, which is not a fact of the machine
+    }  # the version is that of the file, and not a fact of the machine
     machine = (
         _select_usable_facts(_read_user_entry(platform.node()))
         or _select_usable_facts(stored_facts)
@@ -100,10 +100,10 @@ def find_identity(stored_entry: Entry | None = None) -> Identity:
 
 
 def resolve_interpreter(python: str) -> str:
-    """Returns a text that is the same for all paths of one interpreter. It has the interpreter's file and the folder
-    from which it is called. The folder counts because virtual environments often share one file. A path that leads to
-    no file on this machine is returned unchanged. New runs record the resolved interpreter themselves. This function
-    is for older runs, and for paths in asv's files, in acknowledgements and from the user.
+    """Returns a text that is the same for all paths of one interpreter: the resolved folder of the path and the
+    resolved file. The folder is needed because several virtual environments often share one file. A path that leads
+    to no file on this machine is returned unchanged. New runs record the resolved interpreter themselves, so this
+    function is for older runs, and for paths in asv's files, in acknowledgements and from the user.
     """
     try:
         if os.path.isfile(python):  # noqa: PTH113 - is_file raises where it may not look
@@ -113,7 +113,7 @@ def resolve_interpreter(python: str) -> str:
     return python
 
 
-def to_facts(identity: Identity) -> dict[str, Scalar | None]:
+def list_identity_facts(identity: Identity) -> dict[str, Scalar | None]:
     return {_FACT_PREFIX + name: value for name, value in identity.params.items()} | {
         _INTERPRETER_FACT: identity.interpreter
     }
@@ -121,19 +121,21 @@ def to_facts(identity: Identity) -> dict[str, Scalar | None]:
 
 def parse_identity(facts: Entry) -> Identity | None:
     """Returns the identity in a run's facts, or None if the facts name no machine or no interpreter."""
-    values = {name.removeprefix(_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_FACT_PREFIX)}
-    machine, python = _select_usable_facts(values), values.get("python")
+    asv_facts = {
+        name.removeprefix(_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_FACT_PREFIX)
+    }
+    machine, python = _select_usable_facts(asv_facts), asv_facts.get("python")
     if machine is None or not isinstance(python, str) or not python:
         return None
     return Identity(machine, python, str(facts.get(_INTERPRETER_FACT) or resolve_interpreter(python)))
 
 
 def _select_usable_facts(entry: object) -> dict[str, Scalar | None] | None:
-    """Returns the facts that can be parameters of a series, or None without a valid machine name. Lists are left out,
-    because asv fails on them.
+    """Returns the facts of an entry that can be parameters of a series, or None if the entry has no valid machine
+    name. Lists are left out, because asv fails on them.
 
-    The name of the machine becomes a folder. The name may come from a foreign file, so it must not lead outside
-    the store.
+    The name of the machine becomes the name of a folder. The name may come from a foreign file, so it must not lead
+    outside the store.
     """
     if not isinstance(entry, Mapping):
         return None
@@ -141,12 +143,12 @@ def _select_usable_facts(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    facts.pop("python", None)  # asv's name of the interpreter takes the place of this fact
+    facts.pop("python", None)  # asv calls the interpreter `python` too, and its name is added later
     return facts
 
 
 def _read_user_entry(host: str) -> object:
-    """Returns the entry of this host in ~/.asv-machine.json. A single entry is used whatever its name."""
+    """Returns the entry of this host in ~/.asv-machine.json. If the file has only one entry, returns that entry."""
     try:
         entries = parse_json(read_file(Path("~/.asv-machine.json").expanduser()))
     except (OSError, ValueError, RuntimeError):  # missing file, invalid JSON, no home or JSON nested too deeply
@@ -157,22 +159,24 @@ def _read_user_entry(host: str) -> object:
 
 
 def _discover_machine() -> dict[str, Scalar | None]:
-    """Returns the facts about this machine that asv would discover. Unknown facts are ''."""
-    is_mac = platform.system() == "Darwin"
+    """Returns the facts about this machine that asv would find. Unknown facts are ''."""
+    is_macos = platform.system() == "Darwin"
     return {
         "machine": platform.node(),
         "os": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
-        "cpu": _read_sysctl("machdep.cpu.brand_string") if is_mac else _read_named_value("/proc/cpuinfo", "model name"),
+        "cpu": _read_sysctl("machdep.cpu.brand_string")
+        if is_macos
+        else _read_named_value("/proc/cpuinfo", "model name"),
         "num_cpu": str(os.cpu_count() or ""),
         "ram": _read_sysctl("hw.memsize")
-        if is_mac
+        if is_macos
         else _parse_kilobytes(_read_named_value("/proc/meminfo", "MemTotal")),
     }
 
 
 def _read_named_value(path: str, name: str) -> str:
-    """Returns the first value of a name in a file with lines 'name : value'."""
+    """Returns the first value of a name in a file with lines 'name : value'. Returns '' if there is none."""
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -1,7 +1,8 @@
-"""A benchmark's row in asv's results files: one value for each combination of its parameters.
+"""Reads and writes the row of a benchmark in asv's results files. A row has one value for each combination of the
+benchmark's parameters, in the order of itertools.product.
 
-Combinations are in the order of itertools.product. asv shortens rows: a column with only nulls becomes a single null,
-and nulls at the end are cut. In this module every combination has a value.
+asv shortens rows: a column with only nulls becomes a single null, and nulls at the end are cut. In this module every
+combination has a value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, cast
 from fp8bench.errors import StoreError
 from fp8bench.model.codec import Malformed
 
-# The columns of asv 0.6 in their order.
+# The columns of a row, in the order of asv 0.6.
 COLUMNS = (
     "result",
     "params",
@@ -34,7 +35,7 @@ COLUMNS = (
     "samples",
     "profile",
 )
-# The level of intervals in asv's compute_stats.
+# The confidence level of the intervals that asv's compute_stats returns.
 _INTERVAL_LEVEL = 0.99
 # The largest number of combinations that a row may have. The parameter lists of a broken file may have more
 # combinations than fit into memory.
@@ -42,8 +43,10 @@ MAX_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
-class Stats:
-    """asv's statistics of one combination: the 99% interval of the median, the quartiles, and the number of samples."""
+class AsvStats:
+    """asv's statistics of one combination of parameters: the 99% interval of the median, the quartiles, and the number
+    of samples.
+    """
 
     ci_99_a: float
     ci_99_b: float
@@ -55,16 +58,16 @@ class Stats:
 
 @dataclass(frozen=True)
 class AsvRow:
-    """A benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
+    """The results of a benchmark. `values`, `stats` and `samples` have one entry for each combination of `params`.
 
-    `params` are texts as asv has them: the repr of each value, like "'fp8'" or "256". A value is None if the
+    `params` are texts in asv's form: the repr of each value, like "'fp8'" or "256". A value is None if the
     benchmark failed and NaN if it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
     """
 
     params: tuple[tuple[str, ...], ...]
     version: str | None
     values: tuple[float | None, ...]
-    stats: tuple[Stats | None, ...]
+    stats: tuple[AsvStats | None, ...]
     samples: tuple[tuple[float, ...] | None, ...]
     started_at: int | None = None
     duration: float | None = None
@@ -79,14 +82,14 @@ class AsvRow:
             )
 
 
-# The value, statistics and samples of one combination.
-Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
+# The value, statistics and samples of one combination of parameters.
+Figures = tuple[float | None, AsvStats | None, tuple[float, ...] | None]
 NOT_MEASURED: Figures = (math.nan, None, None)
 
 
 def figures_by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
-    """Returns the figures of a row by the texts of their combination. Positions cannot be the keys, because the grid
-    may have changed since.
+    """Returns the figures of a row. The key is the combination of parameters and not its position in the row, because
+    the grid may have changed since the row was written.
     """
     figures = zip(row.values, row.stats, row.samples, strict=True)
     return dict(zip(itertools.product(*row.params), figures, strict=True))
@@ -109,7 +112,7 @@ def count_combinations(params: Iterable[Sequence[str]]) -> int:
 
 
 def are_params(plain: object) -> bool:
-    """Returns whether this is a list of lists of texts, like the parameters in asv's files."""
+    """Returns whether a JSON value is a list of lists of texts, like the parameters in asv's files."""
     return isinstance(plain, list) and all(map(_are_texts, plain))
 
 
@@ -118,7 +121,7 @@ def _are_texts(plain: object) -> bool:
 
 
 def import_asv_statistics() -> ModuleType:
-    """Imports asv's statistics. They are imported late, so that runs can be measured and stored without asv."""
+    """Imports asv's statistics late, so that runs can be measured and stored without asv."""
     try:
         from asv_runner import statistics
     except ImportError as error:
@@ -128,52 +131,54 @@ def import_asv_statistics() -> ModuleType:
     return cast(ModuleType, statistics)
 
 
-def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
+def summarize_samples(samples: Sequence[float]) -> tuple[float | None, AsvStats | None]:
     """Returns the value and the statistics that asv computes from samples, or (None, None) without samples.
 
-    For some samples, like values of 1e-313, asv's interval divides by zero. Then the interval is infinite.
+    For some samples, like values of 1e-313, asv's computation divides by zero. Then the returned interval is infinite.
     """
     if not samples:
         return None, None
     if len(samples) == 1:
-        return samples[0], Stats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
+        return samples[0], AsvStats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
     sorted_samples = sorted(samples)
     count = len(sorted_samples)
     low, high = _interval_indices(count)
     if math.isfinite(low) and math.isfinite(high):
-        middle, first, third = (
+        median, first_quartile, third_quartile = (
             _interpolate(sorted_samples, index, fraction) for index, fraction in _quartile_positions(count)
         )
-        return middle, Stats(sorted_samples[int(low)], sorted_samples[int(high)], first, third, 1, count)
+        return median, AsvStats(
+            sorted_samples[int(low)], sorted_samples[int(high)], first_quartile, third_quartile, 1, count
+        )
     asv = import_asv_statistics()
     try:
         value, stats = asv.compute_stats(list(samples), 1)
     except ArithmeticError:
         value, low, high = (asv.quantile(list(samples), fraction) for fraction in (0.5, 0.25, 0.75))
-        return value, Stats(-math.inf, math.inf, low, high, 1, count)
-    return value, None if stats is None else Stats(**stats)
+        return value, AsvStats(-math.inf, math.inf, low, high, 1, count)
+    return value, None if stats is None else AsvStats(**stats)
 
 
-def _interpolate(ordered: Sequence[float], index: int, fraction: float) -> float:
-    """Returns the value at a fraction of the way from the value at an index to the next value."""
-    if index == len(ordered) - 1:
-        return ordered[index]
-    return (1 - fraction) * ordered[index] + fraction * ordered[index + 1]
+def _interpolate(sorted_samples: Sequence[float], index: int, fraction: float) -> float:
+    """Returns the value between `ordered[index]` and the next value, at this fraction of the way."""
+    if index == len(sorted_samples) - 1:
+        return sorted_samples[index]
+    return (1 - fraction) * sorted_samples[index] + fraction * sorted_samples[index + 1]
 
 
 @lru_cache(maxsize=1024)
 def _quartile_positions(count: int) -> list[tuple[int, float]]:
     positions = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
-    return [(int(place), share) for place, share in positions]
+    return [(int(index), share) for index, share in positions]
 
 
 @lru_cache(maxsize=1024)
 def _interval_indices(count: int) -> tuple[float, float]:
-    """Returns the indices of the ends of asv's interval in sorted samples, or infinities if there are too few
-    samples.
+    """Returns the indices, in sorted samples, of the two ends of asv's interval. The indices are infinite if there are
+    too few samples.
 
-    Results are cached, because asv computes these indices for every list of samples, which takes longer than
-    everything else.
+    Results are cached, because computing the indices takes longer than all the rest, and they depend only on the
+    number of samples.
     """
     if not count:
         return -math.inf, math.inf
@@ -181,7 +186,7 @@ def _interval_indices(count: int) -> tuple[float, float]:
 
 
 def read_row(columns: Sequence[str], cells: object) -> AsvRow:
-    """Returns the row that the cells of a results file describe. Raises Malformed for values that no benchmark can
+    """Returns the row that the values in a results file describe. Raises Malformed for values that no benchmark can
     have.
     """
     if not isinstance(cells, list):
@@ -195,23 +200,23 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     if count > MAX_COMBINATIONS:
         raise Malformed(f"its parameters have more than {MAX_COMBINATIONS} combinations")
 
-    def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
-        return _expand_column(cell_by_column.get(key), key, count, sound)
+    def read_column(key: str, is_valid: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
+        return _expand_column(cell_by_column.get(key), key, count, is_valid)
 
     columns_of_stats = [
-        column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
-        for field in fields(Stats)
+        read_column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
+        for field in fields(AsvStats)
     ]
     stats = []
     for figures in zip(*columns_of_stats, strict=True):
         if 0 < figures.count(None) < len(figures):  # asv fails on a row that has only some of the statistics
             raise Malformed("some statistics of a value are missing")
-        stats.append(None if None in figures else Stats(*figures))
-    samples = column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
+        stats.append(None if None in figures else AsvStats(*figures))
+    samples = read_column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
         _read_scalar(cell_by_column, "version", lambda value: isinstance(value, str)),
-        column("result"),
+        read_column("result"),
         tuple(stats),
         tuple(None if sample is None else tuple(sample) for sample in samples),
         _read_scalar(cell_by_column, "started_at", _is_count),
@@ -220,15 +225,17 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     )
 
 
-def _expand_column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:
-    """Returns the value of a column for each combination of parameters. Values that asv cut off are None."""
+def _expand_column(plain: object, key: str, count: int, is_valid: Callable[[object], bool]) -> tuple[Any, ...]:
+    """Returns the value of a column for each combination of parameters. Values that asv cut off are None. Raises
+    Malformed if `is_valid` is False for another value.
+    """
     cells = [] if plain is None else plain
     if not isinstance(cells, list):
         raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
     if len(cells) > count:
         raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
     invalid_cell = next(
-        (cell for cell in cells if cell is not None and not sound(cell)),
+        (cell for cell in cells if cell is not None and not is_valid(cell)),
         None,
     )
     if invalid_cell is not None:
@@ -236,9 +243,9 @@ def _expand_column(plain: object, key: str, count: int, sound: Callable[[object]
     return (*cells, *[None] * (count - len(cells)))
 
 
-def _read_scalar(named: Mapping[str, Any], key: str, sound: Callable[[object], bool]) -> Any:
-    value = named.get(key)
-    if value is not None and not sound(value):
+def _read_scalar(cell_by_column: Mapping[str, Any], key: str, is_valid: Callable[[object], bool]) -> Any:
+    value = cell_by_column.get(key)
+    if value is not None and not is_valid(value):
         raise Malformed(f"{key!r} is {shown(value)}")
     return value
 
@@ -248,12 +255,14 @@ def _is_number(plain: object) -> bool:
 
 
 def _is_count(plain: object) -> bool:
-    """Returns whether a value is an integer of at most 64 bits, which asv's readers expect."""
+    """Returns whether a JSON value is an integer of at most 64 bits, as readers of asv's files expect."""
     return type(plain) is int and abs(plain) < 1 << 63
 
 
 def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
-    """Returns a row as asv writes it: shortened, and with 5 digits for statistics and duration."""
+    """Returns the values of a row as asv writes them: without nulls at the end, and with 5 digits for statistics and
+    duration.
+    """
     value_by_column: dict[str, Any] = {
         "result": list(row.values),
         "samples": [None if sample is None else list(sample) for sample in row.samples],
@@ -262,7 +271,7 @@ def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
         "duration": _round_to_5_digits(row.duration),
         "profile": row.profile,
     }
-    for field in fields(Stats):
+    for field in fields(AsvStats):
         value_by_column[f"stats_{field.name}"] = [
             _round_to_5_digits(getattr(stat, field.name, None)) for stat in row.stats
         ]

@@ -1,8 +1,8 @@
-"""Writes the figures of every commit into asv's own files, next to the folder of runs.
+"""Writes the figures of every commit into the files that asv reads, in the store next to the folder of runs.
 
-The figures of a commit are computed from its runs, whether fp8bench or asv measured them. So the results of fp8bench
-and asv are one line in one graph, and asv's files can be rebuilt at any time. Rows that do not come from a run are
-kept, such as asv's own measurements.
+The figures of a commit are computed from its runs, whether fp8bench or asv started them. So the results of fp8bench
+and asv form one line in asv's graph, and asv's files can be rebuilt at any time. Rows that do not come from a run,
+such as those of other asv benchmarks, are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
-from fp8bench.files import LOCK_SECONDS, PARTIAL, lock_folder
+from fp8bench.files import LOCK_SECONDS, PARTIAL_SUFFIX, lock_folder
 from fp8bench.model import Cell, Point, Run, Series, Status
 from fp8bench.model.run import BENCH
 from fp8bench.store.asv.files import (
@@ -56,7 +56,7 @@ _ABANDONED_SECONDS = 3600.0
 
 def remove_abandoned_files(folder: Path) -> None:
     """Removes unfinished files whose writers were killed."""
-    for path in folder.glob(f".*{PARTIAL}"):
+    for path in folder.glob(f".*{PARTIAL_SUFFIX}"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
                 path.unlink()
@@ -68,11 +68,12 @@ def results_folder(store: Path) -> Path:
 
 
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
-    """Updates asv's files for a run's commit, and returns a sentence that reports the result. Returns '' for `bench`,
-    and outside a repository if the store has no history and the run did not ask for one.
+    """Updates asv's files for the commit of a run, and returns a sentence that reports the result. Returns '' for a run
+    of `bench`. Also returns '' for a run outside a repository, if the store has no history and the run did not ask
+    for one (--grid).
 
-    Waits at most `timeout` seconds for other writers. Faults of the store are returned, not raised, because the run
-    is stored and asv's files can be rebuilt.
+    Waits at most `timeout` seconds for other writers. Errors of the store are reported in the sentence and not raised,
+    because the run is stored and asv's files can be rebuilt.
     """
     # 1. Skip a run that adds nothing to the history.
     if run.request.suite == BENCH:
@@ -97,23 +98,25 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
             "rebuilds the view."
         )
     # 3. Count the cases, and name the files that were renamed.
-    cells = len({(point.series.split(".")[0], point.cell) for point in tracked.content.points})
-    sentences = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {tracked.commit[:8]} in the history"]
+    num_cases = len({(point.series.split(".")[0], point.cell) for point in tracked.content.points})
+    sentences = [
+        f"history: {num_cases} {'case' if num_cases == 1 else 'cases'} of commit {tracked.commit[:8]} in the history"
+    ]
     sentences += [
         f"{path.name.rpartition('.broken-')[0]} was broken and written again; the old file is {path.name}"
         for path in renamed_files
     ]
-    if tracked.content.others:
-        verb = "stays" if tracked.content.others == 1 else "stay"
-        sentences.append(f"{tracked.content.others} that the history does not track {verb} only in the run")
+    if tracked.content.untracked_cases:
+        verb = "stays" if tracked.content.untracked_cases == 1 else "stay"
+        sentences.append(f"{tracked.content.untracked_cases} that the history does not track {verb} only in the run")
     return "; ".join(sentences)
 
 
 def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS) -> list[Path]:
-    """Writes asv's results file for a run's commit, machine and interpreter, and asv's lists. Returns the broken
-    files that were renamed.
+    """Writes asv's results file for the commit, machine and interpreter of a run, and updates benchmarks.json and
+    machine.json. Returns the new paths of broken files that were renamed.
 
-    Raises StoreError if the run would be missing from the file.
+    Raises StoreError if the store does not have the run.
     """
     with lock_folder(store / "asv", timeout):
         # Read the runs while holding the lock. Otherwise a writer that read fewer runs could write after this one.
@@ -128,24 +131,26 @@ def write_commit(store: Path, new_run: TrackedRun, timeout: float = LOCK_SECONDS
 
 
 def write_interpreter_results(results: Path, tracked: Sequence[TrackedRun], renamed_files: list[Path]) -> Path:
-    """Writes asv's results file and asv's lists for runs of one commit, machine and interpreter. The runs are given
-    oldest first. The caller holds the lock. In a new file, the oldest run names the machine and interpreter, so that
-    rebuilding gives the same file. New paths of broken files are added to `renamed_files`.
+    """Writes asv's results file for runs of one commit, machine and interpreter, and updates benchmarks.json and
+    machine.json. The runs must be sorted oldest first, and the caller must hold the lock.
+
+    In a new file, the oldest run names the machine and interpreter, so that rebuilding gives the same file. The new
+    paths of renamed broken files are added to `renamed_files`.
     """
     import_asv_statistics()  # if this import fails, asv's files must stay unchanged
     commit = tracked[0].commit
     identity = _settle_identity(results, tracked[0].identity, renamed_files)
     path = results / str(identity.machine["machine"]) / identity.file_name(commit)
-    # Define the series before writing rows. asv hides rows without a definition, and this process may be killed in
-    # between.
+    # Define the series before writing rows: asv hides rows without a definition, and this process may be killed
+    # between the two steps.
     define_series(results, collect_series(tracked), renamed_files)
     file = load_if_present(load_results, path, renamed_files)
     if file is None:
         file = ResultsFile(commit, identity.env_name, 0, identity.params, identity.python, {}, {}, {})
     if not commit.startswith(file.commit_hash):
         raise AsvFileError(f"{path} has the results of a different commit, {file.commit_hash}. Move it away.")
-    dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
-    date = file.date or next((number for number in dates if type(number) is int), 0)
+    commit_dates = [run.run.environment.get("commit_date") for run in reversed(tracked)]
+    date = file.date or next((number for number in commit_dates if type(number) is int), 0)
     save_results(path, fill_rows(replace(file, params=identity.params, date=date), tracked))
     for folder in (results, path.parent):
         remove_abandoned_files(folder)
@@ -156,8 +161,8 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
     """Updates machine.json, and returns the identity under which the machine's results are already stored.
 
     asv begins a new line in its graphs if the path of the interpreter or a fact of the machine changes. A change from
-    bin/python to bin/python3 or an update of the kernel should not begin one, so the stored identity is used. The
-    user's entry for asv takes precedence.
+    bin/python to bin/python3 or an update of the kernel should not begin a new line, so the stored identity is used.
+    The user's entry in ~/.asv-machine.json takes precedence.
     """
     # 1. Load the entry that the folder already has.
     folder = results / str(identity.machine["machine"])
@@ -167,7 +172,7 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
             f"{folder / 'machine.json'} names the machine {folder_entry['machine']!r:.80}, but its folder is "
             f"{folder.name!r:.80}: asv ignores that folder. Make both names equal."
         )
-    # 2. Update the entry. On this machine its current facts are used, otherwise the facts of the run.
+    # 2. Update the entry. If the run is from this machine, use the current facts of this machine.
     current_identity = find_identity(folder_entry or identity.machine)
     is_this_machine = current_identity.machine["machine"] == identity.machine["machine"]
     machine = current_identity.machine if is_this_machine else folder_entry or identity.machine
@@ -181,9 +186,9 @@ def _settle_identity(results: Path, identity: Identity, renamed_files: list[Path
 
 
 def _find_stored_python(folder: Path, identity: Identity) -> str:
-    """Returns the name of the interpreter in the newest of the machine's results."""
+    """Returns the path by which the newest results of a machine name the interpreter."""
     newest_files = sorted(folder.glob("*-existing-py*.json"), key=_modified_at, reverse=True)
-    # Read one file of each environment, because all its files name the interpreter alike.
+    # Read one file of each environment: all files of an environment name the interpreter by the same path.
     for path in {path.name.partition("-")[2]: path for path in reversed(newest_files)}.values():
         with contextlib.suppress(StoreError):
             stored_python = load_results(path).python
@@ -202,9 +207,9 @@ def _modified_at(path: Path) -> float:
 def define_series(results: Path, series: Iterable[Series], renamed_files: list[Path]) -> None:
     path = results / "benchmarks.json"
     benchmarks = load_if_present(load_benchmarks, path, renamed_files) or {}
-    merged = merge_benchmarks(benchmarks, series)
-    if merged != benchmarks:
-        save_benchmarks(path, merged)
+    merged_benchmarks = merge_benchmarks(benchmarks, series)
+    if merged_benchmarks != benchmarks:
+        save_benchmarks(path, merged_benchmarks)
 
 
 def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
@@ -218,11 +223,12 @@ def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     return replace(file, rows=rows)
 
 
-def _make_row(series: Series, points: Mapping[Cell, Point], started: int, previous_row: AsvRow | None) -> AsvRow:
-    """Returns a row with the figures of each cell. A cell without new figures keeps its previous ones. If it has
-    none, it is 'not measured'.
+def _make_row(series: Series, points: Mapping[Cell, Point], started_at: int, previous_row: AsvRow | None) -> AsvRow:
+    """Returns the row of a series. A cell with points has their figures, and another cell keeps its previous figures.
+    A cell with neither counts as not measured.
 
-    Samples are stored only if asv was asked to record them, because the runs have all samples.
+    Samples are stored only if the previous row has some (asv was asked to record them), because the runs have all
+    samples.
     """
     version = next(iter(points.values())).version
     if previous_row is not None and previous_row.version != version:
@@ -232,13 +238,13 @@ def _make_row(series: Series, points: Mapping[Cell, Point], started: int, previo
     new_figures = {tuple(map(repr, cell)): _make_figures(point, has_samples) for cell, point in points.items()}
     params = tuple(tuple(map(repr, values)) for values in series.params)
     duration = previous_row.duration if previous_row is not None else None
-    return make_row(params, version, figures | new_figures, started, duration)
+    return make_row(params, version, figures | new_figures, started_at, duration)
 
 
-def _make_figures(point: Point, with_samples: bool) -> Figures:
+def _make_figures(point: Point, keeps_samples: bool) -> Figures:
     if point.samples and all(map(math.isfinite, point.samples)):
         value, stats = summarize_samples(point.samples)
-        return value, stats, point.samples if with_samples else None
-    # asv reads NaN as not measured. An infinite figure is stored like a failure, because asv's search for steps would
-    # fill the memory.
+        return value, stats, point.samples if keeps_samples else None
+    # asv reads NaN as not measured. An infinite figure is stored like a failure, because it would make asv's search for
+    # slow-downs fill the memory.
     return (None, None, None) if point.samples or point.status is Status.FAILED else NOT_MEASURED

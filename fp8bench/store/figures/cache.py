@@ -1,7 +1,7 @@
 """Caches figures in `<store>/figures.sqlite`, a table of values by kind and name.
 
-All figures are computed from the runs. So a damaged cache is deleted and rebuilt from them, and the cache may be
-deleted at any time. If it cannot be read or written, commands read the runs.
+All figures are computed from the runs. So the cache may be deleted at any time, and a damaged cache is deleted and
+rebuilt from the runs. If the cache cannot be read or written, commands read the runs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from fp8bench.model.codec import SCHEMA
 
-# Increase this when the same runs give different figures or different cached values.
+# Increase this version when the same runs give different figures or different cached values.
 VERSION = 2
-_VERSION = 1000 * VERSION + SCHEMA
+_FILE_VERSION = 1000 * VERSION + SCHEMA
 _LOCK_SECONDS = 20.0
 _CREATE_TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, PRIMARY KEY (kind, name)) WITHOUT ROWID"
 
@@ -26,7 +26,7 @@ _CREATE_TABLE = "CREATE TABLE IF NOT EXISTS kept (kind, name, value, checksum, P
 _DAMAGE_CODES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-class _Unfit(Exception):
+class _UnusableCache(Exception):
     """The cache cannot be used, because it has a different version or a changed value."""
 
 
@@ -35,7 +35,9 @@ def cache_path(store: Path) -> Path:
 
 
 def read_values(store: Path, kind: str) -> dict[str, bytes]:
-    """Returns the values of a kind by name, or {} if the cache cannot be read. Deletes a damaged or outdated cache."""
+    """Returns the cached values of a kind, by name. Returns {} if the cache cannot be read, and deletes a damaged or
+    outdated cache.
+    """
     path = cache_path(store)
     if not path.is_file():
         return {}
@@ -46,14 +48,14 @@ def read_values(store: Path, kind: str) -> dict[str, bytes]:
             rows = connection.execute("SELECT name, value, checksum FROM kept WHERE kind = ?", (kind,)).fetchall()
         for name, value, checksum in rows:
             if checksum != _checksum(name, value):
-                raise _Unfit
+                raise _UnusableCache
         return {name: value for name, value, _ in rows}
-    except (sqlite3.Error, _Unfit, TypeError, AttributeError, UnicodeError) as error:
+    except (sqlite3.Error, _UnusableCache, TypeError, AttributeError, UnicodeError) as error:
         _delete_damaged_cache(store, error)
         return {}
 
 
-Key = tuple[str, str]  # the kind and the name of a value
+Key = tuple[str, str]  # the kind and the name of a cached value
 
 
 def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
@@ -61,14 +63,14 @@ def write_values(store: Path, values: Mapping[Key, bytes]) -> str:
     rows = [(*key, value, _checksum(key[1], value)) for key, value in values.items()]
     try:
         with _open_cache(cache_path(store)) as (connection, _):
-            # a loss of power may damage the cache, which is then rebuilt
+            # Without syncing, a power failure may damage the cache. Then it is rebuilt.
             connection.execute("PRAGMA synchronous = OFF")
             connection.execute("BEGIN IMMEDIATE")
             connection.execute(_CREATE_TABLE)
-            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.execute(f"PRAGMA user_version = {_FILE_VERSION}")
             connection.executemany("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?)", rows)
             connection.execute("COMMIT")
-    except (sqlite3.Error, _Unfit) as error:
+    except (sqlite3.Error, _UnusableCache) as error:
         _delete_damaged_cache(store, error)
         return str(error)
     return ""
@@ -88,13 +90,13 @@ def delete_cache(store: Path) -> None:
 
 @contextlib.contextmanager
 def _open_cache(path: Path) -> Iterator[tuple[sqlite3.Connection, bool]]:
-    """Yields a connection to the cache, and a flag that is True if the file of the cache has no table yet. Raises
-    sqlite3.Error and _Unfit.
+    """Yields a connection to the cache, and whether the cache is new and has no table yet. Raises sqlite3.Error and
+    _UnusableCache.
     """
     with contextlib.closing(sqlite3.connect(path, _LOCK_SECONDS, isolation_level=None)) as connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):
-            raise _Unfit("it has a different version")
+        if version not in (0, _FILE_VERSION):
+            raise _UnusableCache("it has a different version")
         yield connection, version == 0
 
 

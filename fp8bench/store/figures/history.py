@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from fp8bench.errors import StoreError
 from fp8bench.store.commit_runs import (
     CommitRuns,
-    commit_prefix_of,
+    find_commit_prefix,
     group_by_commit,
     group_by_interpreter,
     list_files_by_commit,
@@ -30,106 +30,113 @@ from fp8bench.store.runs.listing import listing
 from fp8bench.store.series import fingerprint_grid
 
 _COMMIT_KIND, _LAYOUT_KIND = "commit", "layout"
-_COMMITS_PER_WRITE = 25  # a kill loses at most the figures of this many commits
+# The cache is written after this many commits, so a killed process loses at most their figures.
+_COMMITS_PER_WRITE = 25
 # If more runs than this were read, a failure to cache their figures is reported, because reading them takes long.
 _MIN_REPORTED_RUNS = 20
-UNKNOWN_DIGEST = ""  # stands for the digest of a suite that is not imported
+UNKNOWN_DIGEST = ""  # the digest of the grid of a suite that is not imported
 
 
 class CommitFigures(NamedTuple):
-    """The figures of one commit. Has the number of tracked runs, the reasons why other runs are left out, and a table
-    for each interpreter.
+    """The figures of one commit in a table for each interpreter, the number of tracked runs, and the reasons why other
+    runs are left out.
 
-    `files` and `grids` show whether the figures are up to date: the name, bytes and last change (in ns) of each run
-    file, and a digest of the grid of each suite.
+    `files` and `grids` show whether the figures are up to date. `files` has the name, size in bytes and time of the
+    last change (in ns) of each run file. `grids` has a digest of the grid of each suite.
     """
 
     files: list[list[Any]]
     grids: dict[str, str]
     runs: int
-    left: list[str]
+    left_out_reasons: list[str]
     tables: list[FigureTable]
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """Returns the history of a store. `observe` is called with the number of runs read so far, and the number of runs
-    to read.
+    """Returns the history of a store. `observe` is called with the number of runs that were read so far, and the number
+    of all runs to read.
     """
-    # 1. List the files before reading any of them, so that a file that changes while others are read is read again
-    # next time.
-    stored, cached, digest_of = listing(store), _load_cached_figures(store), cache(_digest_of_grid)
-    paths = group_by_commit(stored.files)
-    stamps = {commit: _list_stamps(paths[commit]) for commit in paths}
-    # 2. Use the cached figures whose files and grids are unchanged.
-    valid_files = {commit: entry for commit, entry in cached.items() if entry.files == stamps.get(commit)}
+    # 1. List the files and their times of change before reading any file. If a file changes later, the next command
+    # reads it again.
+    run_listing, cached_figures, digest_of = listing(store), _load_cached_figures(store), cache(_digest_of_grid)
+    paths_by_commit = group_by_commit(run_listing.files)
+    file_stamps = {commit: _list_file_stamps(paths_by_commit[commit]) for commit in paths_by_commit}
+    # 2. Use the cached figures of commits whose files and grids are unchanged.
+    valid_files = {commit: entry for commit, entry in cached_figures.items() if entry.files == file_stamps.get(commit)}
     figures = {commit: entry for commit, entry in valid_files.items() if not _find_changed_grids(entry, digest_of)}
     # 3. Read the runs of all other commits.
-    stale_commits = [commit for commit in paths if commit not in figures]
-    runs, runs_read, failure = sum(len(paths[commit]) for commit in stale_commits), 0, ""
+    stale_commits = [commit for commit in paths_by_commit if commit not in figures]
+    runs, runs_read, failure = sum(len(paths_by_commit[commit]) for commit in stale_commits), 0, ""
     if stale_commits:
         observe(0, runs)
-    unwritten: dict[str, CommitFigures] = {}
+    unwritten_figures: dict[str, CommitFigures] = {}
     for commit in stale_commits:
-        figures[commit] = _make_commit_figures(read_runs(paths[commit]), stamps[commit])
-        # Keep cached figures of a suite that is not imported now: a later command may import it.
+        figures[commit] = _make_commit_figures(read_runs(paths_by_commit[commit]), file_stamps[commit])
+        # Do not overwrite the cached figures of a suite that is not imported now: a later command may import it.
         lacks_suites = commit in valid_files and UNKNOWN_DIGEST in _find_changed_grids(valid_files[commit], digest_of)
         if not lacks_suites:
-            unwritten[commit] = figures[commit]
-        if len(unwritten) >= _COMMITS_PER_WRITE or commit == stale_commits[-1]:
-            failure, unwritten = failure or _write_to_cache(store, unwritten, digest_of), {}
-        runs_read += len(paths[commit])
+            unwritten_figures[commit] = figures[commit]
+        if len(unwritten_figures) >= _COMMITS_PER_WRITE or commit == stale_commits[-1]:
+            failure, unwritten_figures = failure or _write_to_cache(store, unwritten_figures, digest_of), {}
+        runs_read += len(paths_by_commit[commit])
         observe(runs_read, runs)
     # 4. Combine the commits in the order of their first runs.
-    troubles = stored.notes(stored.refused)
+    troubles = run_listing.notes(run_listing.refused)
     if failure and runs > _MIN_REPORTED_RUNS:
         troubles.append(f"{cache_path(store)} cannot be written ({failure}): the next command reads {runs} runs again")
-    entries = [figures[commit] for commit in paths]
-    reasons = Counter(chain.from_iterable(entry.left for entry in entries))
+    entries = [figures[commit] for commit in paths_by_commit]
+    reasons = Counter(chain.from_iterable(entry.left_out_reasons for entry in entries))
     tables = list(chain.from_iterable(entry.tables for entry in entries))
     counts = sum(entry.runs for entry in entries), sum(entry.runs > 0 for entry in entries)
-    return make_history(tables, *counts, reasons + stored.left, runs, troubles)
+    return make_history(tables, *counts, reasons + run_listing.left_out_reasons, runs, troubles)
 
 
 def _find_changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
-    """Returns the digests of the grids that changed since the figures were computed."""
+    """Returns the present digests of the grids that changed since the figures were computed."""
     return {digest_of(suite) for suite, digest in figures.grids.items() if digest_of(suite) != digest}
 
 
 def cache_figures(store: Path, run: Path) -> None:
-    """Updates the cache for the commit of a run, so that later commands need not read the commit's runs. Never
-    raises.
+    """Updates the cached figures for the commit of a run, so that later commands need not read the commit's runs.
+    Never raises an error of the store.
     """
     with contextlib.suppress(OSError, StoreError):
-        commit = commit_prefix_of(run)
+        commit = find_commit_prefix(run)
         if paths := list_files_by_commit(store).get(commit):
             read_and_cache(store, commit, paths)
 
 
 def read_and_cache(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
     """Reads the runs of a commit, and caches their figures."""
-    files = _list_stamps(paths)
+    files = _list_file_stamps(paths)
     commit_runs = read_runs(paths)
     _write_to_cache(store, {commit: _make_commit_figures(commit_runs, files)}, _digest_of_grid)
     return commit_runs
 
 
-def _list_stamps(paths: Sequence[Path]) -> list[list[Any]]:
-    stamps: list[list[Any]] = []
+def _list_file_stamps(paths: Sequence[Path]) -> list[list[Any]]:
+    file_stamps: list[list[Any]] = []
     for path in paths:
-        with contextlib.suppress(OSError):  # the file has just been deleted
+        with contextlib.suppress(OSError):  # the file was just deleted
             file_status = path.stat()
-            stamps.append([f"{path.parent.name}/{path.name}", file_status.st_size, file_status.st_mtime_ns])
-    return stamps
+            file_stamps.append([f"{path.parent.name}/{path.name}", file_status.st_size, file_status.st_mtime_ns])
+    return file_stamps
 
 
-def _make_commit_figures(read: CommitRuns, files: list[list[Any]]) -> CommitFigures:
-    tables = [make_table(members) for members in group_by_interpreter(read.runs)]
-    return CommitFigures(files, dict.fromkeys(read.suites, UNKNOWN_DIGEST), len(read.runs), list(read.left), tables)
+def _make_commit_figures(commit_runs: CommitRuns, files: list[list[Any]]) -> CommitFigures:
+    tables = [make_table(members) for members in group_by_interpreter(commit_runs.runs)]
+    return CommitFigures(
+        files,
+        dict.fromkeys(commit_runs.suites, UNKNOWN_DIGEST),
+        len(commit_runs.runs),
+        list(commit_runs.left_out_reasons),
+        tables,
+    )
 
 
 def _digest_of_grid(suite: str) -> str:
-    """Returns a digest of everything that decides which cases of a suite are tracked, or UNKNOWN_DIGEST if the suite
-    is not imported.
+    """Returns a digest of everything that determines which cases of a suite the history tracks, or UNKNOWN_DIGEST if
+    the suite is not imported.
     """
     grid_fingerprint = fingerprint_grid(suite)
     return _hash_text(grid_fingerprint) if grid_fingerprint else UNKNOWN_DIGEST
@@ -151,7 +158,7 @@ def _write_to_cache(store: Path, commits: Mapping[str, CommitFigures], digest_of
 
 
 def _encode(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
-    """Returns the bytes for the cache: a line of JSON, followed by the rows of all tables."""
+    """Returns the cached value for a commit: a line of JSON, followed by the rows of all tables."""
     *plain, tables = figures
     table_headers = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
     header_line = json.dumps([*plain, table_headers], separators=(",", ":")).encode()
@@ -169,9 +176,9 @@ def _load_cached_figures(store: Path) -> dict[str, CommitFigures]:
 
 def _decode(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
     row_start = value.index(b"\n") + 1
-    files, grids, runs, reasons, plain = json.loads(value[:row_start])
+    files, grids, runs, reasons, table_headers = json.loads(value[:row_start])
     tables = []
-    for place, layout, facts, size in plain:
+    for place, layout, facts, size in table_headers:
         rows = memoryview(value)[row_start : row_start + size]
         tables.append(FigureTable(Place(*place), layouts[layout], tuple(facts), rows))
         row_start += size

@@ -1,7 +1,7 @@
-"""Arranges the tables of all commits as a history, in which a `Line` is one cell of a series over all commits.
+"""Arranges the tables of all commits as a history. A `Line` of the history is one cell of a series over all commits.
 
-Tables with the same layout and machine are stacked in a `Block`. A line consists of a column from one or several
-blocks.
+Tables with the same layout and machine are stacked in a `Block`, which has a column for each cell. A line joins the
+columns that one or several blocks have for its cell.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fp8bench.model import Cell, Ending, Figure, Scalar, Status, Trend, trend_na
 from fp8bench.store.asv.identity import Home, Identity
 from fp8bench.store.figures.tables import ROW, FigureFacts, FigureTable, Layout, Place, Rows, read_facts, read_layout
 
-Numbers = NDArray[np.int64]
-Flags = NDArray[np.bool_]
+IntegerArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
 
 
 def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
-    """Returns the home in the list that equals the new one. If no home equals it, adds the new home to the list and
-    returns it.
+    """Returns the first home in the list that is the same machine and interpreter as the new home. If there is none,
+    adds the new home to the list and returns it.
     """
     for home in homes:
         if new_home.is_same(home):
@@ -41,82 +41,85 @@ def _index_by_value(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
     return {value: index for index, value in reversed(tuple(enumerate(values)))}
 
 
-def trend_sort_key(trend: Trend, rank: int) -> tuple[object, ...]:
-    """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. Metrics are in the order that
-    their suite declares, cells in the order of the grid.
+def trend_sort_key(trend: Trend, series_index: int) -> tuple[object, ...]:
+    """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. Metrics have the order that
+    their suite declares (`series_index`), cells have the order of the grid.
     """
     cell_indices = [
         _index_by_value(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
     ]
-    return trend.machine["machine"], trend.python, trend.series.workload, rank, cell_indices
+    return trend.machine["machine"], trend.python, trend.series.workload, series_index, cell_indices
 
 
 class AllFacts:
-    """The distinct facts of all figures, such as their version and conditions. Arrays have the properties that are
-    derived from each fact, by its index.
+    """The `FigureFacts` of all figures of a history, equal ones only once. The arrays have one entry for each
+    FigureFacts.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.facts: list[FigureFacts] = list(map(read_facts, texts))
-        self.has_value = self._flags(lambda facts: facts.has_value)
-        self.has_information = self._flags(lambda facts: facts.has_value or facts.status is Status.FAILED)
-        self.is_complete = self._flags(lambda facts: facts.has_value and not facts.hasty)
+        self.has_value = self._make_flags(lambda facts: facts.has_value)
+        self.has_information = self._make_flags(lambda facts: facts.has_value or facts.status is Status.FAILED)
+        self.is_complete = self._make_flags(lambda facts: facts.has_value and not facts.hasty)
         groups: dict[object, int] = {}
         numbers = [groups.setdefault((facts.version, facts.under), len(groups)) for facts in self.facts]
-        # Figures that can be compared with each other have the same group number.
+        # The facts of figures that can be compared with each other have the same group number.
         self.group = np.array(numbers, np.int64)
 
-    def _flags(self, is_so: Callable[[FigureFacts], bool]) -> Flags:
-        return np.array(list(map(is_so, self.facts)), bool)
+    def _make_flags(self, has_property: Callable[[FigureFacts], bool]) -> BoolArray:
+        return np.array(list(map(has_property, self.facts)), bool)
 
 
-class Comparable(NamedTuple):
-    """Figures of a line that can be compared with each other. Has their indices in the line, and their values."""
+class ComparableFigures(NamedTuple):
+    """The figures of a line that can be compared with each other: their positions in the line and their values."""
 
-    places: Numbers
+    places: IntegerArray
     values: Floats
 
 
 @dataclass(frozen=True)
 class Line:
-    """A trend whose figures are still rows of numbers, in the order of commits.
+    """A trend whose figures are stored as rows of numbers, in the order of commits.
 
-    `at` has for each row the index of its commit in `places`. `rank` is the index of its series among those of its
-    suite.
+    `place_indices` has the index in `places` of each row's commit. `series_index` is the index of the line's series
+    among the series of its suite.
     """
 
     trend: Trend
-    rank: int
-    at: Numbers
+    series_index: int
+    place_indices: IntegerArray
     rows: Rows
     places: Sequence[Place]
     facts: AllFacts
 
     def to_trend(self) -> Trend:
-        return replace(self.trend, figures=self._figures(range(len(self.rows))))
+        return replace(self.trend, figures=self._make_figures(range(len(self.rows))))
 
     @property
     def ending(self) -> Ending:
         rows_with_value = np.flatnonzero(self.facts.has_value[self.rows["facts"]])
-        last = len(self.rows) - 1
-        *earlier, newest = self._figures([*rows_with_value[rows_with_value < last][-1:].tolist(), last])
+        last_index = len(self.rows) - 1
+        *earlier, newest = self._make_figures(
+            [*rows_with_value[rows_with_value < last_index][-1:].tolist(), last_index]
+        )
         return Ending(self.trend, newest, earlier[0] if earlier else None, len(rows_with_value))
 
     @property
-    def comparable(self) -> list[Comparable]:
+    def comparable(self) -> list[ComparableFigures]:
         """The figures of complete measurements, grouped by version and conditions. Values may be infinite or NaN."""
         facts = self.rows["facts"]
         complete_rows = np.flatnonzero(self.facts.is_complete[facts])
         values, groups = self.rows["value"][complete_rows], self.facts.group[facts[complete_rows]]
         return [
-            Comparable(complete_rows[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())
+            ComparableFigures(complete_rows[groups == key], values[groups == key])
+            for key in dict.fromkeys(groups.tolist())
         ]
 
-    def _figures(self, which: Sequence[int]) -> tuple[Figure, ...]:
-        places = [self.places[index] for index in self.at[which].tolist()]
-        return tuple(map(self._figure, places, self.rows[which].tolist()))
+    def _make_figures(self, row_indices: Sequence[int]) -> tuple[Figure, ...]:
+        places = [self.places[index] for index in self.place_indices[row_indices].tolist()]
+        return tuple(map(self._make_figure, places, self.rows[row_indices].tolist()))
 
-    def _figure(self, place: Place, row: tuple[float, float, float, int]) -> Figure:
+    def _make_figure(self, place: Place, row: tuple[float, float, float, int]) -> Figure:
         value, low, high, index = row
         facts = self.facts.facts[index]
         return Figure(
@@ -137,20 +140,21 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """The tables with one layout on one machine, stacked in the order of commits.
+    """All tables with one layout from one machine and interpreter, stacked in the order of commits.
 
-    `at` has for each table the index of its commit, and `newest` is the commit with the newest run.
+    `place_indices` has the index of each table's commit among the places of the history. `newest_place` is the commit
+    with the newest run.
     """
 
     home: Home
     layout: Layout
-    newest: Place
-    at: Numbers
+    newest_place: Place
+    place_indices: IntegerArray
     rows: Rows
 
     @cached_property
     def names(self) -> list[str]:
-        return [trend_name(self.layout.series[rank].name, values) for rank, values in self.layout.cells]
+        return [trend_name(self.layout.series[series_index].name, values) for series_index, values in self.layout.cells]
 
 
 Column = tuple[Block, int]
@@ -158,10 +162,10 @@ Column = tuple[Block, int]
 
 @dataclass(frozen=True)
 class History:
-    """The figures of a store with the numbers of runs and commits, and the number of left-out runs by reason.
+    """The figures of a store, the numbers of runs and commits, and the number of left-out runs by reason.
 
     `troubles` are sentences about refused run files, and about a cache that could not be written. `read` is the
-    number of runs that had to be read because they were not cached.
+    number of runs that had to be read because their figures were not cached.
     """
 
     blocks: Sequence[Block]
@@ -170,7 +174,7 @@ class History:
     homes: Sequence[Home]
     runs: int
     commits: int
-    left: Counter[str]
+    left_out_reasons: Counter[str]
     read: int
     troubles: Sequence[str]
 
@@ -184,7 +188,7 @@ class History:
 
     @cached_property
     def _columns_with_information(self) -> list[list[bool]]:
-        """For each column of each block, whether it has a number or a failure."""
+        """Whether each column of each block has a number or a failure."""
         return [self.facts.has_information[block.rows["facts"]].any(axis=0).tolist() for block in self.blocks]
 
     @cached_property
@@ -195,55 +199,55 @@ class History:
         return tuple(line.to_trend() for line in self.select_lines(is_wanted))
 
     def endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
-        """Returns the last figures of the trends with wanted names, without reading their other figures."""
+        """Returns the last figures of the trends with wanted names, without decoding all earlier figures."""
         return [line.ending for line in self.select_lines(is_wanted)]
 
     def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
-        """Returns the lines with wanted names, in the order of trends. Lines without any number or failure are left
-        out.
+        """Returns the lines with wanted names, sorted by `trend_sort_key`. Lines with neither a number nor a failure
+        are left out.
         """
-        # A cell may be in several blocks. The cell is listed if one of them has a figure of it.
+        # A cell may have columns in several blocks. Its line is listed if one of them has a number or a failure.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
         keys_with_information = set[tuple[Home, str, Cell]]()
         for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
             for index, name in enumerate(block.names):
                 if is_wanted(name):
-                    rank, values = block.layout.cells[index]
-                    key = block.home, block.layout.series[rank].name, values
+                    series_index, values = block.layout.cells[index]
+                    key = block.home, block.layout.series[series_index].name, values
                     columns.setdefault(key, []).append((block, index))
                     keys_with_information.update([key] if has_information[index] else [])
-        lines = [self._line(columns[key]) for key in keys_with_information]
-        return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.rank))
+        lines = [self._make_line(columns[key]) for key in keys_with_information]
+        return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.series_index))
 
     def is_trend_of(self, trend: Trend, identity: Identity) -> bool:
-        """Returns whether a trend belongs to this machine and interpreter. The path by which the interpreter was
-        called does not matter.
+        """Returns whether a trend belongs to the machine and interpreter of `identity`. The path by which the
+        interpreter was called does not matter.
         """
         home = find_or_add_home(identity.home, list(self.homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
-    def _line(self, columns: Sequence[Column]) -> Line:
-        """Returns the line that one or several columns form. The newest run defines the series and the machine of the
-        line.
+    def _make_line(self, columns: Sequence[Column]) -> Line:
+        """Returns the line of one cell, whose columns may come from several blocks. The newest run defines the series
+        and the machine of the line.
         """
-        block, index = max(columns, key=lambda column: column[0].newest.newest)
-        rank, values = block.layout.cells[index]
-        trend = Trend(block.layout.series[rank], values, block.newest.machine, block.home.python, ())
-        # Merge columns of several blocks by the dates of their commits.
-        place_indices, rows = block.at, block.rows[:, index]
+        block, index = max(columns, key=lambda column: column[0].newest_place.newest)
+        series_index, values = block.layout.cells[index]
+        trend = Trend(block.layout.series[series_index], values, block.newest_place.machine, block.home.python, ())
+        # Join columns from several blocks in the order of commits.
+        place_indices, rows = block.place_indices, block.rows[:, index]
         if len(columns) > 1:
-            place_indices = np.concatenate([part.at for part, _ in columns])
-            by_date = np.argsort(place_indices)
+            place_indices = np.concatenate([part.place_indices for part, _ in columns])
+            commit_order = np.argsort(place_indices)
             place_indices, rows = (
-                place_indices[by_date],
-                np.concatenate([part.rows[:, column] for part, column in columns])[by_date],
+                place_indices[commit_order],
+                np.concatenate([part.rows[:, column] for part, column in columns])[commit_order],
             )
-        return Line(trend, rank, place_indices, rows, self.places, self.facts)
+        return Line(trend, series_index, place_indices, rows, self.places, self.facts)
 
 
 def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
-    """Returns the history of tables, stacked into blocks in the order of commits. The tables are given in the order
-    of the commits' first runs.
+    """Returns the history that consists of these tables. The tables must be in the order of their commits' first
+    runs. `counts` are the last fields of `History`.
     """
     # 1. Collect machines and interpreters in the order of their first runs.
     homes: list[Home] = []
@@ -271,8 +275,8 @@ def _make_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_num
 
 
 def _renumber_facts(table: FigureTable, fact_numbers: dict[str, int]) -> Rows:
-    """Returns the rows of a table with new numbers of their facts. `fact_numbers` has the numbers among the facts of
-    all tables.
+    """Returns the rows of a table, with each facts index among the facts of all tables instead of this table.
+    `fact_numbers` has these indices by the text of the facts, and new texts are added to it.
     """
     rows = np.frombuffer(table.rows, ROW)
     facts = [fact_numbers.setdefault(text, len(fact_numbers)) for text in table.facts]

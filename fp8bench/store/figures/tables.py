@@ -1,7 +1,8 @@
-"""The figures of a commit on one machine as a table. It has a row of numbers for each series and measured cell.
+"""Stores the figures of a commit on one machine as a table, with a row of numbers for each measured cell of each
+series.
 
 Properties that several figures share are stored once, as `FigureFacts`. Tables with the same series and cells share a
-layout.
+`Layout`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Rows = NDArray[np.void]
 
 
 class FigureFacts(NamedTuple):
-    """All properties of a figure except its commit and its numbers."""
+    """All properties of a figure except its commit and its numbers. Many figures have equal facts."""
 
     version: str
     runs: int
@@ -42,10 +43,10 @@ class FigureFacts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A commit on one machine, with the times of its measurement.
+    """A commit on one machine and interpreter, and when it was measured.
 
-    `date` is the date of the commit, and `began` the start of its oldest run, in ms since 1970. `newest` is the start
-    of its newest run as recorded in the run.
+    `date` is the date of the commit in ms since 1970. `began` is the start of its oldest run in ms since 1970,
+    and `newest` the start of its newest run as a text.
     """
 
     commit: str
@@ -66,7 +67,9 @@ class Place(NamedTuple):
 
 
 class FigureTable(NamedTuple):
-    """The figures of one commit by one machine and interpreter. `layout` and each of the `facts` are JSON."""
+    """The figures of one commit on one machine and interpreter. `layout` and each of the `facts` are JSON texts, and
+    `rows` are the bytes of an array of ROW.
+    """
 
     place: Place
     layout: str
@@ -75,25 +78,25 @@ class FigureTable(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The series of a table, and for each row the index of its series and its cell."""
+    """The series of a table, and the index of the series and the cell of each row."""
 
     series: tuple[Series, ...]
     cells: tuple[tuple[int, Cell], ...]
 
 
 def make_table(members: Sequence[TrackedRun]) -> FigureTable:
-    """Returns the table of runs of one commit, machine and interpreter. The runs are given oldest first, and the
-    oldest names the interpreter.
+    """Returns the table for runs of one commit, machine and interpreter. The runs must be sorted oldest first, and the
+    oldest one names the interpreter.
     """
     oldest, newest = members[0], members[-1]
     points = merge_commit_points(members)
-    numbers: dict[Hashable, int] = {}
+    index_by_key: dict[Hashable, int] = {}
     facts: list[FigureFacts] = []
-    rows = [_make_row(point, numbers, facts) for point in points.values()]
+    rows = [_make_row(point, index_by_key, facts) for point in points.values()]
     place = Place(
         oldest.commit,
         commit_date(oldest),
-        oldest.order[0] * 1000,
+        oldest.sort_key[0] * 1000,
         newest.run.started,
         dict(newest.identity.machine),
         oldest.identity.home.python,
@@ -104,7 +107,7 @@ def make_table(members: Sequence[TrackedRun]) -> FigureTable:
 
 
 def _make_row(
-    point: Point, number_by_key: dict[Hashable, int], facts: list[FigureFacts]
+    point: Point, index_by_key: dict[Hashable, int], facts: list[FigureFacts]
 ) -> tuple[float, float, float, int]:
     value, low, high = median_with_interval(point)
     properties = (
@@ -118,13 +121,13 @@ def _make_row(
         point.reason,
     )
     # Conditions are long and many points share them, so each is hashed only once.
-    conditions_number = number_by_key.get(id(point.under))
+    conditions_number = index_by_key.get(id(point.under))
     if conditions_number is None:
-        conditions_number = number_by_key[id(point.under)] = number_by_key.setdefault(point.under, len(number_by_key))
-    number = number_by_key.setdefault((*properties, conditions_number), len(facts))
-    if number == len(facts):
+        conditions_number = index_by_key[id(point.under)] = index_by_key.setdefault(point.under, len(index_by_key))
+    facts_index = index_by_key.setdefault((*properties, conditions_number), len(facts))
+    if facts_index == len(facts):
         facts.append(FigureFacts(*properties, point.under))
-    return value or 0.0, low or 0.0, high or 0.0, number
+    return value or 0.0, low or 0.0, high or 0.0, facts_index
 
 
 def read_facts(text: str) -> FigureFacts:
@@ -133,7 +136,9 @@ def read_facts(text: str) -> FigureFacts:
 
 
 def median_with_interval(point: Point) -> tuple[float | None, float | None, float | None]:
-    """Returns the median of a point's samples, and the ends of its interval."""
+    """Returns the median of a point's samples and the ends of its interval. A number is None if there are too few
+    samples.
+    """
     value, stats = summarize_samples(point.samples)
     if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):
         return value, None, None
@@ -147,15 +152,19 @@ def commit_date(tracked: TrackedRun) -> int | None:
 
 @lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # cells have only texts and integers, for which equality implies equal JSON
 def _encode_layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> str:
-    ranks = {metric.name: rank for rank, metric in enumerate(series)}
+    index_by_name = {metric.name: series_index for series_index, metric in enumerate(series)}
     series_values = [list(vars(metric).values()) for metric in series]
-    return json.dumps([series_values, [[ranks[name], values] for name, values in points]], separators=(",", ":"))
+    return json.dumps(
+        [series_values, [[index_by_name[name], values] for name, values in points]], separators=(",", ":")
+    )
 
 
 @lru_cache(maxsize=_MAX_CACHED_LAYOUTS)
 def read_layout(text: str) -> Layout:
     series, cells = json.loads(text)
-    return Layout(tuple(map(_decode_series, series)), tuple((rank, tuple(values)) for rank, values in cells))
+    return Layout(
+        tuple(map(_decode_series, series)), tuple((series_index, tuple(values)) for series_index, values in cells)
+    )
 
 
 def _decode_series(values: Sequence[Any]) -> Series:

@@ -1,8 +1,8 @@
-"""Lists the runs of a store, each once, and finds the run that a word stands for.
+"""Lists the runs of a store, each run once. Also finds the run that a word from the user stands for.
 
-A run is identified by its id and its content. Copies of a run count once, whatever their name, folder or line
-endings. If a file has only the first lines of a longer file, the longer one counts. If files with the same id differ in
-other ways, none of them counts.
+A run is identified by its id and its content. Copies of a run file count once, whatever their name, folder or line
+endings. If a file has only the first lines of a longer file, the longer file counts. If files with the same id differ
+in other ways, none of them counts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.files import check_file, is_locked, is_no_folder, open_file, read_file
+from fp8bench.files import check_file, is_locked, is_not_folder, open_file, read_file
 from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
 from fp8bench.store.kept_lines import find_files_by_name
@@ -37,18 +37,18 @@ _HEADER_START_BYTES = 256
 _COLLECTED_FOLDERS = "machine=*/month=*"
 _COLLECTED_FILES = f"{_COLLECTED_FOLDERS}/*.jsonl"
 _MONTH_PATTERN = re.compile(r"\d{4}-\d{2}")
-# Files of runs that are being measured are searched only among this many newest files, and only if they were modified
-# this recently.
+# Runs that are being measured are searched only among this many newest files, and only among files that were modified
+# within this many seconds.
 _MAX_CHECKED_FILES = 100
-_RECENT_SECONDS = 7 * 86400.0
-REMEDY = "Keep the correct file, and move the others away"
+_MAX_AGE_SECONDS = 7 * 86400.0
+REFUSAL_REMEDY = "Keep the correct file, and move the others away"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Run files, newest first. `copies` maps a copy to the file that counts in its place.
+    """Run files that count, newest first. `copies` maps each copy to the file that counts in its place.
 
-    `refused` maps a file to all files with the same id, because these contain different runs.
+    `refused` maps each file that does not count to all files with the same id, which contain different runs.
     """
 
     files: tuple[Path, ...]
@@ -56,7 +56,7 @@ class Listing:
     refused: Mapping[Path, tuple[Path, ...]] = field(default_factory=dict)
 
     @property
-    def left(self) -> Counter[str]:
+    def left_out_reasons(self) -> Counter[str]:
         return +Counter({COPY_REASON: len(self.copies), REFUSED_REASON: len(self.refused)})
 
     @property
@@ -65,19 +65,21 @@ class Listing:
 
     @property
     def newest(self) -> Path | None:
-        """The file with the latest start in its name. This file may be refused, but it is not a copy."""
+        """The file whose name has the latest start, or None if there is no file. The file may be a refused one, but not
+        a copy.
+        """
         return next((path for path in self.all_files if path not in self.copies), None)
 
     def notes(self, paths: Iterable[Path]) -> list[str]:
         """Returns sentences about the files among `paths` that are copies or refused."""
-        chosen = set(paths)
+        chosen_files = set(paths)
         copies = [
             f"{path} is a copy of {original}, or its beginning, and the run counts once"
             for path, original in self.copies.items()
-            if path in chosen
+            if path in chosen_files
         ]
-        groups = dict.fromkeys(group for path, group in self.refused.items() if path in chosen)
-        return [*copies, *(f"{describe_refusal(group)}. {REMEDY}" for group in groups)]
+        groups = dict.fromkeys(group for path, group in self.refused.items() if path in chosen_files)
+        return [*copies, *(f"{describe_refusal(group)}. {REFUSAL_REMEDY}" for group in groups)]
 
     def is_counted(self, path: Path) -> bool:
         return path not in self.copies and path not in self.refused
@@ -91,26 +93,28 @@ class Listing:
     def find_counted_file(self, path: Path) -> Path:
         """Returns the file that counts in place of this one. Raises StoreError for a refused file."""
         if path in self.refused:
-            raise StoreError(f"{describe_refusal(self.refused[path])}. {REMEDY}.")
+            raise StoreError(f"{describe_refusal(self.refused[path])}. {REFUSAL_REMEDY}.")
         return self.copies.get(path, path)
 
 
 def describe_refusal(group: Sequence[Path]) -> str:
     files = " and ".join(map(str, group))
-    return f"{files} have the id {id_of(group[0])} but different contents, so none of them counts"
+    return f"{files} have the id {find_run_id(group[0])} but different contents, so none of them counts"
 
 
 def remove_copies(paths: Iterable[Path]) -> Listing:
-    """Finds out which files contain the same run, by their ids. Unreadable files are kept."""
+    """Returns a listing of the files, in which only one of several files with the same run counts. Unreadable files
+    count.
+    """
     # 1. Group the files by the ids of their runs.
     files = list(dict.fromkeys(paths))
-    by_id: dict[str, list[Path]] = {}
+    paths_by_id: dict[str, list[Path]] = {}
     for path in files:
-        by_id.setdefault(id_of(path), []).append(path)
+        paths_by_id.setdefault(find_run_id(path), []).append(path)
     # 2. Choose the file of each group that counts, or none if the files differ.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
-    for group in by_id.values():
+    for group in paths_by_id.values():
         if len(group) == 1:
             continue
         try:
@@ -125,30 +129,30 @@ def remove_copies(paths: Iterable[Path]) -> Listing:
 
 
 def _choose_file(group: Sequence[Path]) -> Path | None:
-    """Returns the file that counts among files with one id, or None if they contain different runs.
+    """Returns the file that counts among files with the same id, or None if they contain different runs.
 
-    The chosen file is complete. If possible, its name and folder are those of its run.
+    The chosen file is complete. If there are several, the one whose name and folder fit its run is chosen.
     """
-    longest = max(group, key=_measure_length)
-    content = read_file(longest)
+    longest_file = max(group, key=_count_lines_and_bytes)
+    content = read_file(longest_file)
     if not all(is_beginning(read_file(path), content) for path in group):
         return None
     name = folder = ""
-    with contextlib.suppress(StoreError):  # for example, a file of a newer version
-        header = load_header(longest)
+    with contextlib.suppress(StoreError):  # the header cannot be read, for example because a newer version wrote it
+        header = load_header(longest_file)
         name, folder = file_name(header), folder_name(header)
     complete_files = [path for path in group if is_beginning(content, read_file(path))]
     return min(complete_files, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
 
 
-def id_of(path: Path) -> str:
+def find_run_id(path: Path) -> str:
     """Returns the id of the run in a file. If the file has no header, its id is a digest of its content. If it cannot
     be read, its id is its path.
     """
     try:
         with open_file(path) as file:
-            if begins := _HEADER_START_PATTERN.match(file.read(_HEADER_START_BYTES)):
-                return str(json.loads(begins[1]))
+            if start_match := _HEADER_START_PATTERN.match(file.read(_HEADER_START_BYTES)):
+                return str(json.loads(start_match[1]))
         run = load_header(path)
         if run.started:
             return run.id
@@ -158,18 +162,18 @@ def id_of(path: Path) -> str:
         return str(path)
 
 
-def _measure_length(path: Path) -> tuple[int, int]:
+def _count_lines_and_bytes(path: Path) -> tuple[int, int]:
     lines = _split_lines(read_file(path))
     return len(lines), sum(map(len, lines))
 
 
-def is_beginning(part: bytes, content: bytes) -> bool:
+def is_beginning(beginning: bytes, content: bytes) -> bool:
     """Returns whether `content` begins with the lines of `part`. The last line of `part` may be cut short."""
-    part_lines, lines = _split_lines(part), _split_lines(content)
-    if len(part_lines) > len(lines):
+    beginning_lines, lines = _split_lines(beginning), _split_lines(content)
+    if len(beginning_lines) > len(lines):
         return False
-    for number, (line, counterpart) in enumerate(zip(part_lines, lines, strict=False), 1):
-        is_cut = number == len(part_lines) and counterpart.startswith(line)
+    for number, (line, counterpart) in enumerate(zip(beginning_lines, lines, strict=False), 1):
+        is_cut = number == len(beginning_lines) and counterpart.startswith(line)
         if line != counterpart and not is_cut and not _are_equal(line, counterpart):
             return False
     return True
@@ -197,16 +201,15 @@ def machine_folder(path: Path) -> str:
 
 
 def list_all_files(store: Path) -> list[Path]:
-    """Returns all run files of a store, including copies, newest first. Leaves out files that are too large for
-    memory.
+    """Returns all run files of a store, including copies, newest first. Leaves out files that are too large to be read.
 
-    Files are in a folder of their machine, or in a folder as returned by `collected_folder`.
+    A run file is in the folder of its machine, or in a folder of the form that `collected_folder` returns.
     """
     return list(iterate_newest_files(store))
 
 
 def iterate_newest_files(store: Path) -> Iterator[Path]:
-    """Yields the files of list_all_files one by one. A caller that needs few files saves time, because checking
+    """Yields the files of list_all_files one by one. This is for callers that need only a few files, because checking
     50,000 files takes as long as the rest of a command.
     """
     runs = store / "runs"
@@ -232,8 +235,8 @@ def run_files(store: Path) -> Iterator[Path]:
 
 
 def list_unreadable_folders(store: Path) -> list[Path]:
-    """Returns folders of runs that this process may not read. The user should know of them, because their runs would
-    otherwise seem missing.
+    """Returns the folders of runs that this process may not read. Commands report them, because otherwise their runs
+    would seem to be missing.
     """
     runs = store / "runs"
     folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED_FILES.rpartition("/")[0]))]
@@ -241,7 +244,7 @@ def list_unreadable_folders(store: Path) -> list[Path]:
     return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
-def store_of(path: Path) -> Path | None:
+def find_store_of_run(path: Path) -> Path | None:
     """Returns the store that contains a run file, or None."""
     resolved_path = path.resolve()
     folder = (
@@ -251,18 +254,18 @@ def store_of(path: Path) -> Path | None:
 
 
 def find_run(word: str, store: Path) -> Path:
-    """Returns the run file that a word stands for: its path, its stem or its id, or an unambiguous beginning of the
-    stem or id. 'last' is the newest run.
+    """Returns the run file that a word stands for. The word is the path, the stem or the id of a run file, or an
+    unambiguous beginning of its stem or id. 'last' stands for the newest run.
     """
     # 1. Try the word as a path.
     given_path = Path(word)
     try:
-        if is_no_folder(given_path):
+        if is_not_folder(given_path):
             return given_path
         runs = listing(store)
     except (OSError, ValueError) as error:
         raise make_search_error(word, store, error) from None
-    # 2. Find the newest run, or the run that begins with the word.
+    # 2. Find the newest run, or the run whose name or id begins with the word.
     files = runs.all_files
     if word == "last" and runs.newest is not None:
         return runs.find_counted_file(runs.newest)
@@ -287,12 +290,12 @@ def make_search_error(word: str, store: Path, error: OSError | ValueError) -> Ru
 
 
 def list_running_stems(path: Path) -> list[str]:
-    """Returns the stems of other runs that are being measured into the same store."""
+    """Returns the file stems of the other runs that are being measured into the same store."""
     path = path.resolve()
-    store = store_of(path)
+    store = find_store_of_run(path)
     if store is None:
         return []
-    oldest_time = time.time() - _RECENT_SECONDS
+    oldest_time = time.time() - _MAX_AGE_SECONDS
     # Check the locks of recently modified files only.
     stems = []
     for recent_path in islice(iterate_newest_files(store), _MAX_CHECKED_FILES):
@@ -307,7 +310,9 @@ def load_stored_run(word: str, store: Path) -> Run:
 
 
 def collect_scales(run: Run) -> KnownScales:
-    """Returns the largest magnitude of each layer and role, over all cases of one precision."""
+    """Returns the static scales that a run has stored, as known scales of a later run: for each precision, layer and
+    role the largest magnitude (amax) over all cases of the precision.
+    """
     scales = []
     for record in run.records:
         scales += [(record.case.precision, scale.layer, scale.role, scale.amax) for scale in record.scales]
@@ -315,11 +320,11 @@ def collect_scales(run: Run) -> KnownScales:
 
 
 def merge_largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
-    largest: dict[tuple[str, str, str], float] = {}
+    amax_by_key: dict[tuple[str, str, str], float] = {}
     for mode, layer, role, amax in scales:
         key = str(mode), str(layer), str(role)
-        largest[key] = max(amax, largest.get(key, 0.0))
-    return tuple((*key, amax) for key, amax in largest.items())
+        amax_by_key[key] = max(amax, amax_by_key.get(key, 0.0))
+    return tuple((*key, amax) for key, amax in amax_by_key.items())
 
 
 def add_stored_scales(request: Request, store: Path) -> Request:

@@ -3,9 +3,10 @@
 The first line is the header. Records, notes, resumptions and an end follow. Broken lines and lines of unknown kinds
 are left out and reported. docs/run-format.md describes the lines.
 
-The records of a group are written through to the disk before the next group starts. The file is locked while it is
-written, so that two processes never write one run and a run can find other running ones. A kill at any moment leaves
-a readable file: it is created with its header, and readers skip a line that was cut short.
+The records of a group are synced to the disk before the next group starts. A run locks its file until it ends, so
+that two processes never write one run, and so that a run can find other runs that are being measured. A process that
+is killed at any moment leaves a readable file: the file is created with its header, and readers skip a line that was
+cut short.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import LineWriter, end_line, keeping, lock, make_store, open_file, try_writing, unsealed_line
+from fp8bench.files import (
+    LineWriter,
+    convert_write_errors,
+    end_last_line,
+    lock,
+    make_store,
+    open_file,
+    parse_checksummed_line,
+    try_writing,
+)
 from fp8bench.model import (
     CELL_PHASES,
     Environment,
@@ -36,10 +46,10 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
-from fp8bench.model.file_names import stamp
+from fp8bench.model.file_names import format_start_time
 from fp8bench.store.kept_lines import (
-    Content,
     FileLines,
+    LineContent,
     UnknownKind,
     check_schema,
     process_lines,
@@ -47,14 +57,14 @@ from fp8bench.store.kept_lines import (
     refuse_newer,
 )
 
-# Counts of nanoseconds, bytes and other units are valid below this number.
+# Counts of nanoseconds, bytes or tokens are invalid from this number on.
 _MAX_COUNT = 1 << 62
 
 
 def explain_invalid_record(record: Record) -> str:
-    """Returns why a record's numbers cannot have been measured. Returns '' if they can."""
-    work_numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
-    if not all(0 <= number < math.inf for number in work_numbers) or not 0 <= record.work.tokens < _MAX_COUNT:
+    """Returns why the numbers of a record cannot have been measured. Returns '' if they are possible."""
+    work_amounts = (record.work.flops, record.work.bytes, record.work.least_memory)
+    if not all(0 <= number < math.inf for number in work_amounts) or not 0 <= record.work.tokens < _MAX_COUNT:
         return "its work is not a valid count"
     recorded_timings = [timing for timing in (record.timing, record.control, record.paired_with) if timing is not None]
     return next(filter(None, map(_explain_invalid_timing, recorded_timings)), "")
@@ -69,7 +79,7 @@ def _explain_invalid_timing(timing: Timing) -> str:
         return "two slots have the same round"
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not all(slot.calls_ns for slot in timing.slots) or not set(map(len, calls)) <= {cells}:
-        return f"a step does not have the {cells} cells of its segments"
+        return f"a step does not have a time for each of the {cells} cells of its segments"
     if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MAX_COUNT or not all(map(any, calls))):
         return "a step has a time of 0, or more than a clock can count"
     for slot in timing.slots:
@@ -82,7 +92,7 @@ def _explain_invalid_timing(timing: Timing) -> str:
 
 @dataclass
 class _RunReading:
-    """The values that were read from the lines of a run file so far."""
+    """The values that have been read from the lines of a run file so far."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)
@@ -93,9 +103,10 @@ class _RunReading:
 
 
 def load_run(path: Path) -> Run:
-    """Reads a run file. Broken lines are described in `troubles`. A missing header is inferred from the records.
+    """Reads a run file. The run's `troubles` describe broken lines. If the header is missing, the plan is inferred from
+    the records.
 
-    Raises StoreError for a file of a newer version, and for a file without a header or a record.
+    Raises StoreError for a file of a newer version, and for a file with neither a header nor a record.
     """
     return load_run_with_lines(path)[0]
 
@@ -120,12 +131,12 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
 
 
 def load_header(path: Path) -> Run:
-    """Reads a run without its records, from the first line of its file. If that line is not a header, reads the whole
-    file. Raises StoreError like load_run.
+    """Reads a run without its records, from the first line of its file. If the first line is not a header, reads the
+    whole file. Raises StoreError like load_run.
     """
     try:
         with open_file(path) as file:
-            content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
+            content, _ = parse_checksummed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
         if "schema" in content:
             return replace(_parse_header(content, path), path=str(path))
     except OSError as error:
@@ -136,27 +147,33 @@ def load_header(path: Path) -> Run:
 
 
 def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, str]:
-    """Returns the number of the first line that is a header, the run that it describes, and ''. Without a header,
-    returns the number of the line that was probably the header (0 for none), None, and what is wrong with that line.
+    """Returns three values: the number of the header line, the run that it describes, and why the header is broken.
+
+    With a valid header the reason is ''. With a broken header the run is None. If no line looks like a header, the
+    number is 0.
     """
-    suspects: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in file_lines.broken]
+    suspected_headers: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in file_lines.broken]
     for number, content in file_lines.lines:
         if "schema" in content:
             try:
                 return number, _parse_header(content, path), ""
             except ValueError as error:
-                suspects.append((number, None, str(error)[:200]))
-    # The header was probably the broken line with the word "schema". Without such a line, it was the first line.
-    start_by_line = {broken.number: broken.begins for broken in file_lines.broken}
-    for suspect in sorted(suspects):
-        if '"schema"' in start_by_line.get(suspect[0], '"schema"'):
-            return suspect
+                suspected_headers.append((number, None, str(error)[:200]))
+    # A broken line with the word "schema" was probably the header. Without such a line, the first line was.
+    start_by_line = {broken.number: broken.start_text for broken in file_lines.broken}
+    for suspected_header in sorted(suspected_headers):
+        if '"schema"' in start_by_line.get(suspected_header[0], '"schema"'):
+            return suspected_header
     first_line = min([*start_by_line, *dict(file_lines.lines)], default=0)
-    return next((suspect for suspect in suspects if suspect[0] == first_line), (0, None, ""))
+    return next(
+        (suspected_header for suspected_header in suspected_headers if suspected_header[0] == first_line), (0, None, "")
+    )
 
 
-def _add_line(reading: _RunReading, content: Content) -> None:
-    """Adds the value of a line. Raises Malformed or UnknownKind for a line without a value."""
+def _add_line(reading: _RunReading, content: LineContent) -> None:
+    """Adds the value in a line to what was read. Raises Malformed for a wrong value, and UnknownKind for a line of an
+    unknown kind.
+    """
     if "record" in content:
         record = decode(Record, content["record"])
         if reason := explain_invalid_record(record):
@@ -164,12 +181,12 @@ def _add_line(reading: _RunReading, content: Content) -> None:
         reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
-        # A resumption measures an incomplete group again. Drop its earlier records, because a group must not mix
-        # records of two sessions.
+        # A resumed run measures incomplete groups again. Drop their earlier records, because a group must not mix
+        # records from before and after the interruption.
         if reading.run is not None:
-            incomplete = find_incomplete_groups(replace(reading.run, records=tuple(reading.records)))
-            remeasured = set(chain.from_iterable(map(_case_ids, incomplete)))
-            reading.records = [record for record in reading.records if record.case.id not in remeasured]
+            incomplete_groups = find_incomplete_groups(replace(reading.run, records=tuple(reading.records)))
+            remeasured_ids = set(chain.from_iterable(map(_case_ids, incomplete_groups)))
+            reading.records = [record for record in reading.records if record.case.id not in remeasured_ids]
         reading.resumptions.append(resumption)
         reading.finished = False
     elif "note" in content:
@@ -197,11 +214,9 @@ def _to_run(reading: _RunReading, path: Path) -> Run:
         plan = infer_plan(reading.records)
         run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
     # 2. If a case was measured again, use its newest record.
-    order_by_case = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
-    latest_by_case = {record.case.id: record for record in reading.records}
-    sorted_records = sorted(
-        latest_by_case.values(), key=lambda record: order_by_case.get(record.case.id, len(order_by_case))
-    )
+    order_by_id = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
+    record_by_id = {record.case.id: record for record in reading.records}
+    sorted_records = sorted(record_by_id.values(), key=lambda record: order_by_id.get(record.case.id, len(order_by_id)))
     return replace(
         run,
         records=tuple(sorted_records),
@@ -213,7 +228,7 @@ def _to_run(reading: _RunReading, path: Path) -> Run:
     )
 
 
-def _parse_header(content: Content, path: Path) -> Run:
+def _parse_header(content: LineContent, path: Path) -> Run:
     check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
@@ -222,18 +237,18 @@ def _parse_header(content: Content, path: Path) -> Run:
 
 
 def find_incomplete_groups(run: Run) -> tuple[Group, ...]:
-    """Returns the groups of the plan that lack records."""
+    """Returns the groups of the plan in which a case has no record."""
     measured_ids = {record.case.id for record in run.records}
     return tuple(group for group in run.plan if not measured_ids.issuperset(_case_ids(group)))
 
 
 def infer_plan(records: Sequence[Record]) -> Plan:
     """Infers the plan of a run from its records. Cases with the same setting form a group."""
-    by_setting: dict[str, list[Record]] = {}
+    records_by_setting: dict[str, list[Record]] = {}
     for record in records:
-        by_setting.setdefault(record.case.setting, []).append(record)
+        records_by_setting.setdefault(record.case.setting, []).append(record)
     groups = []
-    for members in by_setting.values():
+    for members in records_by_setting.values():
         cases = []
         for record in members:
             skip_reason = record.reason if record.status is Status.SKIPPED else ""
@@ -246,7 +261,7 @@ def infer_plan(records: Sequence[Record]) -> Plan:
 def file_name(run: Run) -> str:
     """Returns the name of a run's file: start, commit and id. Runs of a commit are found by this name."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
-    return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
+    return f"{format_start_time(run.started)}-{commit}-{run.id}.jsonl"
 
 
 def folder_name(run: Run) -> str:
@@ -258,7 +273,8 @@ def to_folder_name(machine: str) -> str:
 
 
 _FIELDS_NOT_IN_HEADER = {"records", "path", "finished", "troubles", "notes", "resumptions"}
-MIN_FREE_BYTES = 4 << 20  # Runs need at least this many free bytes. This is less than a short run writes.
+# A run refuses to start with fewer free bytes than this. A short run writes more.
+MIN_FREE_BYTES = 4 << 20
 
 
 @dataclass
@@ -274,7 +290,7 @@ class RunWriter(LineWriter):
 def check_store(store: Path) -> None:
     """Raises StoreError if runs cannot be written to the store, or if little space is left."""
     folder = store / "runs"
-    with keeping(f"the store {store}", "Choose another --store DIR."):
+    with convert_write_errors(f"the store {store}", "Choose another --store DIR."):
         make_store(store)
         try_writing(folder)
         free_bytes = shutil.disk_usage(folder).free
@@ -285,7 +301,7 @@ def check_store(store: Path) -> None:
 
 
 def start_run(run: Run, store: Path) -> RunWriter:
-    """Creates the run's file with its header in one step."""
+    """Creates the file of a run, which never exists without its header."""
     path = store / "runs" / folder_name(run) / file_name(run)
     header = {
         field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _FIELDS_NOT_IN_HEADER
@@ -294,11 +310,13 @@ def start_run(run: Run, store: Path) -> RunWriter:
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
-    """Opens a run's file for appending. A last line that was cut short gets a line end."""
+    """Opens a run's file for appending, and appends the resumption. If the last line was cut short, it gets a line
+    end.
+    """
     try:
         file = open_file(path, "a+b")
         lock_run(file, path)
-        end_line(file)
+        end_last_line(file)
     except OSError as error:
         raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
     writer = RunWriter(path, file)

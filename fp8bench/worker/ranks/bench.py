@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Scalar, StepEffect
 from fp8bench.model.codec import PlainUnpickler
-from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
+from fp8bench.model.ranks import HEARTBEAT_LAYOUT, MEETING_FILE, OUTSIDE_OF_STEPS, Sent, Transfer
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Phases
 from fp8bench.protocols.workload import StepParts
@@ -43,15 +43,15 @@ class HeartbeatWriter:
 
     def __init__(self, file: Path) -> None:
         self.folder = file.parent
-        file.write_bytes(bytes(BEAT.size))
+        file.write_bytes(bytes(HEARTBEAT_LAYOUT.size))
         with file.open("r+b") as opened:
-            self._page = mmap.mmap(opened.fileno(), BEAT.size)
+            self._page = mmap.mmap(opened.fileno(), HEARTBEAT_LAYOUT.size)
         self._beats = 0
         self._request = b"start"
 
     def request(self, name: str) -> None:
         self._request = name.encode()[:40]
-        self.phase(OUTSIDE)
+        self.phase(OUTSIDE_OF_STEPS)
 
     def phase(self, code: int) -> None:
         """Writes a heartbeat with the code of the current phase. While an exception is handled it writes nothing, so
@@ -60,7 +60,7 @@ class HeartbeatWriter:
         if sys.exception() is not None:
             return
         self._beats += 1
-        BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
+        HEARTBEAT_LAYOUT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
     def markers(self) -> Phases:
         self.phase(UNATTRIBUTED_CODE)
@@ -309,7 +309,7 @@ def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
     # Use a file in a private folder as the store: a store that listens on a port would trust any connection.
-    store = FileStore(str(folder / MEETING), ranks)
+    store = FileStore(str(folder / MEETING_FILE), ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_START_TIMEOUT_SECONDS))
     return PrefixStore("group", store)

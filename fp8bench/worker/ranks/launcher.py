@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fp8bench.model.ranks import MARK
+from fp8bench.model.ranks import LAUNCH_VARIABLE
 from fp8bench.worker.main import close_in_children, die_with_parent
 
 # Seconds between SIGTERM and SIGKILL for ranks.
@@ -33,7 +33,12 @@ def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[in
     """Runs a module in `ranks` processes until they end. Returns the exit statuses of failed ranks by rank. As soon
     as a rank has failed, the other ranks are ended. Their status is SIGTERM.
     """
-    environment = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    environment = {
+        **os.environ,
+        LAUNCH_VARIABLE: Path(folder).name,
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
     rank_by_pid: dict[int, int] = {}
     for rank in range(ranks):
@@ -82,7 +87,7 @@ def _end_all(folder: str, launcher: int) -> None:
     signal, after its ranks.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    environment_mark = f"{MARK}={Path(folder).name}".encode()
+    environment_mark = f"{LAUNCH_VARIABLE}={Path(folder).name}".encode()
     while (remaining := list(_find_marked_processes(environment_mark))) and time.monotonic() < deadline:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fp8bench.model.ranks import PARENT, beat_file, stderr_file
+from fp8bench.model.ranks import PARENT_SOCKET, heartbeat_file, stderr_file
 from fp8bench.model.raw import Settings
 from fp8bench.worker.main import run
 from fp8bench.worker.ranks.bench import HeartbeatWriter, RankBench
@@ -26,7 +26,7 @@ def _connect(folder: Path, rank: int, purpose: str) -> int:
     descriptor.
     """
     with socket.socket(socket.AF_UNIX) as opened:
-        opened.connect(str(folder / PARENT))
+        opened.connect(str(folder / PARENT_SOCKET))
         descriptor = os.dup(opened.fileno())
     connection = Connection(os.dup(descriptor))
     connection.send((rank, os.getpid(), purpose))
@@ -53,7 +53,7 @@ def main(make_bench: Callable[[Settings, HeartbeatWriter, float], RankBench] = R
     with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
-    heartbeat_writer = HeartbeatWriter(folder / beat_file(rank))
+    heartbeat_writer = HeartbeatWriter(folder / heartbeat_file(rank))
     connection = Connection(_connect(folder, rank, "requests"))
     lifeline = _connect(folder, rank, "lifeline")
     run(

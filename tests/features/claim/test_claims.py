@@ -37,7 +37,7 @@ from fp8bench.features.claim.values import (
 )
 from fp8bench.features.claim.view import render_answers
 from fp8bench.features.train.values import TrainingObserver
-from fp8bench.files import seal, unseal
+from fp8bench.files import add_checksum, remove_checksum
 from fp8bench.model import Case, Environment, Label, Level, Request, Run, Status
 from fp8bench.plan.make import make_plan
 from fp8bench.report.page.markdown import render
@@ -618,17 +618,17 @@ def copy_of(folder: Path) -> Path:
 
 
 def flip_schema(folder: Path) -> None:
-    content = unseal(json.loads((folder / "answers.json").read_text()))
-    (folder / "answers.json").write_text(json.dumps(seal({**content, "schema": 9})))
+    content = remove_checksum(json.loads((folder / "answers.json").read_text()))
+    (folder / "answers.json").write_text(json.dumps(add_checksum({**content, "schema": 9})))
 
 
 def drop_checksum(folder: Path) -> None:
-    content = unseal(json.loads((folder / "answers.json").read_text()))
+    content = remove_checksum(json.loads((folder / "answers.json").read_text()))
     (folder / "answers.json").write_text(json.dumps(content))
 
 
 def reshape(folder: Path) -> None:
-    (folder / "answers.json").write_text(json.dumps(seal({"schema": 1, "answers": 5})))
+    (folder / "answers.json").write_text(json.dumps(add_checksum({"schema": 1, "answers": 5})))
 
 
 def make_sparse(path: Path) -> None:

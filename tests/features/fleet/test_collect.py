@@ -14,7 +14,7 @@ from fp8bench.features.fleet.collect import CollectionCounts, collect_runs
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
 from fp8bench.store.fleet_plans import compute_cell_states, load_plans, write_plan
-from fp8bench.store.runs.listing import find_run, list_all_files, listing, store_of
+from fp8bench.store.runs.listing import find_run, find_store_of_run, list_all_files, listing
 from fp8bench.store.verify import verify_store
 from tests.commands import Say
 from tests.counts import for_each
@@ -60,7 +60,7 @@ def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path
     assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert load_plans(out) == (PLAN,) and [state.status for state in compute_cell_states(PLAN, out)] == ["done", "done"]
     path = find_run("a000000", out)
-    assert store_of(path) == out and "node-a" in str(path) and len(listing(out).files) == 3
+    assert find_store_of_run(path) == out and "node-a" in str(path) and len(listing(out).files) == 3
     code, shown, _ = fp8bench("show", "a000000", "--store", str(out))
     assert code == 0 and "gemm" in shown
     checked = verify_store(out)

@@ -17,7 +17,7 @@ from fp8bench.features.sensitivity.job import WEIGHT_DRAWS, StudyQuestion, group
 from fp8bench.features.sensitivity.study import FORMATS, LoweredUnit, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
-from fp8bench.protocols import Layer, key_of
+from fp8bench.protocols import Layer, find_map_key
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
@@ -68,7 +68,7 @@ def low_of(case: Case) -> frozenset[str]:
     keys = dict(case.precision_map)
 
     def mode(layer: Layer) -> str:
-        key = key_of(layer, keys)
+        key = find_map_key(layer, keys)
         return keys[key] if key is not None else "bf16" if layer.high else case.precision
 
     return frozenset(layer.name for layer in LAYERS if mode(layer) == "fp8")

@@ -23,7 +23,7 @@ from fp8bench.features.sensitivity.study import (
     make_map_of_one,
     shorten_map,
 )
-from fp8bench.protocols import Layer, key_of
+from fp8bench.protocols import Layer, find_map_key
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
@@ -168,7 +168,7 @@ def test_another_reference_is_named_for_the_head_too() -> None:
 
 
 def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
-    key = key_of(layer, keys)
+    key = find_map_key(layer, keys)
     return usual[layer.name] if key is None else keys[key]
 
 
@@ -192,6 +192,6 @@ def test_a_layer_called_like_a_kind_is_low_alone() -> None:
     layers = [Layer(name, "linear", group=group) for name, group in names.items()]
     for low in layers:
         keys = dict(make_map_of_one(layers, low.name, (low.name,), ("fp8", "bf16")))
-        modes = {layer.name: keys.get(key_of(layer, keys) or "", "bf16") for layer in layers}
+        modes = {layer.name: keys.get(find_map_key(layer, keys) or "", "bf16") for layer in layers}
         assert [name for name, mode in modes.items() if mode == "fp8"] == [low.name]
     assert make_map_of_one(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)

@@ -19,7 +19,7 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.native_codes import codes_both, row_codes_both, square_codes
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.triton_casts import choose_casts, uses_triton
-from fp8bench.model.run import CONDITIONS
+from fp8bench.model.run import TIME_CONDITIONS
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -202,4 +202,4 @@ def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> N
     assert describe_torch_build()["casts"] == "casts run as Triton kernels"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert describe_torch_build()["casts"] == "casts are compiled by torch, because triton is not installed"
-    assert "casts" in CONDITIONS
+    assert "casts" in TIME_CONDITIONS

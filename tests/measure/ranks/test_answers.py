@@ -21,7 +21,7 @@ from fp8bench.measure.ranks.answers import (
 )
 from fp8bench.measure.ranks.process import Launch, RanksProcess, _RankConnections
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
-from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, parse_heartbeat
+from fp8bench.model.ranks import HEARTBEAT_LAYOUT, FailedRank, Heartbeat, RankCalls, RankMemory, parse_heartbeat
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from tests.counts import for_each
 
@@ -153,8 +153,8 @@ def test_failures_name_rank_phase_and_reason() -> None:
 
 def test_heartbeats_are_read_from_files() -> None:
     gemm = [*Phase].index(Phase.GEMM)
-    assert parse_heartbeat(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
-    assert parse_heartbeat(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
+    assert parse_heartbeat(1, HEARTBEAT_LAYOUT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
+    assert parse_heartbeat(1, HEARTBEAT_LAYOUT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
     assert parse_heartbeat(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
     assert parse_heartbeat(0, struct.pack("<q", 1)).sequence == 0
 

@@ -14,7 +14,7 @@ from fp8bench.measure.sensors.energy import Energy
 from fp8bench.measure.sensors.meter import open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.model.readings import Read, Reading, Unavailable, grown
+from fp8bench.model.readings import Read, Reading, Unavailable, subtract_counters
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -72,7 +72,8 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
                 said |= {f"{name} in window {number}": read for name, read in window.energy.watched.items()}
             said |= {f"{name} after window {number}": read for name, read in meter.device.state().items()}
         said |= {
-            f"violation {name}": read for name, read in grown(before, meter.device.read_throttled_seconds()).items()
+            f"violation {name}": read
+            for name, read in subtract_counters(before, meter.device.read_throttled_seconds()).items()
         }
         said["process_memory"] = meter.device.process_memory()
     return said

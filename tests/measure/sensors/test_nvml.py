@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
-from fp8bench.model.readings import NoReading, Reading, Unavailable, grown
+from fp8bench.model.readings import NoReading, Reading, Unavailable, subtract_counters
 from tests.measure.sensors.nvml.library import GIGABYTE, Simulation, pci_of, uuid_of
 from tests.measure.sensors.virtual import VirtualClock
 
@@ -61,7 +61,7 @@ def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, 
     nvml.state.now_ns = 10_000_000_000
     before = device.read_throttled_seconds()
     nvml.state.now_ns = 12_000_000_000
-    assert values(grown(before, device.read_throttled_seconds())) == {
+    assert values(subtract_counters(before, device.read_throttled_seconds())) == {
         "power-cap": (1.0, "s"),
         "thermal": (0.0, "s"),
         "sw-thermal": (0.0, "s"),

@@ -18,7 +18,13 @@ from hypothesis import strategies as st
 from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
-from fp8bench.store.asv.identity import Identity, find_identity, parse_identity, resolve_interpreter, to_facts
+from fp8bench.store.asv.identity import (
+    Identity,
+    find_identity,
+    list_identity_facts,
+    parse_identity,
+    resolve_interpreter,
+)
 from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -207,7 +213,7 @@ NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in 
 def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
     """Including types: to asv 8 and "8" are two series."""
     here = Identity({"machine": machine, **more}, python, "where it was made")
-    plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **to_facts(here)}))))
+    plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **list_identity_facts(here)}))))
     back = parse_identity(decode(Environment, plain).facts)
     assert back == here
     assert all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
@@ -222,7 +228,7 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     ],
 )
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
-    facts = to_facts(Identity(MACHINE, "/venv/bin/python3"))
+    facts = list_identity_facts(Identity(MACHINE, "/venv/bin/python3"))
     assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named like asv's parameters
     assert parse_identity({**facts, name: value}) is None
     assert parse_identity({key: kept for key, kept in facts.items() if key != name}) is None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, summarize_samples
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, AsvStats, summarize_samples
 from tests.counts import for_each
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
@@ -92,7 +92,7 @@ def test_what_asv_wrote_is_read_and_written_again_unchanged(tmp_path: Path, keep
     row = file.rows["gemm.Gemm.track_time"]
     assert row.params == (("'fp8'", "'bf16'"), ("256", "1024")) and row.version == "1"
     assert row.values[:3] == (2e-3, 1e-3, None) and math.isnan(row.values[3] or 0)
-    assert row.stats[1] == Stats(1e-3, 1e-3, 1e-3, 1e-3, 1, 12) and row.stats[2:] == (None, None)
+    assert row.stats[1] == AsvStats(1e-3, 1e-3, 1e-3, 1e-3, 1, 12) and row.stats[2:] == (None, None)
     assert row.samples == (((1e-3, 2e-3, 3e-3), (1e-3,) * 12, None, None) if keep else (None,) * 4)
     assert (row.started_at, row.duration, row.profile) == (STARTED_MS, 0.12346, None)
     assert file.rows["gemm.Gemm.track_error"].values == (None,)
@@ -247,13 +247,13 @@ def test_a_broken_row_is_left_out_named_and_kept(tmp_path: Path, what: str) -> N
     file = load_results(path)
     (said,) = file.troubles
     assert said.startswith("the row 'foreign' was left out (") and trouble in said and len(said) < 300
-    assert list(file.rows) == [name for name, _, _ in BENCHMARKS] and file.broken == {"foreign": cells}
+    assert list(file.rows) == [name for name, _, _ in BENCHMARKS] and file.unreadable_rows == {"foreign": cells}
     save_results(path, file)
     assert plain(path)["results"]["foreign"] == cells
     assert replace(load_results(path), rows={}) == replace(file, rows={})
     sound = replace(file, rows={**file.rows, "foreign": file.rows[BENCHMARKS[0][0]]})
     save_results(path, sound)  # measuring again restores its meaning
-    assert load_results(path).rows == sound.rows and not load_results(path).broken
+    assert load_results(path).rows == sound.rows and not load_results(path).unreadable_rows
 
 
 TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {

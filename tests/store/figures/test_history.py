@@ -142,7 +142,7 @@ def test_changed_run_files_are_read_again(tmp_path: Path) -> None:
     for read in (3, 0):
         found = opened(tmp_path)
         assert found.read == read and trends_of(found, every) == read_trends(tmp_path, every)
-    assert found.runs == 2 and sum(found.left.values()) == 2  # one of them has only a line
+    assert found.runs == 2 and sum(found.left_out_reasons.values()) == 2  # one of them has only a line
 
 
 def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_no_digit_of_a_cache_changes_unseen(tmp_path: Path) -> None:
 def test_a_cache_of_another_version_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history(tmp_path, 1.0)
     slow = trends_of(opened(tmp_path), every)
-    monkeypatch.setattr(cache, "_VERSION", cache._VERSION + 1)
+    monkeypatch.setattr(cache, "_FILE_VERSION", cache._FILE_VERSION + 1)
     for read in (1, 0):
         found = opened(tmp_path)
         assert trends_of(found, every) == slow and found.read == read

@@ -17,7 +17,7 @@ from fp8bench.store.commit_runs import find_runs
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.merge_stores import merge_runs, rebuild_asv_view
 from fp8bench.store.runs import listing as reading
-from fp8bench.store.runs.listing import COPY_REASON, REFUSED_REASON, find_run, id_of, listing, run_files
+from fp8bench.store.runs.listing import COPY_REASON, REFUSED_REASON, find_run, find_run_id, listing, run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded
 from tests.histories import commit, history, read_trends
@@ -78,7 +78,7 @@ def numbers(store: Path) -> tuple[object, int, dict[str, int]]:
     opened = open_history(store, lambda done, runs: None)
     trends = opened.trends(lambda _: True)
     assert trends == read_trends(store, lambda _: True).trends
-    return trends, opened.runs, dict(opened.left)
+    return trends, opened.runs, dict(opened.left_out_reasons)
 
 
 def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
@@ -93,7 +93,7 @@ def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
         assert fp8bench("compare", commit(0), commit(1))[1] == compared, name
         assert {load_run(file).id for file in listing(store).files} == {own, "00000064"}, name
         assert load_run(find_run(own, store)).finished, name
-        assert rebuild_asv_view(store).left[COPY_REASON] == 1, name
+        assert rebuild_asv_view(store).left_out_reasons[COPY_REASON] == 1, name
         other.unlink()
         assert numbers(store) == (trends, 2, {}), name
 
@@ -163,7 +163,7 @@ def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
     assert [one.name for one in merge_runs(store, theirs).copied] == [
         file.name for file in reversed(list(run_files(theirs)))
     ]
-    copied = next(file for file in run_files(store) if id_of(file) == id_of(path))
+    copied = next(file for file in run_files(store) if find_run_id(file) == find_run_id(path))
     copied.rename(copied.with_name("renamed.jsonl"))
     again = merge_runs(store, theirs)
     assert (again.copied, again.extended, again.same, again.failed) == ([], [], 2, [])
@@ -176,7 +176,7 @@ def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
     path = history(store, 1.0)[0]
     head, *rest = path.read_bytes().splitlines(True)
     shuffled = placed(path, b"".join([*rest, rewritten(head)]), name="x.jsonl")
-    assert id_of(path) == id_of(shuffled) == "00000064"  # wherever the header is
+    assert find_run_id(path) == find_run_id(shuffled) == "00000064"  # wherever the header is
     shuffled.unlink()
     path.write_bytes(b"".join(rest))
     placed(path, path.read_bytes())
@@ -199,8 +199,8 @@ def test_copies_of_unreadable_files_stop_nothing(store: Path) -> None:
 def test_a_file_that_is_deleted_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](path)
-    known = {file: id_of(file) for file in (path, copy)}
-    monkeypatch.setattr(reading, "id_of", lambda file: known.get(file, str(file)))
+    known = {file: find_run_id(file) for file in (path, copy)}
+    monkeypatch.setattr(reading, "find_run_id", lambda file: known.get(file, str(file)))
     copy.unlink()
     assert set(reading.remove_copies([path, copy]).files) == {path, copy}
 

@@ -15,7 +15,7 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.files import sealed_line
+from fp8bench.files import format_checksummed_line
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -146,7 +146,7 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
     slots = (SlotSample(0, ((1, 2), (3,)), 0.1, 0.1),)
     ragged = replace(RECORDS[0], timing=Timing(Segments(("cast", "gemm"), (0, 0)), slots))
     again = load_run(written(tmp_path, records=[ragged, RECORDS[1]]))
-    assert again.records == (RECORDS[1],) and "does not have the 2 cells of its segments" in again.troubles[0]
+    assert again.records == (RECORDS[1],) and "does not have a time for each of the 2 cells" in again.troubles[0]
 
 
 def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_the_work_of_reading_a_file_grows_as_its_lines_do() -> None:
     """Counted in executed lines of code, which a busy machine does not change."""
 
     def done(count: int) -> int:
-        content = "\n".join(sealed_line({"line": number}) for number in range(1, count + 1)).encode()
+        content = "\n".join(format_checksummed_line({"line": number}) for number in range(1, count + 1)).encode()
         steps = 0
 
         def step(*_: object) -> object:

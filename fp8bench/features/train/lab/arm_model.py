@@ -23,7 +23,7 @@ from fp8bench.nn.compiling import ForwardPass, compile_model
 from fp8bench.nn.gpt import LanguageModel
 from fp8bench.nn.unit_scaling import scale_to_unit
 from fp8bench.nn.whole_layers import CachedWeights
-from fp8bench.protocols import Arithmetic, Phases, ScaleBook, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols import Arithmetic, Phases, ScaleBook, SilentPhases, WatchedArithmetic, find_map_key
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
@@ -146,7 +146,7 @@ class BuiltInModel(ArmModel):
         layers = {layer.name: layer for layer in self._layers}
 
         def choose_arithmetic(name: str) -> Arithmetic:
-            key = key_of(layers[name], keys)
+            key = find_map_key(layers[name], keys)
             high_precision = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high_precision or self.arm.precision
             return self.make_layer_arithmetic(name, mode)
@@ -160,7 +160,8 @@ class BuiltInModel(ArmModel):
         if self.precision.unit_scaled:
             scale_to_unit(model, self._config.sequence)
         around = {
-            layer.name: key_of(layer, keys) for layer in models.list_elementwise_layers(settings.arch, self._config)
+            layer.name: find_map_key(layer, keys)
+            for layer in models.list_elementwise_layers(settings.arch, self._config)
         }
         set_around(model, {name: self.make_arithmetic(keys[key]) for name, key in around.items() if key})
         if settings.attention != "auto":

@@ -24,7 +24,17 @@ from fp8bench.errors import StoreError, UsageError
 from fp8bench.features.train.lab.step_optimizer import derive_seed
 from fp8bench.features.train.request import TrainerSettings, find_start_file
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
-from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.files import (
+    MEMORY_BYTES,
+    PARTIAL_SUFFIX,
+    add_checksum,
+    convert_write_errors,
+    open_file,
+    parse_json,
+    read_file,
+    remove_checksum,
+    write_whole,
+)
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
@@ -62,16 +72,16 @@ class _DigestingFile:
 
 def write_checkpoint(folder: str, task: SeedTask, states: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL_SUFFIX}")
     try:
         # If the disk is full, the error asks the user to make room and to resume the training.
-        with keeping(f"the checkpoint {target}", "Make room, and resume."):
+        with convert_write_errors(f"the checkpoint {target}", "Make room, and resume."):
             partial.mkdir(parents=True)
             files = {}
             for number, (name, state) in enumerate(states.items()):
                 files[name] = _write_arm(partial / f"{number}.pt", state)
             head = {"task": _compute_task_digest(task, rank), "arms": files}
-            write_whole(partial / _HEAD_FILE, json.dumps(seal(head), indent=1))
+            write_whole(partial / _HEAD_FILE, json.dumps(add_checksum(head), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
@@ -115,7 +125,7 @@ def read_weights(folder: str, arm: str) -> list[Tensor]:
 
 def _read_head(path: Path) -> State:
     try:
-        return unseal(parse_json(read_file(path / _HEAD_FILE)))
+        return remove_checksum(parse_json(read_file(path / _HEAD_FILE)))
     except (OSError, ValueError) as error:
         raise StoreError(f"{path} holds no complete checkpoint ({error}). Choose another.") from None
 

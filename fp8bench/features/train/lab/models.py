@@ -25,7 +25,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.parallel.ways import explain_uncuttable
 from fp8bench.nn.shared_workloads import explain_uncompilable
 from fp8bench.nn.sizes import LINE_TOKENS, SIZES, GPTConfig, around, gpt_around
-from fp8bench.protocols import Layer, Precision, key_of, list_map_keys
+from fp8bench.protocols import Layer, Precision, find_map_key, list_map_keys
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
 def _list_elementwise_precisions(settings: TrainerSettings) -> list[str]:
     """Returns the precisions that --precision-map gives to elementwise operations."""
     layers = list_elementwise_layers(settings.arch, make_config(settings, 1))
-    keys = {key_of(layer, dict(settings.precision_map)) for layer in layers}
+    keys = {find_map_key(layer, dict(settings.precision_map)) for layer in layers}
     return [mode for key, mode in settings.precision_map if key in keys]
 
 

@@ -26,7 +26,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import find_loss, iterate_named_tensors, make_arguments, move_to_device
 from fp8bench.nn.own_model import MakeResult, call_model, seed_generators
-from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
+from fp8bench.protocols import Arithmetic, Layer, Phases, find_map_key
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import measure_coverage
 from fp8bench.user_code import own_words
@@ -74,7 +74,7 @@ class OwnModel(ArmModel):
             return None
 
         def choose(layer: Layer) -> Arithmetic | None:
-            key = key_of(layer, keys)
+            key = find_map_key(layer, keys)
             mode = keys[key] if key is not None else self.precision.mode
             return None if mode == UNTOUCHED else self.make_layer_arithmetic(layer.name, mode)
 

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import (
 
 from fp8bench.features.train.lab.low_precision import Tensors
 from fp8bench.features.train.request import MAX_LOSS_SCALE, TrainerSettings, parse_schedule
-from fp8bench.units import number_of
+from fp8bench.units import parse_number
 
 # The wsd schedule decreases the rate during this last share of the steps.
 _WSD_DECAY_SHARE = 0.2
@@ -201,7 +201,7 @@ def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossSc
     setting = settings.loss_scale
     if setting == "dynamic":
         return LossScale(_FIRST_LOSS_SCALE, is_dynamic=True)
-    return LossScale(precision_scale if setting == "auto" else number_of(setting))
+    return LossScale(precision_scale if setting == "auto" else parse_number(setting))
 
 
 def join_norms(norms: Tensors) -> Tensor:

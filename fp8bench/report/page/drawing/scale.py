@@ -184,7 +184,7 @@ def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     if magnitude and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(magnitude) < 1e18)):
         return _strip_zeros(f"{value:.{digits - 1}e}") if value else "0"
     # All ticks of a linear axis have the same unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
-    scales = units.scales_of("" if unit == units.RATIO else unit)
+    scales = units.list_unit_scales("" if unit == units.RATIO else unit)
     scale, name = next(
         (scale for scale in scales if abs(magnitude) >= scale[0] * (1 - _EQUALITY_TOLERANCE)), scales[-1]
     )
