@@ -13,6 +13,7 @@ import marshal
 import math
 import pickle
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -28,9 +29,8 @@ from fp8bench.errors import UsageError
 # new files.
 SCHEMA = 1
 _ONLY_INTEGERS = {int}
-# Whole numbers outside of 64 bits come from damaged files. Floats and arrays could not hold them.
-_LEAST_INTEGER = -(1 << 63)
-_LARGEST_INTEGER = (1 << 64) - 1
+# No float can hold larger whole numbers, so computing with them would fail. They come from damaged files.
+_LARGEST_INTEGER = int(sys.float_info.max)
 _PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _ONLY_LISTS = {list}
 # The values of these types often repeat within a run, so equal values share one object. The number is the most objects
@@ -295,8 +295,8 @@ def _decode_float(json_value: Any) -> float:
 
 def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     def decode(json_value: Any) -> Any:
-        if kind is int and type(json_value) is int and not _LEAST_INTEGER <= json_value <= _LARGEST_INTEGER:
-            raise Malformed(f": a whole number too large to compute with, {json_value!r:.20}...")
+        if kind is int and type(json_value) is int and abs(json_value) > _LARGEST_INTEGER:
+            raise Malformed(": a whole number too large for a float")
         if kind is Any or type(json_value) is kind:
             return json_value
         raise Malformed(f": expected {getattr(kind, '__name__', kind)}, found {json_value!r:.60}")

@@ -247,7 +247,7 @@ def test_the_scalings_take_the_roundings_that_are_named_and_no_others() -> None:
 
 
 def test_the_noise_is_what_the_tests_hold_it_to() -> None:
-    lines = PAGE.split("\nThe table shows what each scaling loses")[1].splitlines()
+    lines = PAGE.split("\nThis table shows the signal to noise in decibels")[1].splitlines()
     header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     shown = {
         (row[0].strip("`"), column): float(cell)

@@ -516,7 +516,7 @@ def test_cases_too_large_for_a_pair_are_measured_alone() -> None:
     assert records["fp32"].control is None
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert Label.UNPAIRED in findings["bf16"].labels and Label.UNPAIRED not in findings["fp32"].labels
-    assert findings["bf16"].verdict is Verdict.UNSURE and "did not share rounds" in findings["bf16"].why
+    assert findings["bf16"].verdict is Verdict.UNSURE and "shares no rounds" in findings["bf16"].why
 
 
 def test_a_case_that_does_not_fit_alone_fails() -> None:
