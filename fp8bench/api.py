@@ -107,7 +107,7 @@ def run(
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
-    # 2. Measure. Of several sessions, each one is stored as a run, and the last run combines the intervals of all.
+    # 2. Measure. Each session is stored as a run, and the last run combines the intervals of all sessions.
     measure = partial(execute_sessions, request, sessions=count, pause=pause)
     measure = measure if count > 1 else partial(execute, request)
     return _measure_run(measure, store, observer, progress, report, log)

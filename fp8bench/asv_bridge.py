@@ -38,7 +38,7 @@ _ARGUMENTS_BEFORE_ASV = 8  # the word `asv` is among the first 8 words: python -
 _TEXT_OR_COMMENT_PATTERN = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _RESULTS_DIR_PATTERN = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
-# What was measured in a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
+# The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
 MeasuredOutcomes = dict[str, dict[Cell, Outcome]]
 _Result = TypeVar("_Result")

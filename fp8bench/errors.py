@@ -1,6 +1,6 @@
 """The errors whose messages are written for users. Each error has the exit code with which a command then ends.
 
-A message says what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
+A message states what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
 verdicts of the gate and not errors.
 """
 

@@ -123,8 +123,8 @@ def _checksum(text: bytes) -> str:
 
 @contextlib.contextmanager
 def convert_write_errors(subject: object, remedy: str = "", kind: type[StoreError] = StoreError) -> Iterator[None]:
-    """A context that turns an OSError of its body into an error of type `kind`, whose message says that `subject`
-    cannot be written and what to do (`remedy`).
+    """A context that turns an OSError of its body into an error of type `kind`. Its message states that `subject`
+    cannot be written, why, and what to do (`remedy`).
     """
     try:
         yield
@@ -320,7 +320,7 @@ class LineWriter:
         self._append_numbered_lines([{"note": text}])
 
     def finish(self, end_kind: str) -> None:
-        """Writes the last line, which says 'finished' or 'interrupted', and closes the file."""
+        """Writes the last line, which contains 'finished' or 'interrupted', and closes the file."""
         try:
             if not self._file.closed:
                 self._append_numbered_lines([{"end": end_kind, "digest": digest_checksums(self._sums)}])

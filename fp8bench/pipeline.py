@@ -206,7 +206,7 @@ def _measure_groups(
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # without this line, too, the run counts as unfinished
+        ):  # even without this line the run counts as unfinished
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(
@@ -255,8 +255,8 @@ def _list_running_cases(groups: Iterable[Group]) -> list[Case]:
 
 
 class RunResources(NamedTuple):
-    """What a run needs while it is measured: the store, the switches, the text that suites read, the energy meters and
-    the workers. `start` is the time at which the run began.
+    """The resources of a run while it is measured: the store, the switches, the text that suites read, the energy
+    meters and the workers. `start` is the time at which the run began.
 
     `timing` is the worker that times steps, and `untimed` is the worker that runs untimed passes. `counting` is a
     worker that counts allocations, if this was requested. If untimed passes may run while `timing` works, `second` is

@@ -1,5 +1,5 @@
-"""Finds the name that a user probably meant: fp8bench's name for a word of another tool, or the known name with the
-most similar spelling.
+"""Finds the name that a user probably meant: fp8bench's name for another tool's word, or the known name with the most
+similar spelling.
 """
 
 from __future__ import annotations
@@ -108,5 +108,5 @@ def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
 
 
 def explaining_command(kind: str) -> str:
-    """Returns the command that lists the names of a kind, or '' if there is none."""
+    """Returns the command that lists the names of a kind, or '' if the kind has no such command."""
     return _EXPLAINING_COMMANDS.get(kind, "")

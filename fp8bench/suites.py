@@ -1,7 +1,7 @@
 """The only module of fp8bench that files with custom suites, precisions or devices need to import.
 
 The names in this module and their signatures are stable. If a change breaks a file that uses only these names,
-CHANGELOG.md says so. docs/user-suites.md explains each name. This module does not import torch.
+CHANGELOG.md lists the change. docs/user-suites.md explains each name. This module does not import torch.
 """
 
 from fp8bench.model import (

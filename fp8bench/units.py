@@ -250,7 +250,7 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
     """Formats the range of several values: '1.21x to 2.10x', or one text if the lowest and the highest value look
-    equal. Returns '' if there are no values.
+    equal. Returns '' without values.
     """
     numbers = list(values)
     return " to ".join(dict.fromkeys((show(min(numbers)), show(max(numbers))))) if numbers else ""

@@ -342,8 +342,8 @@ class PhaseEnergies:
     """The energy of all phases of a step.
 
     `residual` is the step's energy outside measured phases. It is None if no phase was measured. If the measurement of
-    phases is not valid, `void_reason` says why. `pace` is the time of the measured phases when each runs alone, divided
-    by their time in the step. `noise` is how far `pace` may be from 1 by chance.
+    phases is not valid, `void_reason` is the reason. `pace` is the time of the measured phases when each runs alone,
+    divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]

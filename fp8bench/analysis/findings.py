@@ -279,8 +279,8 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
 
 
 def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
-    """Returns a label that says why whole steps are compared: the fastest parts of different steps sum to less than the
-    fastest whole step, in the case or in its reference.
+    """Returns a label with the reason why whole steps are compared: the fastest parts of different steps sum to less
+    than the fastest whole step, in the case or in its reference.
     """
     largest_share, reason = 0.0, ""
     labelled_timings = (

@@ -216,8 +216,8 @@ def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
 
 
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the share of a slot during which the process had no core. Of each case, the slot with the smallest share
-    counts, because other programs may have taken the core in the other slots.
+    """Compares the share of a slot during which the process had no core. For each case, uses the slot with the
+    smallest share, because other programs may have taken the core in the other slots.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (

@@ -45,7 +45,7 @@ def find_phase_gains(
     compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time,
     and so do the case's products.
     """
-    # 1. Estimate the phase times of each timing. Those of the reference are the mean over its timings.
+    # 1. Estimate the phase times of each timing. The reference's times are the mean over its timings.
     calls = count_common_calls(*timings)
     whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
     case, *reference_estimates = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]

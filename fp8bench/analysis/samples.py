@@ -249,8 +249,8 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:
-    """Returns the sustained measurements of a case. If there are none, returns its energy windows in the same form.
-    Drops impossible numbers, which an edited file may contain.
+    """Returns the sustained measurements of a case. Without such measurements, returns its energy windows in the same
+    form. Drops impossible numbers, which an edited file may contain.
     """
     measurements: Sequence[SustainedTurn] = record.sustained
     if not measurements and record.energy is not None and not record.support.is_emulated:

@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 RESAMPLE_COUNT = 2000
-# A best case is the mean of at least this many rounds, if there are so many. The interval of the minimum alone would be
-# too narrow, because the minimum of a bootstrap resample is never below that of the sample.
+# A best case is the mean of at least this many rounds, unless fewer were measured. The interval of the minimum alone
+# would be too narrow, because the minimum of a bootstrap resample is never below that of the sample.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_DIVISOR = 4
 # At first, a resample is searched only among the fastest rounds, increased by this many times the square root of their

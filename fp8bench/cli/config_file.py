@@ -38,7 +38,7 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
     """Reads a YAML file as a mapping whose innermost values are texts. Raises UsageError if the file is not readable or
     not such a mapping.
 
-    The error names `option`, the option that named the file. `content` says what the file should contain.
+    The error names `option`, the option that named the file. `content` describes what the file should contain.
     """
     try:
         mapping = yaml.load(read_file(file, MAX_CONFIG_BYTES).decode("utf-8-sig"), Loader=_TextLoader)
@@ -56,8 +56,8 @@ class TrainerKey(NamedTuple):
     """The meaning of a key that files of a training framework use.
 
     `targets` are options or 'set AXIS', each with a translation of the key's values. The first target that the command
-    has is used. An empty translation leaves values unchanged. If no target fits, the key is refused, and `instead` says
-    what to write.
+    has is used. An empty translation leaves values unchanged. If no target fits, the key is refused with the advice
+    `instead`.
     """
 
     targets: Mapping[str, Mapping[str, str]]

@@ -236,8 +236,8 @@ def round_to(
     or has the dtype of `out`.
 
     Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or
-    become infinity or NaN if `overflow` says so. e8m0 has neither sign nor zero: negative numbers and zeros become NaN,
-    and ties go up.
+    become infinity or NaN, as `overflow` requires. e8m0 has neither sign nor zero: negative numbers and zeros become
+    NaN, and ties go up.
 
     `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on the
     device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their overflow

@@ -205,7 +205,7 @@ def parse_quote(text: str) -> Quote:
         raise UsageError(
             f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(sheets_by_name)}."
         )
-    # 3. Of these, select the datasheets that publish the figure.
+    # 3. Select the datasheets that publish the figure.
     quote = Quote(text, tuple(matching_sheets), figure, number)
     publishing_sheets = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
     if not publishing_sheets:
@@ -246,8 +246,8 @@ def _describe_quote(quote: Quote) -> Iterator[str]:
 
 
 def _explain_wrong_number(quote: Quote) -> Iterator[str]:
-    """Yields sentences that explain a wrong quoted number. The number may belong to a different figure: a peak with
-    sparsity, or a figure of another dtype or device.
+    """Yields sentences that explain a wrong quoted number. The number may belong to another figure: a peak with
+    sparsity, or a figure of a different dtype or device.
     """
     for device in quote.devices:
         if quote.is_equal_to(quote.of(device, sparse=True)):

@@ -173,8 +173,8 @@ def acknowledge(
 
 
 def _choose_open_changes(series: str, search: FoundChanges) -> list[Change]:
-    """Returns the changes for the worse that nobody has acknowledged. If there are none, returns the other changes that
-    nobody has acknowledged.
+    """Returns the changes for the worse that nobody has acknowledged. Without such changes, returns the other changes
+    that nobody has acknowledged.
     """
     open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]
     if not open_changes:

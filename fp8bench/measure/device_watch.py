@@ -36,7 +36,7 @@ class Settler:
     clock: Callable[[], float] = time.monotonic
     is_brisk: bool = False
 
-    def run_until_settled(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
+    def warm_up_device(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
         """Returns the readings of this warm-up, or None if the device reports neither clock nor temperature."""
         start = self.clock()
         readings = [self._read_clock_and_temperature(start)]

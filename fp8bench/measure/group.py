@@ -409,7 +409,7 @@ class GroupMeasurement:
         self._observer.working(first.planned.case, "warming up", 0.0)
         with raise_as_arm_failure(first):
             settler = Settler(device, self._method.warm_up_seconds, is_brisk=self._method.brisk)
-            return settler.run_until_settled(first, self._worker)
+            return settler.warm_up_device(first, self._worker)
 
     def _start_watch(self, session: RoundSession) -> SessionWatch | None:
         """Warms the device up. Returns the `SessionWatch` that reads its state between slots; None without sensors."""

@@ -198,8 +198,7 @@ class RoundSession:
 
     def _list_compared_arms(self) -> list[MeasuredArm]:
         """Returns the arms whose comparison with the reference decides when rounds end. These arms are the native
-        candidates, or the control if there are no native candidates. Returns [] if the reference is missing or
-        emulated.
+        candidates, or the control if no candidate is native. Returns [] if the reference is missing or emulated.
         """
         if self.reference is None or self.reference.is_emulated:
             return []

@@ -316,7 +316,7 @@ class WindowPass:
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._window_rule.settling_seconds, self._clock)
-            if (settling_readings := settler.run_until_settled(arm, worker)) is not None:
+            if (settling_readings := settler.warm_up_device(arm, worker)) is not None:
                 return settling_readings
         warm_up_seconds = _BRISK_WARM_UP_SECONDS if self._window_rule.brisk else _WARM_UP_SECONDS
         warm_up_steps = max(1, round(max(warm_up_seconds, turn_seconds / 2) / arm.step_seconds))

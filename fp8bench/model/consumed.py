@@ -84,7 +84,7 @@ class DeviceWatch:
     """The state of a device while a case was timed, from `looks` samples between the slots of the case.
 
     `throttle` has every bit that was set in any sample. `held` has pairs (limit, seconds): by the driver's counters,
-    the limit lowered the clocks for so many of the group's `seconds`. `others` counts other processes that use the
+    the limit lowered the clocks for this part of the group's `seconds`. `others` counts other processes that use the
     device. If the device is partitioned, `slices` counts its other partitions. `sm_clock` is the mean over the sampled
     slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if the device
     reports neither clock nor temperature.

@@ -20,9 +20,9 @@ MAX_RATE_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """What limits a device, and how it is measured. PRODUCT: matrix products. COPY and TRIAD (a = b + s c): memory,
-    with arrays larger than the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of the smallest
-    kernel. LOAD: copies from host memory.
+    """The kinds of limits of a device, and how each is measured. PRODUCT: matrix products. COPY and TRIAD (a = b + s
+    c): memory, with arrays larger than the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of
+    the smallest kernel. LOAD: copies from host memory.
     """
 
     PRODUCT = "product"
@@ -214,8 +214,8 @@ class StepEffect:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many states the calls of a slot use in turn, and the bytes of one state. There are so many states that a
-    state is no longer in the cache when it is used again.
+    """How many states the calls of a slot use in turn, and the bytes of one state. There are enough states that a state
+    is no longer in the cache when it is used again.
     """
 
     states: int

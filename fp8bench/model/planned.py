@@ -94,7 +94,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a workload with parameters, in a precision, on a device.
+    """The subject of a measurement: a workload with parameters, in a precision, on a device.
 
     `precision_map` gives some layers, or kinds of layers, a different precision than `precision`. `static` is the rule
     for scales derived from data. `version` is the version of the workload. It is raised when the work of a step

@@ -23,7 +23,7 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """What a callable receives as the operands of a product: values that it casts itself, or codes with their
+    """The form in which a callable receives the operands of a product: values that it casts itself, or codes with their
     scales.
     """
 
@@ -31,7 +31,7 @@ class Takes(StrEnum):
     CODES = "codes"
 
 
-# What each field of a signature means, for `fp8bench audit --help` and help(fp8bench.audited).
+# The meaning of each field of a signature, for `fp8bench audit --help` and help(fp8bench.audited).
 SIGNATURE_WORDS = {
     "kind": (
         "product: f(a, b) returns a @ b.T; linear: f(x, weight), with gradients; attention: f(queries, keys, "
@@ -48,7 +48,7 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class Signature:
-    """What a user's callable promises: its kind, its precision with options, and more. SIGNATURE_WORDS explains each
+    """The promise of a user's callable: its kind, its precision with options, and more. SIGNATURE_WORDS explains each
     field.
     """
 

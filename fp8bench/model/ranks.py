@@ -139,7 +139,7 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """What the rank was doing, such as "phase gemm of 'slot'" or "'prepare'"."""
+        """The last activity of the rank, such as "phase gemm of 'slot'" or "'prepare'"."""
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 

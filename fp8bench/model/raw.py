@@ -28,8 +28,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class StateCheck:
-    """What is wrong with a state after its steps, or ''. For workloads that allow infinite and NaN numbers,
-    `not_finite` is their share.
+    """The result of checking a state after its steps. `wrong` describes the fault, or is ''. For workloads that allow
+    infinite and NaN numbers, `not_finite` is their share.
     """
 
     wrong: str = ""

@@ -1,5 +1,5 @@
-"""What a sensor or counter returns: a reading with its unit and source, or the reason why there is none. An unknown
-value is never 0.
+"""The result of reading a sensor or counter: a value with its unit and source, or the reason why it is missing. An
+unknown value is never 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised by the functions that read a sensor if there is no value. `try_reading` turns it into an Unavailable.
+    """Raised by the functions that read a sensor if it has no value. `try_reading` turns it into an Unavailable.
 
     `code` is the status code of the driver, if it returned one.
     """

@@ -169,7 +169,7 @@ def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
             raise UsageError(f"{option_names[name]} must be {rule.words}, got {value!r:.80}.")
 
 
-# What --energy may ask for: the energy of complete steps only, or also that of each phase.
+# The choices of --energy: the energy of complete steps only, or also that of each phase.
 ENERGY_PARTS = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 
 

@@ -137,12 +137,12 @@ class PhaseGain:
 class Finding:
     """The conclusions from the samples of one case. They are computed from its record whenever they are needed.
 
-    `phases` are the best-case seconds of each phase, which sum to `best_seconds`. Phases in `below_floor` are too
-    short to be distinguished from the cost of their markers. `ratio` compares best cases with the reference, and
-    `typical` compares means over all calls. `floor` is the noise floor: how far the A/A interval reaches from 1. `why`
-    is the reason why there is no verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard`
-    are the labels of this case or its reference that prevent a verdict. The saved seconds in `gains` sum to the
-    difference that `ratio` measures.
+    `phases` are the best-case seconds of each phase, which sum to `best_seconds`. Phases in `below_floor` are too short
+    to be distinguished from the cost of their markers. `ratio` compares best cases with the reference, and `typical`
+    compares means over all calls. `floor` is the noise floor: how far the A/A interval reaches from 1. `why` is the
+    reason for a missing verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard` are the
+    labels of this case or its reference that prevent a verdict. The saved seconds in `gains` sum to the difference that
+    `ratio` measures.
     """
 
     case: Case
@@ -243,8 +243,8 @@ class CellStatus(StrEnum):
 @dataclass(frozen=True)
 class CellState:
     """The progress of a cell. `run` is the newest run of the cell, `machine` is the machine of this run, and `cases`
-    counts the cases of this run by status. `why` says why the cell failed, or which of its cases failed. `damage`
-    describes changed files.
+    counts the cases of this run by status. `why` is the reason why the cell failed, or names the cases that failed.
+    `damage` describes changed files.
     """
 
     number: int
@@ -307,7 +307,7 @@ DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 def is_switched_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
     """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for a value other than
-    `on` and `off`. Its message says 'Set it to `off` `purpose`'.
+    `on` and `off`. Its message contains 'Set it to `off` `purpose`'.
     """
     value = environment.get(variable, "") or on
     if value not in (on, off):

@@ -44,8 +44,8 @@ class Series:
 class Point:
     """The samples of one run for one cell of a series, in the unit of the series.
 
-    If the case is OK but there are no samples, the case has no such number: for example, an emulated case has no
-    speed. `reason` says why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with
+    If the case is OK but has no samples, the case has no such number: for example, an emulated case has no speed.
+    `reason` is the reason why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with
     --quick. `under` are the conditions of the measurement. Samples of several runs are pooled only if their conditions
     are equal, and `runs` counts the pooled runs.
     """

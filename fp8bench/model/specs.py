@@ -37,9 +37,9 @@ class Better(StrEnum):
 
 
 class Rank(StrEnum):
-    """Where a figure is shown. MAIN: everywhere. DETAIL: not in TensorBoard and Weights & Biases, because it is part of
-    another figure or derived from one. RESTATED: it is shown in the row of another figure, and has a separate row only
-    in the history and in comparisons.
+    """The outputs that show a figure. MAIN: all of them. DETAIL: all but TensorBoard and Weights & Biases, because the
+    figure is a part of a different figure or derived from one. RESTATED: it is shown in a different figure's row, and
+    has a separate row only in the history and in comparisons.
     """
 
     MAIN = "main"
@@ -377,7 +377,7 @@ HIDDEN_COMMUNICATION = _add_spec(
 LOGICAL_BYTES = _add_spec(
     "logical_bytes", "B", "bytes of the complete vector in float32", better=_NEITHER, heading="logical",
 )
-ALGBW = _add_spec("algbw", "B/s", "bytes of the vector as it is sent, over the median time of a step", better=_HIGHER)
+ALGBW = _add_spec("algbw", "B/s", "bytes of the vector as sent, over the median time of a step", better=_HIGHER)
 BUSBW = _add_spec("busbw", "B/s", "algbw times nccl-tests' factor", better=_HIGHER)
 EFFECTIVE_BUSBW = _add_spec("effective_busbw", "B/s", "busbw of the logical bytes", better=_HIGHER, heading="effective")
 BUBBLE = _add_spec("bubble", "%", "time that a pipeline's ranks wait or send, over the time that they compute")
@@ -419,7 +419,8 @@ _add_spec(
     least_change=LOSS_BAND, threshold=(2 * LOSS_BAND, 0.0), page="history.md#does-it-still-learn", **_WORKLOAD_FIELDS,
 )
 _ERROR_FIELDS: dict[str, Any] = {"show": units.relative_error, **_WORKLOAD_FIELDS}
-# Summing in a different order changes a loss by less than a thousandth, and training in another format by a hundredth.
+# Summing in a different order changes a loss by less than a thousandth, and training in a different format by a
+# hundredth.
 LOSS_ERRORS = _add_spec(
     f"*{LOSS_ERROR}", units.RATIO, "relative error of a step's loss; 0 is exact",
     error_sizes=(1e-5, LOSS_BAND, 10 * LOSS_BAND), **_ERROR_FIELDS,
@@ -435,7 +436,7 @@ OTHER_ERRORS = _add_spec("*_error", units.RATIO, "other numerical errors, relati
 _add_spec("*_vanished", units.RATIO, "share of values that are zero here but not in the reference; a norm hides them",
      show=lambda value: units.share(value) if value else "0%", **_WORKLOAD_FIELDS)
 _add_spec("*_db", "dB", "numerical errors in decibels", better=_HIGHER, page="formats.md", **_WORKLOAD_FIELDS)
-# Of these figures, neither more nor less is better.
+# For these figures, neither more nor less is better.
 for _name in ("utilisation_percent", "dynamic_range_octaves", "subnormal_percent"):
     _add_spec(_name, {"t": "%", "s": "octaves"}[_name[-1]], "of a format", better=_NEITHER, page="formats.md",
     **_WORKLOAD_FIELDS)

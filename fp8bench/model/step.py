@@ -145,8 +145,8 @@ class ShareKind(StrEnum):
 
 
 class SharesFrom(StrEnum):
-    """What time shares are measured on. OPERATORS: operators on a CPU. KERNELS: kernels on a device, each assigned to
-    the operator that launched it. COMPILED: kernels of compiled steps, which belong to no module (only in older runs).
+    """The source of time shares. OPERATORS: operators on a CPU. KERNELS: kernels on a device, each assigned to the
+    operator that launched it. COMPILED: kernels of compiled steps, which belong to no module (only in older runs).
     """
 
     OPERATORS = "operators"

@@ -109,8 +109,8 @@ class BlockArithmetic(RecipeArithmetic):
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
         """Returns whether one cast of both orientations draws the same random numbers as two separate casts. It does
-        for gradients, because their second cast always follows the first one directly. Between the two casts of
-        another operand there may be other casts.
+        for gradients, because their second cast always follows the first one directly. The two casts of any other
+        operand may have other casts between them.
         """
         keeps_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
         return not keeps_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)

@@ -212,7 +212,7 @@ def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) ->
     """Returns why native products refuse a layer with these numbers of inputs and outputs, or '' if they accept it.
     The number of rows is not checked, because rows can be padded.
     """
-    side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in another product
+    side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in a second one
     outputs, inputs = product_weight.sides
     misfit_sides = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % side_multiple]
     verb_text = "is no multiple" if len(misfit_sides) == 1 else "are no multiples"

@@ -113,8 +113,8 @@ class _OperandForm(NamedTuple):
         return self.decode_values(self.arithmetic.turn(operand, source, role)).t()
 
     def compute_gradient(self, output_gradient: Tensor, images: Tensor, windows: Tensor, for_windows: bool) -> Tensor:
-        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. Of the operand
-        whose gradient is computed, only the shape is read.
+        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. Reads only the
+        shape of the operand whose gradient it computes.
         """
         stride, padding, dilation = self.geometry[1:]
         mask = [not for_windows, for_windows, False]

@@ -467,11 +467,11 @@ def _replace_product(func: Any, args: tuple[Any, ...], position: int, multiplier
         return y if len(args) < 3 or args[2] is None else y + args[2].to(y.dtype)
     if func in _GROUPED_FUNCTIONS:
         return _multiply_groups(args[0], args[1], args[2].tolist(), multiplier)
-    left, right = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
-    if right is args[position]:
+    left_operand, right_operand = (args[1], args[0]) if func is Tensor.__rmatmul__ else args
+    if right_operand is args[position]:
         # A product with the weight on the left is the transpose of one with the weight on the right.
-        return _multiply_right(left, right, multiplier)
-    return _multiply_right(right.mT, left.mT, multiplier).mT
+        return _multiply_right(left_operand, right_operand, multiplier)
+    return _multiply_right(right_operand.mT, left_operand.mT, multiplier).mT
 
 
 def _multiply_right(x: Tensor, weight: Tensor, multiplier: Multiplier) -> Tensor:

@@ -1,5 +1,5 @@
-"""Finds out how a batch is passed to a user's model and what the model's loss is. If that is not clear, an error says
-what the user's function must return.
+"""Finds out how a batch is passed to a user's model and what the model's loss is. If that is not clear, an error
+explains what the user's function must return.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class OwnModel:
                 return Outcome(outputs, None, {})
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         # A missing gradient counts as zero. For example, this step may give an expert no tokens, while the same step of
-        # another copy gives it some.
+        # a different copy gives it some.
         gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self._loss_scale
             for name, parameter in self.parameters.items()

@@ -27,9 +27,9 @@ CARRIERS = {"fp32": 4, "bf16": 2}
 class StorageFormat:
     """A number format for stored tensors: the bits of each number and the bytes of a scale.
 
-    `scale_sharing` says which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row', or
-    those of a block along the row, given by its length. 0 stands for no scale. `tensor_scale_bytes` is the bytes of one
-    more scale for the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
+    `scale_sharing` defines which numbers share a scale: 'all' numbers of a tensor, those of a 'head', those of a 'row',
+    or those of a block along the row, given by its length. 0 stands for no scale. `tensor_scale_bytes` is the bytes of
+    one more scale for the whole tensor. `fmt` and `scaling` are None for torch's dtypes and for integers.
     """
 
     bits: int

@@ -164,7 +164,7 @@ class CastWeight:
 
     def multiply(self, x: Tensor, phase: Phases) -> Tensor:
         arithmetic = self.arithmetic
-        # Inputs of a plain arithmetic are usually in its carrier already. Then there is no cast to time.
+        # Inputs of a plain arithmetic are usually in its carrier already. Then no cast is timed.
         with nullcontext() if arithmetic.plain and x.dtype is arithmetic.carrier else cast_marker(arithmetic, phase):
             operand = arithmetic.cast(x.to(arithmetic.carrier), Role.INPUT)
         with phase.gemm:

@@ -40,7 +40,7 @@ class NextScale(Protocol):
 
     @property
     def last_pair(self) -> ScalePair | None:
-        """Returns the scale of the last cast, or None if there is no scale yet."""
+        """Returns the scale of the last cast, or None before the first scale."""
 
 
 class DelayedScale:

@@ -138,8 +138,8 @@ class TrainingState:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
-            # Add the gradients in a phase of their own. Otherwise autograd would add those of later micro-batches
-            # inside whatever phase is open.
+            # Add the gradients in a separate phase. Otherwise autograd would add those of later micro-batches inside
+            # whatever phase is open.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
             gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:

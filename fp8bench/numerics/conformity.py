@@ -451,7 +451,7 @@ def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Ten
 
 # Maps the name of each precision to both operands, rounded to this precision.
 OperandsByPrecision = Mapping[str, tuple[Tensor, Tensor]]
-# A product counts as computed in another precision than the promised one if its mean square error in that precision is
+# A product counts as computed in a precision other than the promised one if its mean square error in that precision is
 # smaller by more than the factor _NEARER_RATIO. Sums in few bits and a library's rounding change the error by less. A
 # bfloat16 result from bfloat16 copies of FP8 values has three times the error of its rounding.
 _NEARER_RATIO = 2.0

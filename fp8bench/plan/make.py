@@ -41,7 +41,7 @@ from fp8bench.units import size
 # If only one requested precision is native, this precision is added as the reference, because the native one would have
 # nothing to be compared with.
 ADDED_REFERENCE = "fp32"
-# If a case needs more than this share of a device's memory, a note says so before it runs.
+# If a case needs more than this share of a device's memory, a note gives its memory before it runs.
 _LARGE_MEMORY_SHARE = 0.1
 # One example of each class of devices (CPUs and GPUs). The defaults of axes and the layers depend only on the class.
 _EXAMPLE_DEVICES = (DeviceFacts("cpu", 0, "", 0, ""), DeviceFacts("cuda", 0, "", 0, ""))
@@ -182,8 +182,8 @@ def with_batch(planned: PlannedCase, batch: int, facts: DeviceFacts) -> PlannedC
 
 
 def settings_with_batch_search(plan: Plan) -> frozenset[str]:
-    """Returns the settings for which the largest batch is searched. Of several settings that differ only in their
-    batch, it is searched only for the first one.
+    """Returns the settings for which the largest batch is searched. If several settings differ only in their batch, it
+    is searched only for the first one.
     """
     first_settings: dict[object, str] = {}
     for group in plan:

@@ -155,8 +155,8 @@ class AllocatorMeter(StreamMeter):
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # By now autograd's thread holds its separate cuBLAS workspace, which counts as memory. The thread may
-            # release memory late and without events. After one more backward pass, it has released everything.
+            # At this point autograd's thread holds its separate cuBLAS workspace, which counts as memory. The thread
+            # may release memory late and without events. After one more backward pass, it has released everything.
             self._backward.run()
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()

@@ -67,7 +67,7 @@ class MemoryMeter(ABC):
 
     @property
     def listening(self) -> bool:
-        """Whether the meter observes single allocations, so that `say` and `note` have an effect."""
+        """Whether the meter observes single allocations, and therefore records roles and notes."""
         return False
 
     def note(self, note: DeviceNote) -> None:

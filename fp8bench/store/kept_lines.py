@@ -31,7 +31,7 @@ _DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 # The numbers of characters that are shown of an error and of a broken line.
 _MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
 _SCHEMA_PATTERN = re.compile(r'{"schema": ?(\d+)\b')
-# The files of a store that have checksums, without runs and acknowledgements, which have checks of their own.
+# The files of a store that have checksums, without runs and acknowledgements, which have separate checks.
 SEALED_FILE_PATTERNS = (
     "advice.jsonl",
     "ceilings/*.json",
@@ -50,8 +50,8 @@ class UnknownKind(ValueError):
 
 
 def find_files_by_name(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Returns the files that have `word` as one of their names. If there are none, returns the files with a name that
-    starts with `word`.
+    """Returns the files that have `word` as one of their names. If no file has this name, returns the files with a name
+    that starts with `word`.
     """
     exact_matches = [path for path, file_names in names.items() if word in file_names]
     if exact_matches or not word:

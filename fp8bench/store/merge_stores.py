@@ -115,7 +115,7 @@ class CopyOutcome(Enum):
 def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
     """Copies a run file to `target`. `content` is the whole content of the run file, or its first lines.
 
-    If `target` exists, it must be a file of the same run, and one of the two files must begin with the other one.
+    If `target` exists, it must be a file of the same run, and one of the two files must be the beginning of the other.
     Otherwise raises StoreError.
     """
     with convert_write_errors(target, "Make room, and try again."):

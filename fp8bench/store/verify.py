@@ -101,8 +101,8 @@ def _make_line_fault(run: Run, lost: bool) -> Fault:
 
 
 def _check_other_files(store: Path) -> Iterator[Fault]:
-    """Yields the faults of all files of a store except run files. Also yields files that lie in the folders of runs
-    but are not run files.
+    """Yields the faults of all files of a store except run files. Also yields files in the folders of runs that are not
+    run files.
     """
     runs = set(list_all_files(store))
     for path in sorted((store / "runs").rglob("*")):

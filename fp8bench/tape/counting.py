@@ -63,8 +63,8 @@ _PARTLY_READ_ARGUMENTS = {
     "masked_select": "self",
 }
 _EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-# Maps each operator that writes only a part of its tensor to the name of another argument. That argument has as many
-# elements as the written part.
+# Maps each operator that writes only a part of its tensor to the name of the argument that has as many elements as the
+# written part.
 _PARTLY_WRITTEN_COUNTS = {
     "index_put_": "values",
     "_index_put_impl_": "values",

@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 class Route(Enum):
-    """What a dispatch mode does with an operator: record it, decompose it first, or run it without a record. Views
+    """The treatment of an operator by a dispatch mode: record it, decompose it first, or run it without a record. Views
     and torch's profiler markers are not recorded.
     """
 

@@ -199,7 +199,7 @@ class Bench(UntimedPasses):
 
     def quantisers(self) -> tuple[int, str]:
         """Returns how many quantisers (emulated casts) wait for compilation, and why quantisers that could not be
-        compiled run eagerly ('' if there are none).
+        compiled run eagerly ('' if no compilation failed).
         """
         return fusing.count_waiting(), fusing.explain_eager_quantisers()
 

@@ -54,7 +54,7 @@ _OPERAND_OWNERS = (-2, -3)
 
 
 class _CallLayout(NamedTuple):
-    """What a call such as `cast` returns on the hardware, for source tensors of one shape: its operands (on the meta
+    """The result of a call such as `cast` on the hardware, for source tensors of one shape: its operands (on the meta
     device), the owner of the memory of each of their tensors, and the sizes of newly allocated memory in bytes.
     """
 

@@ -72,8 +72,8 @@ def find_probe() -> AllocatorProbe | None:
 class PhaseReadings:
     """Readings of counters that only grow, by the phase of the step.
 
-    At each change of phase the counters are read twice. What happens between these two readings is not counted, so that
-    the cost of reading is excluded.
+    At each change of phase the counters are read twice. Changes between these two readings are not counted, so that the
+    cost of reading is excluded.
     """
 
     read: Callable[[], Sequence[float]]

@@ -153,7 +153,7 @@ class Attention(LayerWorkload):
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        # The sizes of native products must be multiples of certain numbers. Those of emulated products need not.
+        # The sizes of native products must be multiples of certain numbers. The sizes of emulated products need not.
         if params["part"] == "layer" and support.is_native:
             rows, width, inner = _read_sizes(params)
             size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"

@@ -359,7 +359,7 @@ def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
     operands_with_layout = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
     if precision.name == served.SERVED_PRECISION and "b" in operands_with_layout:
         return "weights are stored row by row, whatever their layout: choose contiguous for operand b"
-    # The case would only repeat the figures of another case under a second name.
+    # The case would only repeat another case's figures under a second name.
     if operands_with_layout and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "

@@ -1,4 +1,4 @@
-"""A hidden suite for the self-test. It runs the step of another suite with a known slow-down."""
+"""A hidden suite for the self-test. It runs another suite's step with a known slow-down."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Vision(shared.TrainingWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model = str(params["model"])
         model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS[model]}
-        # Refuse sizes that would fail inside a layer, and say what to change.
+        # Refuse sizes that would fail inside a layer, and suggest a change.
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is not a multiple of 16, as heads and bottlenecks need. Choose a multiple."

@@ -216,7 +216,7 @@ def match_times(
     timings = [_list_timings(side) for side in sides]
     if not timings[0] or not timings[1]:
         return
-    # 1. Of each run, use only as many rounds and calls per round as the shortest run has.
+    # 1. Use only as many rounds and calls per round of each run as the shortest run has.
     all_timings = [*timings[0], *timings[1], *timings[2]]
     rounds = min(timing.num_rounds for timing in all_timings)
     calls = count_common_calls(*all_timings)

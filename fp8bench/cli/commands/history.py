@@ -123,7 +123,7 @@ def _list_series(arguments: argparse.Namespace, store: Path) -> int:
         has_results = bool(history.runs or history.left_out_reasons)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
-    # 2. If there are no results, explain how to begin, or that this process may not read the store's files.
+    # 2. Without results, explain how to begin, or that this process may not read the store's files.
     if not has_results:
         hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
         print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else hint}"])

@@ -222,7 +222,7 @@ def _measure_and_store(
     why_unmeasured: Callable[[Run], str] = str,
 ) -> int:
     """Calls `measure`, which returns a run and whether it measured anything. Prints the run, and stores what was
-    measured. If the stored run was already complete, `why_unmeasured` returns a sentence that says so.
+    measured. If the stored run was already complete, prints the sentence that `why_unmeasured` returns.
     """
     with interrupt_only_once():
         with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
@@ -267,8 +267,8 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns a text with the time that energy windows or turns of --sustained will take. Returns '' if there are none,
-    or if their time is unknown.
+    """Returns a text with the time that energy windows or turns of --sustained will take. Returns '' if the plan has
+    neither, or if their time is unknown.
 
     The time of energy windows is predicted only for GPUs: it is unknown whether a CPU has energy counters until the
     device is opened.

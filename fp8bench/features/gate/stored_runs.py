@@ -219,8 +219,9 @@ class Remeasurer:
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
-        """Returns the result of a case with the sessions of all earlier duels with this commit, followed by its own.
-        Remembers them all for the next duel."""
+        """Returns the result of a case, with the sessions of all earlier duels with this commit before its sessions.
+        Remembers all of them for the next duel.
+        """
         key = commit, result.after.case.id
         if not result.is_measured:
             return result

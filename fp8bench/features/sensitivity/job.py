@@ -57,9 +57,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """What a study trains. `request` has two cases: one in the low precision, one in the reference precision. `by`
-    is what is lowered at a time. `tolerance` is the largest loss gap, and `gradient_tolerance` the largest error of
-    the first gradients, both as shares."""
+    """The settings of a study. `request` has two cases: one in the low precision, one in the reference precision. `by`
+    is what is lowered at a time. `tolerance` is the largest loss gap, and `gradient_tolerance` the largest error of the
+    first gradients, both as shares.
+    """
 
     request: Request
     by: LoweredUnit

@@ -22,8 +22,8 @@ _EQUAL_LOSSES = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """What a study sets to low precision at a time: one layer, or all layers of a kind. FORMAT also sets one layer at a
-    time, in each of the formats in FORMATS.
+    """The part of a model that a study sets to low precision at a time: one layer, or all layers of a kind. FORMAT also
+    sets one layer at a time, in each of the formats in FORMATS.
     """
 
     LAYER = "layer"

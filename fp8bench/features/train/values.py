@@ -239,9 +239,9 @@ OTHERS_TRAIN = "others_train"
 WATCHED_NAME = "watched"
 # Event: a step had NaN or infinity.
 NOT_FINITE_EVENT = "not-finite"
-# Event: the matrix products of an arm are computed in another precision than the arm's.
+# Event: the matrix products of an arm are computed in a precision other than the arm's.
 FALLBACK_EVENT = "fallback"
-# Event: says which share of a user's model an arm converts, or to which precision it changes.
+# Event: the share of a user's model that an arm converts, or the precision to which it changes.
 COVERAGE_EVENT = "coverage"
 # Event: a user's loop could not be observed for some updates.
 UNSEEN_EVENT = "unseen"

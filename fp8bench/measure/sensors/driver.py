@@ -93,7 +93,7 @@ ReadValue = Callable[[AskLibrary], Reading]
 
 
 class QuerySubject(Enum):
-    """What a value describes: the driver, the whole device, or a part of the device (a MIG instance)."""
+    """The subject of a value: the driver, the whole device, or a part of the device (a MIG instance)."""
 
     DRIVER = auto()
     DEVICE = auto()

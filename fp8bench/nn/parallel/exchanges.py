@@ -76,12 +76,12 @@ class RankGroup:
             return parts
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        return self.gather_stacked(x).movedim(0, _TOKEN_DIMENSION).flatten(_TOKEN_DIMENSION, _TOKEN_DIMENSION + 1)
+        return self.gather_stack(x).movedim(0, _TOKEN_DIMENSION).flatten(_TOKEN_DIMENSION, _TOKEN_DIMENSION + 1)
 
     def scatter_tokens(self, x: Tensor) -> Tensor:
         return self.reduce_own_part(torch.stack(x.chunk(self.size, _TOKEN_DIMENSION)))
 
-    def gather_stacked(self, x: Tensor) -> Tensor:
+    def gather_stack(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
             gather_function = find_newest_function("all_gather_single", "all_gather_into_tensor")
@@ -250,7 +250,7 @@ class FP8Group(RankGroup):
     def add_over_ranks(self, x: Tensor) -> Tensor:
         return (self._send_in_fp8(self.wire.average_over_ranks, x) * self.size).view(x.shape).to(x.dtype)
 
-    def gather_stacked(self, x: Tensor) -> Tensor:
+    def gather_stack(self, x: Tensor) -> Tensor:
         return self._send_in_fp8(self.wire.join_parts, x).view(self.size, *x.shape).to(x.dtype)
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ class OwnedTensors:
 
 def assign_owners(elements: Sequence[int], ranks: int) -> list[int]:
     """Returns the rank that owns each tensor. Tensors are assigned from the largest to the smallest, each to the rank
-    that has the fewest elements so far.
+    that has the fewest elements at that time.
     """
     elements_by_owner = [0] * ranks
     owner_by_tensor = [0] * len(elements)

@@ -176,7 +176,7 @@ def _discover_machine() -> dict[str, Scalar | None]:
 
 
 def _read_named_value(path: str, name: str) -> str:
-    """Returns the first value of a name in a file with lines 'name : value'. Returns '' if there is none."""
+    """Returns the first value of a name in a file with lines 'name : value'. Returns '' if the name is missing."""
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -53,8 +53,8 @@ class CommitFigures(NamedTuple):
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """Returns the history of a store. `observe` is called with the number of runs that were read so far, and the number
-    of all runs to read.
+    """Returns the history of a store. `observe` is called with the number of runs that were already read, and the
+    number of all runs to read.
     """
     # 1. List the files and their times of change before reading any file. If a file changes later, the next command
     # reads it again.

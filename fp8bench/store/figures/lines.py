@@ -26,8 +26,8 @@ BoolArray = NDArray[np.bool_]
 
 
 def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
-    """Returns the first home in the list that is the same machine and interpreter as the new home. If there is none,
-    adds the new home to the list and returns it.
+    """Returns the first home in the list that is the same machine and interpreter as the new home. If the list has no
+    such home, adds the new home to the list and returns it.
     """
     for home in homes:
         if new_home.is_same(home):

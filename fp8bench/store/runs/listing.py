@@ -65,8 +65,8 @@ class Listing:
 
     @property
     def newest(self) -> Path | None:
-        """The file whose name has the latest start, or None if there is no file. The file may be a refused one, but not
-        a copy.
+        """The file whose name has the latest start, or None if no file exists. The file may be a refused one, but not a
+        copy.
         """
         return next((path for path in self.all_files if path not in self.copies), None)
 

@@ -92,7 +92,7 @@ def _explain_invalid_timing(timing: Timing) -> str:
 
 @dataclass
 class _RunReading:
-    """The values that have been read from the lines of a run file so far."""
+    """The values from those lines of a run file that were already read."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)

@@ -118,7 +118,7 @@ class _ConnectionEnd(NamedTuple):
 
 
 def watch_groups(c10d: Any) -> None:
-    """Makes torch raise an error when it creates a process group, if a process of another user has connected to this
+    """Makes torch raise an error when it creates a process group, if a different user's process has connected to this
     rank.
 
     A group gets all its connections when it is created, so this check is in time: no bytes from other users are read.
@@ -285,8 +285,8 @@ def _find_largest_of_ranks(value: float) -> float:
     return float(largest_value)
 
 
-# What a rank sends in a step, and the seconds of each part of the step by round; or the reason why these are unknown;
-# or None if the suite has no such parts.
+# The bytes that a rank sends in a step, and the seconds of each part of the step by round; or the reason why these
+# are unknown; or None if the suite has no such parts.
 StepPartsAnswer = tuple[tuple[Sent, ...], PartSeconds] | str | None
 # Prefixes of environment variables that configure launchers and communication libraries.
 RECORDED_PREFIXES = (

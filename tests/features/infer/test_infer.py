@@ -296,13 +296,17 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: ServingQ
     assert "(floor)" in everything and "KL" in everything
     assert "cached" in everything  # no read is faster than possible
     doubted = replace(answer, times=tuple(replace(time, doubts=("contended",)) for time in answer.times))
-    told = render(render_page(doubted), 200, False, False)
-    assert "pays up to" not in told and re.search("weights=int8 +cannot tell .*times cross at", told, re.DOTALL)
-    assert "contended" not in told
+    doubted_text = render(render_page(doubted), 200, False, False)
+    assert "pays up to" not in doubted_text and re.search(
+        "weights=int8 +cannot tell .*times cross at", doubted_text, re.DOTALL
+    )
+    assert "contended" not in doubted_text
     unsure = ContextCrossing(None, CONTEXTS[0], CONTEXTS[-1], (None, False))
     half_known = replace(answer, times=tuple(replace(time, crossing=unsure) for time in answer.times))
-    told = render(render_page(half_known), 200, False, False)
-    assert re.search(rf"bf16 +slower at {CONTEXTS[-1]} tokens .*\n +unclear at {CONTEXTS[0]} tokens", told), told
+    half_known_text = render(render_page(half_known), 200, False, False)
+    assert re.search(
+        rf"bf16 +slower at {CONTEXTS[-1]} tokens .*\n +unclear at {CONTEXTS[0]} tokens", half_known_text
+    ), half_known_text
     names, rows = table_rows(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
     assert len(encode_answer(answer)["bytes"]) == 5

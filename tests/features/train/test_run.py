@@ -224,12 +224,12 @@ def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: Po
 
 
 def test_an_empty_cell_of_energy_has_a_reason(trained: Trained, powered: PoweredLab) -> None:
-    kept, _, _ = trained(powered, small(energy=True))
+    training, _, _ = trained(powered, small(energy=True))
     lines = [
         replace(line, energy=EnergyUse("counter")) if isinstance(line, ArmCost) and line.energy else line
-        for line in kept.lines
+        for line in training.lines
     ]
-    notes = list(list_notes(JudgedTraining(replace(kept, lines=tuple(lines)))))
+    notes = list(list_notes(JudgedTraining(replace(training, lines=tuple(lines)))))
     assert "energy of bf16 and fp8: no window was measured" in notes
 
 

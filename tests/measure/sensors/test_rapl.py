@@ -162,6 +162,6 @@ def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
     device = made(tmp_path, {}, coretemp=["50000"])
     worker, processor = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
     processor.prepare(worker)
-    found = Settler(device, 30.0, worker.clock).run_until_settled(processor, worker)
+    found = Settler(device, 30.0, worker.clock).warm_up_device(processor, worker)
     assert found.settled and found.seconds < 5
     assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}

@@ -77,7 +77,7 @@ class ThreadedGroup(RankGroup):
     def gather_from_ranks(self, x: Tensor) -> list[Tensor]:
         return self._brought(x)
 
-    def gather_stacked(self, x: Tensor) -> Tensor:
+    def gather_stack(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought(x))
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:

@@ -192,7 +192,7 @@ class FullySharded(DataParallel):
         with phase.communication:
             for bucket in self._buckets:
                 rows_kept = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
-                pieces = torch.split(self._group.gather_stacked(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
+                pieces = torch.split(self._group.gather_stack(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
                 for weight, rows in zip(self._full_weights[bucket], pieces, strict=True):
                     weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
 
@@ -333,8 +333,8 @@ class BF16Group(RankGroup):
     were sent.
     """
 
-    def gather_stacked(self, x: Tensor) -> Tensor:
-        return super().gather_stacked(_to_16_bits(x)).to(x.dtype)
+    def gather_stack(self, x: Tensor) -> Tensor:
+        return super().gather_stack(_to_16_bits(x)).to(x.dtype)
 
     def reduce_own_part(self, parts: Tensor) -> Tensor:
         return super().reduce_own_part(_to_16_bits(parts)).to(parts.dtype)

@@ -363,7 +363,7 @@ def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float
 
 def _measure_log_speed(reference: Curve, arm: Curve) -> float | None:
     """Returns the logarithm of the arm's speed relative to the reference: the median over the steps that were timed in
-    both arms. Returns None if there is no such step.
+    both arms. Returns None without such steps.
     """
     logs = [
         math.log(new.tokens / new.seconds * old.seconds / old.tokens)
