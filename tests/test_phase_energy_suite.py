@@ -94,8 +94,8 @@ def test_phases_of_80_to_600_watts_are_recovered(simulation: Simulation, tmp_pat
         assert window.joules / window.steps == pytest.approx(STEP, rel=0.03)
     assert record.energy.power_limits == (650.0,) and " W of 650 W" in text
     assert "joules of each phase, measured alone" in " ".join(text.split())
-    if found.void:
-        assert found.void.startswith("run separately, the phases take ")
+    if found.void_reason:
+        assert found.void_reason.startswith("run separately, the phases take ")
         return
     assert found.residual is not None and abs(found.residual.middle) < 0.03 * STEP
     for one in found.phases:
@@ -108,8 +108,8 @@ def test_a_phase_that_is_another_by_itself_makes_all_void(quick: tuple[dict[str,
     cases, text = quick
     for how in ("pretend", "hidden"):
         found = cases[how].phases
-        assert found.void and {one.provenance for one in found.phases} == {Provenance.ESTIMATED}
-    assert text.count("energy of phases is void") == sum(bool(one.phases.void) for one in cases.values())
+        assert found.void_reason and {one.provenance for one in found.phases} == {Provenance.ESTIMATED}
+    assert text.count("energy of phases is void") == sum(bool(one.phases.void_reason) for one in cases.values())
 
 
 @pytest.mark.nightly
@@ -118,7 +118,7 @@ def test_what_cannot_be_done_by_itself_stays_an_estimate(quick: tuple[dict[str, 
     record, found = cases["sparse"]
     (product,) = (one for one in found.phases if one.phase == "gemm")
     assert product.provenance is Provenance.ESTIMATED and set(joules(record.energy)) == set(TRUTH) - {"gemm"}
-    assert "tensor, which has no plain memory" in text or found.void
+    assert "tensor, which has no plain memory" in text or found.void_reason
 
 
 @pytest.mark.nightly
