@@ -193,7 +193,7 @@ class Bench(UntimedPasses):
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
         """Calibrates the static scales of a case with data, if the case has them. Later requests use these scales."""
-        with self._run_apart(case, facts) as (_, _, setup):
+        with self._open_untimed_pass(case, facts) as (_, _, setup):
             setup()
         gc.collect()
 

@@ -1,8 +1,9 @@
 """The worker process: answers one request at a time until its parent has ended.
 
-The parent starts it as `python -m fp8bench.worker.main FD LIFELINE`, in a new session. A feature that needs further
-requests names a different module, which answers these too. FD is one end of a socket pair for requests. LIFELINE is a
-pipe whose other end only the parent holds. If this pipe ends, the parent has ended, in whatever way.
+The parent starts it as `python -m fp8bench.worker.main FD LIFELINE`, in a new session. If a feature has additional
+requests, the parent starts the feature's module instead. That module calls `main` with a subclass of Bench. FD is one
+end of a socket pair for requests. LIFELINE is a pipe whose other end only the parent holds. If this pipe ends, the
+parent has ended, in whatever way.
 
 A worker with a different interpreter first gets the request `greet`, which returns its protocol and versions.
 """
@@ -60,8 +61,9 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
 
     A separate process, the warden, waits for the end of the lifeline. A thread could not do this, because it does not
     run while foreign code holds the interpreter. The warden is forked early, when there is little memory to copy. It
-    is not a child of this process, so this process usually has no children, which can be checked quickly. On Linux
-    the kernel also kills this process when the parent dies, in case the warden has died.
+    is not a child of this process, so this process usually has no children. Therefore one system call usually
+    shows that a step has left no process running. On Linux the kernel also kills this process when the parent dies, in
+    case the warden has died.
     """
     if (intermediate_pid := os.fork()) == 0:
         if os.fork():
@@ -116,7 +118,9 @@ def answer(
     except BaseException as error:  # this includes sys.exit(), because a workload must not end this process
         fault = describe_fault(error, bench is not None)
     # Recover outside of the except block: inside, the exception would keep the frames and their tensors in memory.
-    return bench, ("fault", *(fault if bench is None else bench.recover(fault)))
+    if bench is not None:
+        fault = bench.recover(fault)
+    return bench, ("fault", *fault)
 
 
 def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str], None]) -> None:
@@ -152,6 +156,7 @@ def limit_memory() -> None:
     except ImportError:
         return  # the first request that needs torch fails with the reason
     if not torch.accelerator.is_available():
+        # Each local rank may use an equal share of the memory that is free now.
         devices.get("cpu").end_where_memory_does(int(os.environ.get("WORLD_SIZE", "1")))
 
 
@@ -171,6 +176,7 @@ def run(
     faulthandler.enable()
     die_with_parent(lifeline, connection)
     close_in_children(lifeline, connection)
+    # No other code runs in this process, so workloads have started the child processes of all its threads.
     take_over_process()
     # Redirect output to this file, so that a workload does not print into the parent's tables. The size of the file
     # shows whether a step printed.

@@ -1,4 +1,7 @@
-"""Lists all switches of torch. tests/worker/test_census.py compares them with the public names of torch."""
+"""Lists all switches (global settings) of torch. tests/worker/test_census.py compares them with torch's public names.
+
+The class `Switch` explains the fields of a switch, for example `usual`, its value in a new process.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,12 @@ from fp8bench.worker import torch_state as state
 _SMALLEST_FLOAT = 5e-324
 _DEVICE_KINDS = ("cpu", "cuda")
 _LOWERED_PRECISIONS = ("tf32", "bf16", "mixed")
+# For each kind of device: the older functions that turn autocast on, and that set its dtype. Older versions of torch
+# had autocast only for CUDA, so the function whose name has no device is CUDA's.
+_OLD_AUTOCAST_SETTERS = {
+    "cpu": ("torch.set_autocast_cpu_enabled", "torch.set_autocast_cpu_dtype"),
+    "cuda": ("torch.set_autocast_enabled", "torch.set_autocast_gpu_dtype"),
+}
 
 
 def list_torch_switches() -> Iterator[Switch]:
@@ -69,20 +78,21 @@ def _list_mode_switches() -> Iterator[Switch]:
         correction="leave torch.autograd.graph.saved_tensors_hooks",
     )
     for kind in _DEVICE_KINDS:
+        old_enabled_setter, old_dtype_setter = _OLD_AUTOCAST_SETTERS[kind]
         yield _make_function_switch(
             f"autocast on {kind}",
             partial(torch.is_autocast_enabled, kind),
             "torch.set_autocast_enabled",
             kind,
             usual=False,
-            names=("torch.set_autocast_enabled", f"torch.set_autocast_{_OLD_AUTOCAST_PREFIXES[kind]}enabled"),
+            names=("torch.set_autocast_enabled", old_enabled_setter),
         )
         yield _make_function_switch(
             f"the dtype of autocast on {kind}",
             partial(torch.get_autocast_dtype, kind),
             "torch.set_autocast_dtype",
             kind,
-            names=("torch.set_autocast_dtype", f"torch.set_autocast_{kind.replace('cuda', 'gpu')}_dtype"),
+            names=("torch.set_autocast_dtype", old_dtype_setter),
         )
     yield _make_function_switch(
         "the cache of autocast", torch.is_autocast_cache_enabled, "torch.set_autocast_cache_enabled"
@@ -103,10 +113,6 @@ def _list_mode_switches() -> Iterator[Switch]:
     )
 
 
-# Older versions of torch had autocast only for CUDA, so the functions without a device in their name meant CUDA.
-_OLD_AUTOCAST_PREFIXES = {"cpu": "cpu_", "cuda": ""}
-
-
 def _list_number_switches() -> Iterator[Switch]:
     """Yields the switches for default dtypes, threads, and denormal numbers."""
     yield _make_function_switch(
@@ -125,7 +131,7 @@ def _list_number_switches() -> Iterator[Switch]:
         torch.get_deterministic_debug_mode,
         "torch.set_deterministic_debug_mode",
         names=("torch.set_deterministic_debug_mode", "torch.use_deterministic_algorithms"),
-        recorded_as=0,
+        default=0,
     )
     yield make_attribute_switch(
         "the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True
@@ -224,7 +230,7 @@ def _list_attention_switches() -> Iterator[Switch]:
         "the fast path of encoders",
         torch.backends.mha.get_fastpath_enabled,
         "torch.backends.mha.set_fastpath_enabled",
-        recorded_as=True,
+        default=True,
     )
 
 
@@ -240,6 +246,7 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
             holder.clear()
             holder.update(old_hooks)
 
+    # Usually there are no hooks. Then the switch reads as this constant, because switches are read around every slot.
     yield Switch(
         "hooks of all modules",
         lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,
@@ -266,12 +273,11 @@ def _list_gpu_switches() -> Iterator[Switch]:
     if not torch.cuda.is_available():
         return
     # For each switch: its name, the function that reads it, the function that sets it, its default, and the public name
-    # of that function.
+    # of the function that sets it.
     cuda = torch.cuda
     tunable = torch.cuda.tunable
     libraries = torch.backends.cuda
     plans = libraries.cufft_plan_cache
-    name = "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
         ("the current GPU", cuda.current_device, cuda.set_device, 0, "torch.cuda.set_device"),
         (
@@ -310,18 +316,32 @@ def _list_gpu_switches() -> Iterator[Switch]:
             True,
             "torch.cuda.memory.caching_allocator_enable",
         ),
-        ("cuFFT's plans", lambda: plans.max_size, lambda size: setattr(plans, "max_size", size), Unset, name),
+        (
+            "cuFFT's plans",
+            lambda: plans.max_size,
+            lambda size: setattr(plans, "max_size", size),
+            Unset,
+            "torch.backends.cuda.cuFFTPlanCache.max_size",
+        ),
     ]
-    # Older versions of torch do not report the workspaces of cuBLAS and cuBLASLt.
+    # One function reads the size of a workspace, and with an argument sets it. Older versions of torch lack it.
     rows += [
-        (f"the workspace of {library_name}", size, size, Unset, f"torch.backends.cuda.{function}")
+        (
+            f"the workspace of {library_name}",
+            read_or_set_size,
+            read_or_set_size,
+            Unset,
+            f"torch.backends.cuda.{function}",
+        )
         for library_name, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
-        if (size := getattr(libraries, function, None)) is not None
+        if (read_or_set_size := getattr(libraries, function, None)) is not None
     ]
     for switch_name, read, write, usual, public_name in rows:
+        # If no GPU is in use, a switch reads as its usual value, or as NotInUse if it has none.
+        value_before_use = NotInUse if usual is Unset else usual
         yield Switch(
             switch_name,
-            partial(state.read_if_gpu_active, read, NotInUse if usual is Unset else usual),
+            partial(state.read_if_gpu_active, read, value_before_use),
             write,
             (public_name,),
             usual,
@@ -332,13 +352,14 @@ def _list_product_switches() -> Iterator[Switch]:
     """Yields the settings of torch for matrix products and sums. Older float32 settings come first, because setting
     one of them also sets newer ones.
     """
+    # If newer settings contradict an older one, torch refuses to read the older one. Then read_setting returns "mixed".
     yield Switch(
         "float32 products",
         partial(state.read_setting, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
-        ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
-        "highest",
-        lambda value: value != "highest",
+        names=("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
+        usual="highest",
+        is_distorting=partial(_differs_from, "highest"),
         correction='torch.set_float32_matmul_precision("highest")',
     )
     cudnn = torch.backends.cudnn
@@ -347,21 +368,22 @@ def _list_product_switches() -> Iterator[Switch]:
         "cuDNN's TF32",
         lambda: state.read_setting(lambda: cudnn.allow_tf32),
         lambda on: setattr(cudnn, "allow_tf32", on),
-        ("torch.backends.cudnn.allow_tf32",),
-        True,
+        names=("torch.backends.cudnn.allow_tf32",),
+        usual=True,
     )
     for dtype in ("bf16", "fp16"):
         attribute_name = f"allow_{dtype}_reduced_precision_reduction"
         attribute_names = [attribute_name]
         if hasattr(matmul, f"{attribute_name}_split_k"):
             attribute_names.append(f"{attribute_name}_split_k")
+        # torch reads the two values of this setting by two names, but the first name sets both.
         yield Switch(
             f"{dtype}'s reduced-precision sums",
             partial(_read_attributes, matmul, attribute_names),
             partial(setattr, matmul, attribute_name),
-            (f"torch.backends.cuda.matmul.{attribute_name}",),
-            (True,) * len(attribute_names),
-            lambda value: not all(value),
+            names=(f"torch.backends.cuda.matmul.{attribute_name}",),
+            usual=(True,) * len(attribute_names),
+            is_distorting=lambda values: not all(values),
             correction=f"torch.backends.cuda.matmul.{attribute_name} = True",
         )
     yield from _make_flag_switch(
@@ -379,14 +401,15 @@ def _list_product_switches() -> Iterator[Switch]:
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
     ):
         # Read and set these switches by torch's private functions, because some public attributes set a different
-        # setting than they read.
+        # setting than they read. In a new process, cuDNN's convolutions and recurrences use TF32. The scope of the
+        # reference's precision turns this off before `is_distorting` is asked.
         yield Switch(
             switch_name,
             partial(torch._C._get_fp32_precision_getter, backend, operators),
             partial(torch._C._set_fp32_precision_setter, backend, operators),
-            (f"torch.backends.{attribute_path}fp32_precision",),
-            "tf32" if attribute_path in ("cudnn.conv.", "cudnn.rnn.") else "none",
-            _LOWERED_PRECISIONS.__contains__,
+            names=(f"torch.backends.{attribute_path}fp32_precision",),
+            usual="tf32" if attribute_path in ("cudnn.conv.", "cudnn.rnn.") else "none",
+            is_distorting=_LOWERED_PRECISIONS.__contains__,
             expected="ieee",
             correction=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
         )
@@ -398,13 +421,13 @@ def _make_function_switch(
     path: str,
     *first_arguments: Any,
     usual: Any = Unset,
-    recorded_as: Any = Unset,
+    default: Any = Unset,
     names: tuple[str, ...] = (),
 ) -> Switch:
     """Makes a switch that is set by a function of torch.
 
-    If the switch has a `usual` value, any other value distorts the reference. Otherwise its value may differ without
-    harm, and `recorded_as` is its default value.
+    If `usual` is given, any other value distorts the reference. A switch that may be changed without harm has only a
+    `default`, which is its value in a new process.
     """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
     arguments = ", ".join(map(repr, (*first_arguments, usual)))
@@ -414,7 +437,7 @@ def _make_function_switch(
         read,
         partial(write, *first_arguments),
         names or (path,),
-        recorded_as if usual is Unset else usual,
+        default if usual is Unset else usual,
         is_distorting,
         correction=f"{path}({arguments})",
     )
@@ -444,4 +467,4 @@ def _differs_from(usual: Any, value: Any) -> bool:
 
 
 def _read_attributes(holder: Any, attribute_names: list[str]) -> tuple[Any, ...]:
-    return tuple(getattr(holder, word) for word in attribute_names)
+    return tuple(getattr(holder, name) for name in attribute_names)

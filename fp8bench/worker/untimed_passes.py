@@ -1,4 +1,6 @@
-"""The requests to the bench that time nothing. Each request prepares its own states."""
+"""The requests to the bench that measure no times for verdicts, such as memory, errors and traces. Each request
+prepares new states.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker.checked_results import check_errors, check_gradient_error, check_losses, check_statistics
 from fp8bench.worker.device_layout import find_hardware
 from fp8bench.worker.memory_pass import make_preparer, measure_step_memory, try_batch
-from fp8bench.worker.static_scales import Calibrations, step
+from fp8bench.worker.static_scales import Calibrations
+from fp8bench.worker.static_scales import step as take_step
 from fp8bench.worker.step_counters import count_step_allocations
 from fp8bench.worker.step_guards import RunningTasks, untimed_pass
 from fp8bench.worker.switches import precision_scope, restore_switches
@@ -43,7 +46,10 @@ _MAX_PACE_SECONDS = 10.0
 
 
 class KeptState(NamedTuple):
-    """A state that stays in memory, so that its process can be observed from outside."""
+    """A state that stays in memory, so that the parent can ask the driver how much memory this process uses.
+
+    `started` is empty, because an untimed pass must not leave threads or processes running.
+    """
 
     device: Device
     state: Any
@@ -51,8 +57,8 @@ class KeptState(NamedTuple):
 
 
 class UntimedPasses:
-    """The requests of Bench that time nothing. `_kept` holds states whose process is observed from outside. `_used`
-    is the device of the last request.
+    """The requests of Bench that measure no times for verdicts. `_kept` holds the states that stay in memory after
+    their request. `_used` is the device of the last request.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -62,20 +68,20 @@ class UntimedPasses:
         self._used: tuple[Device, int] | None = None
         # The exact results from which the errors of the last case were computed, with their key.
         self._exact: Any = None
-        # False for ranks, which must all take the same number of steps. The number of steps for measuring growth
-        # would differ from rank to rank.
+        # False for ranks, which must all take the same number of steps. They do not measure whether memory grows,
+        # because each rank would take a different number of steps for that.
         self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> tuple[str, ...]:
         """Returns the workload's remarks on a case. Raises an error if the case is impossible for a reason that only
         the workload knows.
         """
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
         # Cases that differ only in precision share their exact results. Read the stored results first, because
-        # `_run_apart` deletes them, as every request does.
+        # `_open_untimed_pass` deletes them, as every request does.
         key = case.workload, case.params, facts.key, case.ranks
         stored_exact_results = self._exact
 
@@ -84,7 +90,7 @@ class UntimedPasses:
             self._exact = stored_exact_results if is_stored else (key, make())
             return self._exact[1]
 
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
             try:
@@ -93,38 +99,46 @@ class UntimedPasses:
                 return str(error)
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return check_statistics(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
         from fp8bench.worker.products import inspect_products
 
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return inspect_products(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
+        """Returns whether the results of a step change if its inputs change."""
         from fp8bench.worker.step_effect import check_step_effect
 
-        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
+        with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
             return check_step_effect(workload, setup(), device, facts.index)
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
+        """Returns the operators of one step, and their sums by phase."""
         from fp8bench.worker.tape_pass import record_tape
 
-        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
+        with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
             stamper = device.stamper(facts.index)
             return record_tape(workload, setup(), precisions.get(case.precision), stamper)
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
+        """Returns how the time of a step divides among its operators, or the reason why a compiled step has no such
+        figures.
+        """
         from fp8bench.worker.tape_pass import measure_shares
 
-        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
+        with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
             return measure_shares(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
-        with self._run_apart(case, facts, frees=True) as (workload, device, setup):
+        """Returns the counts of memory allocations in steps, and the reasons why other counts are missing. If this
+        worker has no allocator probe, `unprobed` is the reason.
+        """
+        with self._open_untimed_pass(case, facts, frees=True) as (workload, device, setup):
             return count_step_allocations(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
@@ -133,20 +147,22 @@ class UntimedPasses:
         """
         from fp8bench.tape.coverage import measure_coverage
 
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             covered = workload.covered(setup())
             if covered is None:
                 return None
+            # `held` are the weights of the model's products, as the conversion stores them.
             coverage = measure_coverage(covered.model, covered.held, covered.step, multiple=covered.multiple)
             return replace(coverage, loss=covered.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
-        """Returns the memory of a step at its peak, divided by purpose, or why it is unknown.
+        """Returns how many bytes each purpose (weights, gradients, ...) takes at the peak of a step, or why it is
+        unknown.
 
         With `leaks`, also measures whether memory grows. With a key, the state stays in memory until it is released,
-        so that the process can be observed from outside.
+        so that the parent can ask the driver for the memory of this process.
         """
-        with self._run_apart(case, facts) as (workload, device, setup):
+        with self._open_untimed_pass(case, facts) as (workload, device, setup):
             hardware = find_hardware(case, workload, facts)
             make = make_preparer(workload, setup, hardware)
             memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
@@ -160,7 +176,10 @@ class UntimedPasses:
         return memory_use
 
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
-        with self._run_apart(case, facts) as (workload, device, setup):
+        """Takes two steps. Returns the peak bytes of the state's tensors, or None if the device does not count them.
+        Raises the device's error if its memory, or the limit, is exhausted.
+        """
+        with self._open_untimed_pass(case, facts) as (workload, device, setup):
             return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
@@ -170,7 +189,7 @@ class UntimedPasses:
         No other case runs in turn with these steps, so their times must not be used for verdicts.
         """
         seconds: list[float] = []
-        with self._run_apart(case, facts, frees=True) as (workload, device, make_setup):
+        with self._open_untimed_pass(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
             for _ in range(_WARM_UP_STEPS + steps):
@@ -178,17 +197,17 @@ class UntimedPasses:
                     break
                 device.synchronise(facts.index)
                 start = time.perf_counter()
-                step(workload, state, setup.scales, SilentPhases())
+                take_step(workload, state, setup.scales, SilentPhases())
                 device.synchronise(facts.index)
                 seconds.append(time.perf_counter() - start)
         return tuple(seconds[_WARM_UP_STEPS:])
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
         """Records a trace of a few steps into a file. Profiled steps are slower."""
-        with self._run_apart(case, facts) as (workload, device, make_setup):
+        with self._open_untimed_pass(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            trace = record_trace(partial(step, workload, state, setup.scales), facts.kind)
+            trace = record_trace(partial(take_step, workload, state, setup.scales), facts.kind)
             # Free the state, so that its memory does not count for the next request.
             del state
             gc.collect()
@@ -197,17 +216,17 @@ class UntimedPasses:
 
     def mark_slot(self, case: Case, facts: DeviceFacts) -> None:
         """Runs a slot between cudaProfilerStart and cudaProfilerStop, with an NVTX range for each phase."""
-        with self._run_apart(case, facts) as (workload, device, make_setup):
+        with self._open_untimed_pass(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            mark_slot(partial(step, workload, state, setup.scales), device, facts.index, case.id)
+            mark_slot(partial(take_step, workload, state, setup.scales), device, facts.index, case.id)
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return check_losses(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return check_gradient_error(workload.gradient_error(setup(), self._make_setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
@@ -218,11 +237,11 @@ class UntimedPasses:
         return device
 
     @contextmanager
-    def _run_apart(
+    def _open_untimed_pass(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """Runs a pass that times nothing, with the settings of the case's precision. Yields the workload, the device,
-        and a function that makes a new setup.
+        """Runs an untimed pass with the settings of the case's precision. Yields the workload, the device, and
+        a function that makes a new setup.
 
         The `with` block may print, and must leave switches and threads unchanged. At the end, waits for the device: a
         device reports errors late, and the error of this pass must not fail the next request. With `frees`, then

@@ -371,7 +371,7 @@ class RankBench(Bench):
         )
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
-        with self._run_apart(case, facts) as (workload, _, setup):
+        with self._open_untimed_pass(case, facts) as (workload, _, setup):
             return workload.transfer(setup())
 
     def step_parts(self, case: Case, facts: DeviceFacts) -> StepPartsAnswer:
@@ -381,7 +381,7 @@ class RankBench(Bench):
         return self._parts[communication_case]
 
     def _measure_step_parts(self, case: Case, facts: DeviceFacts) -> StepPartsAnswer:
-        with self._run_apart(case, facts) as (workload, device, setup):
+        with self._open_untimed_pass(case, facts) as (workload, device, setup):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts
