@@ -47,7 +47,7 @@ class MemoryMeter(ABC):
     def enter(self, phase: str) -> None:
         """Tells the meter that the work is now in `phase`.
 
-        The meter searches the peak from the first call of `enter` on. The peak includes the memory that was allocated
+        The peak is the largest memory from the first call of `enter` on. It includes the memory that was allocated
         between `start` and this call.
         """
 
@@ -58,6 +58,7 @@ class MemoryMeter(ABC):
         """
 
     def mark(self) -> None:
+        """Tells the meter that the work is now in no phase."""
         self.enter(UNATTRIBUTED)
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
@@ -116,7 +117,7 @@ class Device(ABC):
         """
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` had to let the device wait instead of work. Returns '' if the device gets work."""
+        """Returns why `occupy` has no work for the device, and only makes it wait. Returns '' if the device works."""
         return ""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
@@ -144,8 +145,8 @@ class Device(ABC):
         """Returns to the driver the memory that torch's allocator holds but does not use."""
 
     def retried(self, index: int) -> int | None:
-        """Returns how many allocations succeeded only at the second try, after torch had returned unused memory to the
-        driver, for which torch waits for the device. Returns None if the number is unknown.
+        """Returns how many allocations succeeded only at the second try. Before the second try, torch waits for the
+        device and returns unused memory to the driver. Returns None if the number is unknown.
         """
         return None
 
@@ -212,7 +213,7 @@ Phases = Markers  # workloads use this name
 @dataclass(slots=True, eq=False)
 class ReportingMarker:
     """The context manager of a phase. It reports the name of the current phase: of this phase when it starts, and of
-    the phase around it when it ends.
+    the phase around it when it ends. `_stack` holds the names of all open phases, after UNATTRIBUTED.
     """
 
     _name: str

@@ -69,6 +69,7 @@ class Precision(ABC):
         self.chosen: Mapping[str, Scalar] = {**default_values, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
+        """Returns a copy of this precision whose products the backend computes."""
         # Copy the precision, because it may be measured with several backends.
         precision = copy.copy(self)
         precision.backend = backend
@@ -76,6 +77,7 @@ class Precision(ABC):
 
     @property
     def whole_layers(self) -> bool:
+        """Whether the chosen backend offers whole layers instead of separate casts and products."""
         return self.backend is not None and self.backend.whole_layers
 
     @property
@@ -104,7 +106,7 @@ class Precision(ABC):
         return False
 
     def prepares(self, facts: DeviceFacts) -> Support | None:
-        """If a library converts whole models to this precision, returns how the library supports a device. Returns None
+        """Returns how a device is supported by the library that converts whole models to this precision. Returns None
         for a precision to which models are converted layer by layer.
         """
         return None
@@ -212,8 +214,8 @@ def float32_products(setting: str) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(matmul_setting)
         torch.backends.cudnn.allow_tf32 = cudnn_tf32
-        for switch, setting in newer_switches:
-            switch.fp32_precision = setting
+        for switch, fp32_precision in newer_switches:
+            switch.fp32_precision = fp32_precision
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
         # The beginning of a name is a key for all layers below it that have a product. The only key for a layer without
         # a product, besides its kind, is its full name.
         prefixes = accumulate(layer.name.split("."), "{}.{}".format)
-        keys.update(dict.fromkeys((*kind_keys(layer), *(prefixes if layer.product else (layer.name,)))))
+        name_keys = prefixes if layer.product else (layer.name,)
+        keys.update(dict.fromkeys((*kind_keys(layer), *name_keys)))
     return keys
 
 
@@ -85,6 +86,7 @@ def explain_missing_product(precision: Precision, key: str) -> str:
     return ""
 
 
+# A function that calls its argument, unless an earlier case has called it, and returns the result.
 Shared = Callable[[Callable[[], Any]], Any]
 
 
@@ -92,12 +94,12 @@ Shared = Callable[[Callable[[], Any]], Any]
 class Setup:
     """The arguments with which a workload prepares a case.
 
-    `arithmetic` is the arithmetic of the case's precision, and `high` is that of the values between products. `layers`
-    has the arithmetics that the precision map sets, by the keys of the map. `corpus` is the path of the token file, for
-    workloads that read one. `scales` stores the static scales, if the case has any. A different `draw` gives different
-    initial weights for the same data. `shared` calls a function only once for several cases, and returns its result in
-    each of them: it is for functions whose result does not depend on the precision. `shared` is None if there is only
-    one case.
+    `arithmetic` is the arithmetic of the case's precision, and `high` is that of all layers that stay in high
+    precision. `layers` has the arithmetics that the precision map sets, by the keys of the map. `corpus` is the path of
+    the token file, for workloads that read one. `scales` stores the static scales, if the case has any. A different
+    `draw` gives different initial weights for the same data. `shared` calls a function only once for several cases, and
+    returns its result in each of them: it is for functions whose result does not depend on the precision. `shared` is
+    None if there is only one case.
     """
 
     case: Case
@@ -119,7 +121,8 @@ class Setup:
     def layer(self, layer: Layer) -> Arithmetic:
         """Returns the arithmetic of one layer, which is a separate instance if casts have state."""
         key = find_map_key(layer, self.layers)
-        selected_arithmetic = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
+        unmapped_arithmetic = self.high if layer.high else self.arithmetic
+        selected_arithmetic = unmapped_arithmetic if key is None else self.layers[key]
         arithmetic = selected_arithmetic.layer(layer.name)
         # Static scales are stored by the name of their layer.
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
@@ -147,9 +150,10 @@ class Grid:
     continue the series of the GPU.
 
     Besides the time of a step, the times of `phases` and the figures `errors` are stored. `per` names a count of work
-    ('flops', 'tokens', 'bytes' or ''), for which the time of a fixed amount is stored too. If `energy` is True, the
-    joules of a step are stored. `ranks` are numbers of processes, which all have separate series; () means one process.
-    With several ranks, the bytes that a rank sends are stored, but neither energy nor operator counts.
+    ('flops', 'tokens', 'bytes' or ''). The time for a fixed amount of this work (such as 10^12 FLOPs) is stored too. If
+    `energy` is True, the joules of a step are stored. `ranks` are numbers of processes, which all have separate series;
+    () means one process. With several ranks, the bytes that a rank sends are stored, but neither energy nor operator
+    counts.
     """
 
     cpu: Mapping[str, tuple[str, ...]]
@@ -165,7 +169,7 @@ class Grid:
 class Covered(NamedTuple):
     """The data from which FLOP coverage is computed: the unchanged model, the weights of its products in the form in
     which the conversion stores them (`held`), and a step. The sides of native products must be multiples of `multiple`.
-    After the step, `loss` describes how the loss of the step was computed.
+    After the step, `loss` returns a sentence about the tensor from which the backward pass started.
     """
 
     model: Any
@@ -179,9 +183,10 @@ class StepParts(NamedTuple):
     """The parts of a step of several ranks, which are timed separately.
 
     `compute` runs the step without communication, `communicate` runs only the communication, and `together` runs both.
-    If `together` is None, `compute` runs products, and `communicate` starts a transfer and returns a handle with a
-    method `wait()`. `sent` is what this rank sends in a step. `alone` runs the step on a single rank, first with the
-    whole batch, then with one rank's share of the batch.
+    If `together` is None, fp8bench combines the other two: `communicate` must only start a transfer and return a handle
+    with a method `wait()`, and `compute` must run products, which are repeated during the transfer. `sent` is what this
+    rank sends in a step. `alone` runs the step on a single rank, first with the whole batch, then with one rank's share
+    of the batch.
     """
 
     compute: Callable[[], object]
@@ -204,9 +209,9 @@ class Workload(ABC):
     unit-scaled. `loads` describes what `load` copies, or is ''.
 
     A workload that is not `listed` has a separate command, or needs several processes. `least_ranks` is the smallest
-    number of processes with which it runs. If a report shows the time of a step's parts, `part_ends` is the phase that
-    ends each part. If `examined` is True, only a worker knows which cases and layers are possible, and is asked by
-    `examine` before measuring.
+    number of processes with which it runs. A step may consist of parts whose times a report shows, such as sampling
+    steps: then `part_ends` is the last phase of each part. If `examined` is True, only a worker knows which cases and
+    layers are possible, and is asked by `examine` before measuring.
 
     If `own_paths` is True, the operations of a step depend on its numbers, so that precisions may do different work.
     `numbers_ignore` are the axes that change no number of a step. If it is unknown how much memory emulated cases need
