@@ -43,13 +43,16 @@ def _import_module(name: str, watched_switches: Sequence[Switch]) -> None:
         with _stdout_to_stderr():
             if name.endswith(".py"):
                 _import_file(Path(name))
-            elif getattr(importlib.import_module(name), "__file__", None) is None:
-                raise IsADirectoryError(f"{name} is a directory without a module")
+            else:
+                module = importlib.import_module(name)
+                if getattr(module, "__file__", None) is None:
+                    raise IsADirectoryError(f"{name} is a directory without a module")
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's code may raise anything
+        error_text = own_words(error)
         raise ImportFailed(
-            f"importing {name!r} failed: {own_words(error)}. Give a module, or the path of a Python file, that Python "
+            f"importing {name!r} failed: {error_text}. Give a module, or the path of a Python file, that Python "
             "can import."
         ) from error
     finally:
@@ -79,11 +82,8 @@ def _stdout_to_stderr() -> Iterator[None]:
         if saved_descriptor >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
-            except (
-                OSError,
-                ValueError,
-                AttributeError,
-            ):  # stderr is closed, and descriptor 2 may belong to a different file
+            except (OSError, ValueError, AttributeError):
+                # stderr is closed, and descriptor 2 may belong to a different file
                 null_descriptor = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null_descriptor, 1)
                 os.close(null_descriptor)
@@ -135,11 +135,12 @@ def own_words(error: BaseException) -> str:
         text = f"{text[:_MAX_SHOWN_PART_LENGTH]} ... {text[-_MAX_SHOWN_PART_LENGTH:]}"
     error_kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
     description = ": ".join(part for part in (error_kind, text) if part)
-    other_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
+    # Code of fp8bench, of the standard library, and without a file ('<string>').
+    foreign_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
     user_frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(other_prefixes)
+        if not frame.filename.startswith(foreign_prefixes)
         and not _PACKAGE_FOLDERS.intersection(Path(frame.filename).parts)
     ]
     return (
@@ -198,7 +199,8 @@ def modules_under(folder: Path) -> tuple[str, ...]:
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] in ("fp8bench", "__main__"):
             continue
-        # Some modules, for example of torch, have no file, and name one that does not exist.
+        # Some modules, for example of torch, have no file, and name one that does not exist by a relative path. Path()
+        # is below no folder.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
         if path.is_relative_to(top_folder) and not _PACKAGE_FOLDERS.intersection(path.parts):
             module_names.append(name)

@@ -36,14 +36,15 @@ def audited(
     return attach_signature
 
 
+# Append an explanation of each parameter, such as "second: the layout of a product's second operand".
 audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_WORDS.items())))
 
 
-def make_signature(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
+def make_signature(kind: str, precision: str, *promises: Any, **named_promises: Any) -> Signature:
     """Returns the signature (kind, precision and promises) of a kernel to audit. Raises UsageError if a value is
     invalid.
     """
-    unchecked_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
+    unchecked_signature: Any = Signature(kind, precision, *promises, **named_promises)  # type: ignore[arg-type]
     for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
         if (word := getattr(unchecked_signature, name)) not in tuple(valid_words):
             raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
@@ -71,6 +72,7 @@ def split_target(target: str) -> tuple[str, str]:
     module_or_file, _, name = target.rpartition(":")
     if not module_or_file or not name:
         module, _, function = target.rpartition(".")
+        # 'file.py' also has a dot, but names no function.
         if module and function != "py":
             suggestion = f"{module}:{function}"
             raise UsageError(

@@ -60,8 +60,8 @@ class Switch:
     correction: str = ""
 
 
-def make_attribute_switch(name: str, holder: Any, word: str, **more: Any) -> Switch:
-    return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
+def make_attribute_switch(name: str, holder: Any, attribute: str, **more: Any) -> Switch:
+    return Switch(name, partial(getattr, holder, attribute), lambda value: setattr(holder, attribute, value), **more)
 
 
 def read_values(switches: Iterable[Switch]) -> tuple[Any, ...]:
@@ -69,13 +69,17 @@ def read_values(switches: Iterable[Switch]) -> tuple[Any, ...]:
 
 
 def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
+    """Sets switches to their values `before`. Describes each switch that had another value: both values, and whether
+    restoring failed.
+    """
     new_values = read_values(switches)
     if new_values == before:
         return []
     switch_values = zip(switches, before, new_values, strict=True)
-    changed_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
+    # The first use of a library is no change: its switches read as NotInUse before.
+    comparable_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
-    for switch, old, _ in changed_switches:
+    for switch, old, _ in comparable_switches:
         if switch.set_value is not None and switch.read() != old:
             # Restoring may fail: a folder may not exist any more, a signal's handler may be in C, and torch refuses
             # mixed settings of products.
@@ -84,7 +88,7 @@ def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[st
     return [
         f"{switch.name} at {make_plain(new)!s:.200} (it was {make_plain(old)!s:.200}"
         f"{', and cannot be put back' if switch.read() != old else ''})"
-        for switch, old, new in changed_switches
+        for switch, old, new in comparable_switches
         if old != new
     ]
 
@@ -130,7 +134,7 @@ _CLOCK_NAMES = (
 _HANDLED_SIGNALS = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
-_SPECIAL_HANDLERS = {Handler.value: Handler for Handler in signal.Handlers}
+_SPECIAL_HANDLERS = {handler.value: handler for handler in signal.Handlers}
 _TIMERS_BY_KIND = {"real": signal.ITIMER_REAL, "virtual": signal.ITIMER_VIRTUAL, "profiling": signal.ITIMER_PROF}
 
 
@@ -183,6 +187,7 @@ def _list_system_switches() -> Iterator[Switch]:
 
 def _list_clock_and_signal_switches() -> Iterator[Switch]:
     for name in _CLOCK_NAMES:
+        # `usual` is text, because `make_plain` turns a clock's function into this text before values are compared.
         yield make_attribute_switch(
             f"time.{name}",
             time,
@@ -198,10 +203,8 @@ def _list_clock_and_signal_switches() -> Iterator[Switch]:
             partial(signal.signal, number),
             set_by_imports=True,
         )
-    for (
-        kind,
-        timer,
-    ) in _TIMERS_BY_KIND.items():  # stop a timer that still runs; a timer that has ended cannot be started again
+    # A timer that was started is stopped again. A timer that has ended cannot be started again.
+    for kind, timer in _TIMERS_BY_KIND.items():
         yield Switch(f"the {kind} timer", partial(_is_timer_running, timer), partial(_stop_timer, timer), usual=False)
 
 
@@ -242,8 +245,9 @@ def _is_timer_running(timer: int) -> bool:
     return any(signal.getitimer(timer))
 
 
-def _stop_timer(timer: int, ran: bool) -> object:
-    return ran or signal.setitimer(timer, 0)
+def _stop_timer(timer: int, was_running: bool) -> None:
+    if not was_running:
+        signal.setitimer(timer, 0)
 
 
 def _read_environment() -> dict[str, str]:
