@@ -55,6 +55,7 @@ class TorchProducts(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
+        # `own_support` is the support by torch, whichever backend was chosen.
         support = precision.own_support(facts)
         if not support.is_emulated:
             return support
@@ -94,7 +95,9 @@ class Torchao(Backend):
         if support.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
         if support.is_emulated:
-            return emulated(f"torchao's own emulation of its recipe {recipe}: {support.reason.partition(':')[0]}")
+            # The text after the colon describes fp8bench's emulation, which torchao does not use.
+            reason = support.reason.partition(":")[0]
+            return emulated(f"torchao's own emulation of its recipe {recipe}: {reason}")
         return support
 
     def imported(self) -> None:
@@ -152,9 +155,10 @@ def _make_torchao_products(config: Any) -> Arithmetic:
     from fp8bench.nn.whole_layers import SingleProducts
 
     gemm_configs = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    returns_fp8 = False
     mm_config = LinearMMConfig(
         *(
-            ScaledMMConfig(config.emulate, gemm_config.use_fast_accum, False, config.pad_inner_dim)
+            ScaledMMConfig(config.emulate, gemm_config.use_fast_accum, returns_fp8, config.pad_inner_dim)
             for gemm_config in gemm_configs
         )
     )
@@ -229,4 +233,6 @@ class DeepGemm(Backend):
         self.imported()
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
-        return DeepGemmArithmetic(recipe_on_device(get_recipe(precision), facts))
+        # The recipe has the element formats that this device has in hardware.
+        device_recipe = recipe_on_device(get_recipe(precision), facts)
+        return DeepGemmArithmetic(device_recipe)

@@ -30,6 +30,7 @@ RECIPE_CLASSES = {
 }
 # Modes whose casts depend only on the tensor and its role. Such casts can be called separately.
 _SEPARABLE_MODES = ("fp8", "fp8-e4m3", "fp8-block", "mxfp8")
+# A multiple of all sizes that products require. The support of a precision does not depend on shapes.
 _TYPICAL_SIDE = 4096
 # Options of TransformerLayer for a GPT-2 block. The weight qkv holds queries, then keys, then values. Nothing is
 # dropped out.
@@ -79,8 +80,9 @@ class TransformerEngine(Backend):
         if not is_nvidia(facts) or facts.capability is None:
             return refused("Transformer Engine runs on NVIDIA's GPUs: choose backend=auto, or another device")
         device = nvidia_class(facts.capability)
-        for a, b in precision.recipe.products:
-            if reason := explain_te_refusal(Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b), device):
+        for operands in precision.recipe.products:
+            product = Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, *operands)
+            if reason := explain_te_refusal(product, device):
                 return refused(f"Transformer Engine: {reason}; this device has {device.words}")
         return native(f"Transformer Engine's {RECIPE_CLASSES[precision.name]}")
 
@@ -110,7 +112,8 @@ class TransformerEngine(Backend):
             )
             return context
 
-        # On the meta device layers draw no random numbers. They get fp8bench's float32 weights afterwards.
+        # Make layers on the meta device, where they draw no random numbers. They get fp8bench's float32 weights
+        # afterwards.
         layer_options = {"bias": False, "params_dtype": torch.float32, "device": "meta"}
         norm_options = {"eps": 1e-5, "normalization": "RMSNorm"}
 
@@ -156,7 +159,11 @@ class TransformerEngine(Backend):
                     y: Tensor = module(x, is_first_microbatch=is_first)
                     return y
 
-            return LibraryLayer(lambda x: run_module(x, None), partial(_read_history_scales, module), run_module)
+            return LibraryLayer(
+                multiply=lambda x: run_module(x, None),
+                scales=partial(_read_history_scales, module),
+                multiply_in_step=run_module,
+            )
 
         return LibraryArithmetic(
             self.name,
@@ -187,6 +194,7 @@ def _make_single_products(recipe: Any, facts: DeviceFacts) -> Arithmetic:
         from transformer_engine.pytorch.quantization import RecipeState
     except ImportError as error:  # another version of Transformer Engine has other modules
         raise BackendMissing("te", error) from error
+    # A linear layer has quantisers for input, weight and output, and for the gradients of its output and its input.
     forward, backward = (
         RecipeState.create(recipe, mode=mode, num_quantizers=count, device=torch.device(facts.key)).make_quantizers()
         for mode, count in (("forward", 3), ("backward", 2))
@@ -261,8 +269,9 @@ def _make_te_recipe(precision: RecipePrecision) -> Any:
         raise BackendMissing("te", error) from error
 
 
-# The tensors with the amax histories of delayed scaling. For each tensor: how many columns a product has, and the
-# roles of the first columns. Later columns are not operands.
+# Delayed scaling stores amax histories in two tensors, with a column for each quantiser of each product. For each
+# tensor: the number of columns of a product, and the roles of the first columns. The last column does not belong to an
+# operand, but to the output, or to the gradient of the input.
 _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, ("gradient",))}
 
 
