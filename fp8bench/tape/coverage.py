@@ -1,6 +1,9 @@
 """Finds out which weight of which module each matrix product of a step multiplies by. Products of two other tensors
 are listed as products without a weight.
 
+The result has a `Holder` for each weight, with the sizes of its products (`HeldProduct`), and an `OtherProduct` for
+each kind of product without a weight.
+
 The model is not changed. Global hooks record which module runs. An operator of the backward pass belongs to the
 module whose forward pass created its autograd node. The sizes of products come from the same arguments as their
 FLOPs.
@@ -31,6 +34,8 @@ from fp8bench.tape.timed_calls import RunningModules
 # each expert changes from step to step.
 _FLOPS_TOLERANCE = 0.05
 _MAX_LISTED_NAMES = 3
+# The code (`Holder.rule`) of a parameter that looks like a stack of weights, but is in no product of its module.
+_NO_PRODUCT_RULE = "no-product"
 _LATE_PARAMETERS_REMARK = (
     "the first step creates parameters after copies were converted and optimizers made: {}; call the model once in "
     "make() to create them earlier"
@@ -44,6 +49,7 @@ def list_products(call: Call) -> list[HeldProduct]:
     if called_operator(call) not in PRODUCT_SHAPES:
         return []
     _, shapes = PRODUCT_SHAPES[called_operator(call)]
+    # The functions in PRODUCT_SHAPES find the result of the call under the name "".
     named = {**bind_arguments(call), "": next(iterate_tensors(call.result), None)}
     return [HeldProduct(m, n, k, times, call.backward) for m, n, k, times in shapes(named)]
 
@@ -56,8 +62,13 @@ class _CallSite:
     product_weight: ProductWeight | None = None
 
 
-class _WeightModules(RunningModules[_CallSite]):
+class _CallSiteTracker(RunningModules[_CallSite]):
+    """Tracks the call site of each operator: which module runs, and which weight it multiplies by. Also counts the
+    calls for each weight.
+    """
+
     def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
+        # Modules with one weight. A module with several weights under other names, such as an LSTM, has no entry.
         weights_by_module = {
             weight.module: weight
             for weight in product_weights
@@ -85,6 +96,8 @@ class _WeightModules(RunningModules[_CallSite]):
             return
         path = self._running[-1].label.path
 
+        # StackedWeightWatch calls `around` in place of a function such as matmul or einsum that gets a stacked weight.
+        # `run` calls that function.
         def around(name: str, is_product: bool, run: Callable[[], Any]) -> Any:
             if not is_product:
                 self.unrecognised.add(id(stacked_weights[name]))
@@ -108,7 +121,7 @@ class _WeightModules(RunningModules[_CallSite]):
 class _LocatedTape(OperatorTape):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module, product_weights: Sequence[ProductWeight]) -> None:
         super().__init__()
-        self.modules = _WeightModules(model, product_weights)
+        self.modules = _CallSiteTracker(model, product_weights)
         self.sites: list[_CallSite] = []
         # For each call of the backward pass, the sequence number of its autograd node. It is None for calls of the
         # forward pass.
@@ -125,8 +138,8 @@ def measure_coverage(
     model: nn.Module, product_weights: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, grouped by the weight that each multiplies by.
-    `product_weights` are the weights of a Conversion that was not entered. `multiple` is the number of which the sizes
-    of native products on this device must be multiples (`Holder.native`).
+    `product_weights` are those of a Conversion whose context was not entered. The sizes of native products must be
+    multiples of `multiple` (see `Holder.native`).
 
     Each product counts for exactly one weight, or as a product without a weight. A second step shows whether steps
     differ. Steps are not timed.
@@ -145,6 +158,7 @@ def measure_coverage(
     # List the weights first. Then list the products without a weight, those with the most FLOPs first.
     holders = (_build_holder(weight, sums, tape, multiple) for weight in product_weights)
     products_without_weight = sorted(sums.other_products.values(), key=lambda product: -(product.flops or 0))
+    # Leave out stacks that no product uses: they only look like weights.
     multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
     new_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = (
@@ -164,17 +178,19 @@ def _record_step(
 
 def _compare_steps(first: _LocatedTape, second: _LocatedTape) -> list[str]:
     """Returns a remark if the two steps call different products or differ in FLOPs, and otherwise nothing."""
-    flops, products = zip(*map(_count_products, (first, second)), strict=True)
-    differing_products = (products[0] - products[1]) + (products[1] - products[0])
-    if not differing_products and abs(flops[0] - flops[1]) <= _FLOPS_TOLERANCE * max(flops):
+    first_flops, first_products = _count_products(first)
+    second_flops, second_products = _count_products(second)
+    differing_products = (first_products - second_products) + (second_products - first_products)
+    allowed_difference = _FLOPS_TOLERANCE * max(first_flops, second_flops)
+    if not differing_products and abs(first_flops - second_flops) <= allowed_difference:
         return []
     module_note = (
         f" ({_list_names(sorted({path or 'outside of layers' for path, _ in differing_products}))})"
         if differing_products
         else ""
     )
-    first_flops, second_flops = (units.count(count, "FLOP") for count in flops)
-    figures = f"the first multiplies {first_flops}, the second {second_flops}{module_note}"
+    first_text, second_text = (units.count(flops, "FLOP") for flops in (first_flops, second_flops))
+    figures = f"the first multiplies {first_text}, the second {second_text}{module_note}"
     return [f"steps are not alike: {figures}; the coverage is that of the first step"]
 
 
@@ -193,10 +209,6 @@ def _count_products(tape: _LocatedTape) -> tuple[int, Counter[tuple[str, str]]]:
         if flops != 0:
             calls[site.path, called_operator(call)] += 1
     return total_flops, calls
-
-
-# The code (`Holder.rule`) of a parameter that looks like a stack of weights, but is in no product of its module.
-_NO_PRODUCT_RULE = "no-product"
 
 
 class _CoverageSums:
@@ -225,6 +237,7 @@ class _CoverageSums:
                     self._node_weights[node] = name
 
     def add(self, call: Call, site: _CallSite, node: int | None) -> None:
+        # The count is 0 if the call has no product, and None if it has one of unknown size.
         count, _ = count_flops(call)
         if count == 0:
             return
@@ -251,6 +264,7 @@ class _CoverageSums:
         self.other_products[key] = replace(previous_sum, flops=flops, calls=previous_sum.calls + 1)
 
     def _find_weights(self, call: Call) -> Iterator[str]:
+        """Yields the names of the weights that a call may multiply by. Operators outside of aten may be products."""
         if call.operator.namespace == "aten" and called_operator(call) not in PRODUCT_SHAPES:
             return
         for tensor in iterate_tensors((call.positional, tuple(call.named.values()))):
@@ -295,11 +309,11 @@ def _build_holder(product_weight: ProductWeight, sums: _CoverageSums, tape: _Loc
         products,
         sums.flops_by_weight[id(product_weight)],
         calls,
-        not reason,
-        reason,
-        rule,
-        explain_misfit(product_weight, products, multiple),
-        product_weight.further_names,
+        converted=not reason,
+        reason=reason,
+        rule=rule,
+        native=explain_misfit(product_weight, products, multiple),
+        also=product_weight.further_names,  # further paths of the same module
     )
 
 
@@ -313,6 +327,7 @@ def explain_misfit(product_weight: ProductWeight, products: Sequence[HeldProduct
     misfit_sizes = sorted({size for size in contracted_and_output_sizes if size % multiple})
     if not misfit_sizes:
         return ""
+    # Name sizes as in the forward pass. There N and K are the sides of the weight, and M is the number of rows.
     names = dict(zip(product_weight.sides, "NK", strict=True))
     sizes = ", ".join(f"{names.get(size, 'M')}={size}" for size in misfit_sizes)
     padded_sizes = ", ".join(str(round_up(size, multiple)) for size in misfit_sizes)

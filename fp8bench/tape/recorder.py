@@ -78,7 +78,7 @@ class Route(Enum):
 def choose_route(func: Any) -> Route:
     if func.namespace in _SILENT_NAMESPACES:
         return Route.SKIP
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator, such as torch.cond
         return Route.RECORD
     name = func.name()  # type: ignore[no-untyped-call]
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE_KEY):
@@ -90,15 +90,17 @@ def is_view(func: Any) -> bool:
     """Returns whether an operator only returns a view. torch marks `squeeze` as such an operator but not `squeeze_`,
     so this function looks up both names.
     """
-    operator_packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
-    return any(
-        getattr(overload, "is_view", False) for overload in (func, getattr(operator_packet, func._overloadname, None))
-    )
+    out_of_place_packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
+    out_of_place_overload = getattr(out_of_place_packet, func._overloadname, None)
+    return any(getattr(overload, "is_view", False) for overload in (func, out_of_place_overload))
 
 
 class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Knows the phase of a step, and calls `run_call` for each operator except those in silent namespaces. With
-    `watches_views` it also calls `run_call` for views.
+    """A dispatch mode that passes each operator of a step to `run_call`, and keeps the current phase in `_phase`. The
+    step enters phases by the markers in `phases`.
+
+    Operators in silent namespaces and views are not passed on. With `watches_views`, those that torch marks as views
+    are.
     """
 
     watches_views: ClassVar[bool] = False
@@ -108,6 +110,7 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
         # This list is not thread-local, because backward may run on another thread.
         self._open_phases = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
+        # `with phases.gemm` calls `enter("gemm")`, and at its end calls `enter` with the phase around it.
         self.phases = Markers(lambda name: ReportingMarker(name, self._open_phases, self.enter))
         self._routes: dict[Any, Route] = {}
 
@@ -123,8 +126,11 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
-        elif route is Route.SKIP and not (self.watches_views and getattr(func, "is_view", False)):
-            return func(*args, **named)
+            # torch has no decomposition for these arguments, so treat the operator as one call.
+        elif route is Route.SKIP:
+            is_watched_view = self.watches_views and getattr(func, "is_view", False)
+            if not is_watched_view:
+                return func(*args, **named)
         return self.run_call(func, args, named)
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -49,9 +49,10 @@ class _NodeRanges(Generic[L]):
         self._ends: list[int] = []
         self._labels: list[L] = []
 
-    def add_range(self, number: int, label: L) -> None:
-        if number > (self._ends[-1] if self._ends else self.first_number):
-            self._ends.append(number)
+    def add_range(self, end: int, label: L) -> None:
+        """Adds the range from the end of the previous range to `end`, which is not included."""
+        if end > (self._ends[-1] if self._ends else self.first_number):
+            self._ends.append(end)
             self._labels.append(label)
 
     def find_label(self, number: int) -> L:
@@ -78,8 +79,8 @@ class RunningModules(Generic[L]):
         self._outside_label = outside_label
         self._running: list[_RunningModule[L]] = []
         self._ranges_by_task: dict[int, _NodeRanges[L]] = {}
-        # For each backward task: the task that started it. If a block is recomputed, a task starts inside a backward
-        # task.
+        # Maps each backward task to the task that started it. This is the forward task in most cases. A checkpointed
+        # block is recomputed within a backward task, which may then start another backward task for the block.
         self._parent_tasks = {_FORWARD_TASK_NUMBER: _FORWARD_TASK_NUMBER}
         self._last_task = _FORWARD_TASK_NUMBER
 
@@ -98,14 +99,12 @@ class RunningModules(Generic[L]):
         running. The node is None in forward, and also in a module that is recomputed during backward.
         """
         task = self._track_task()
+        is_backward = task != _FORWARD_TASK_NUMBER
         if self._running and self._running[-1].task == task:
-            return self._running[-1].label, None, task != _FORWARD_TASK_NUMBER
-        node: Any = None if task == _FORWARD_TASK_NUMBER else _current_node()
-        return (
-            self._outside_label if node is None else self._find_node_label(node, task),
-            node,
-            task != _FORWARD_TASK_NUMBER,
-        )
+            return self._running[-1].label, None, is_backward
+        node: Any = _current_node() if is_backward else None
+        label = self._outside_label if node is None else self._find_node_label(node, task)
+        return label, node, is_backward
 
     def enter_module(self, label: L) -> None:
         task, number = self._close_range()
@@ -126,6 +125,8 @@ class RunningModules(Generic[L]):
         if _LABEL_KEY in node.metadata:
             return node.metadata[_LABEL_KEY]
         number = node._sequence_nr()
+        # Search the parent task first: it creates the nodes of a recomputed block, whose numbers are larger than those
+        # of the forward pass.
         for creating_task in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
             node_ranges = self._ranges_by_task.get(creating_task)
             if node_ranges is not None and number >= node_ranges.first_number:
@@ -169,9 +170,9 @@ class RunningModules(Generic[L]):
                 continue
             visited_nodes.add(node)
             number = node._sequence_nr()
-            node.metadata.setdefault(
-                _LABEL_KEY, ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
-            )
+            # No range contains a node that accumulates a gradient. The first module that finds the node labels it.
+            label = ended.label if number == _GRADIENT_NODE_NUMBER else node_ranges.find_label(number)
+            node.metadata.setdefault(_LABEL_KEY, label)
             waiting_nodes += [next_node for next_node, _ in node.next_functions]
 
 
@@ -227,9 +228,11 @@ class TimedCall(NamedTuple):
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
     """Times every operator in a `with` block with `clock`. Backward passes run in the thread that starts them. With
     `in_profiler_ranges` each operator runs in a profiler range, whose name has the operator's number.
+
+    The base class is a dispatch mode. It keeps the current phase in `_phase`, and passes each operator to `run_call`.
     """
 
-    watches_views = True
+    watches_views = True  # `run_call` gets views too
 
     def __init__(
         self,
@@ -268,25 +271,31 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         module, node, backward = self._paths.locate_call()
+        # An optimizer's step may call the model again. Operators in the forward pass of a module do not optimize.
+        is_module_forward = bool(module) and not backward
         is_optimizing = (
-            self._optimizer_task is not None
-            and self._optimizer_task == _current_task()
-            and not (module and not backward)
+            self._optimizer_task is not None and self._optimizer_task == _current_task() and not is_module_forward
         )
-        source = args[1] if len(args) > 1 and func is not _COPY_OPERATOR else args[0] if args else None
-        dtypes = _find_dtype(source) if operator_name(func) in COPY_OPERATORS else None
+        source_dtype = _find_source_dtype(func, args) if operator_name(func) in COPY_OPERATORS else None
         with self._open_range(f"{RANGE_PREFIX}{len(self.calls)}"):
             begin_ns = self._clock()
             result = func(*args, **named)
             end_ns = self._clock()
-        copy_dtypes = None if dtypes is None else (dtypes, _find_dtype(result) or dtypes)
+        copy_dtypes = None if source_dtype is None else (source_dtype, _find_dtype(result) or source_dtype)
         location = CallLocation(self._phase, module, "" if node is None else node.name(), is_optimizing, copy_dtypes)
         self.calls.append(TimedCall(func, location, backward, end_ns - begin_ns))
         return result
 
 
-_COPY_OPERATOR = torch.ops.aten._to_copy.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _EMPTY_RANGE = nullcontext()
+
+
+def _find_source_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
+    """Returns the dtype of the tensor that a copy operator reads, or None if the argument has no tensor."""
+    # _to_copy(source) makes a new tensor, and copy_(target, source) overwrites one.
+    has_target = len(args) > 1 and func is not _TO_COPY
+    return _find_dtype(args[1] if has_target else args[:1])
 
 
 def _find_dtype(value: Any) -> torch.dtype | None:
@@ -321,7 +330,10 @@ def compute_kernel_shares(
     that no operator launched to its seconds.
     """
     operator_shares = sum_shares(calls, [operator_seconds.get(number, 0.0) for number in range(len(calls))])
-    kernel_shares = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in kernel_seconds.items()]
+    kernel_shares = [
+        Share(ShareKind.UNKNOWN, module="", backward=False, seconds=seconds, calls=1, what=name)
+        for name, seconds in kernel_seconds.items()
+    ]
     return Shares((*operator_shares, *kernel_shares), unwatched_seconds, SharesFrom.KERNELS)
 
 
@@ -378,7 +390,8 @@ def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Sh
     for call, call_seconds in zip(calls, seconds, strict=True):
         kind, detail = classify_call(call.operator, call.location)
         key = kind, call.location.module, call.backward, detail
-        share = sums.get(key, Share(*key[:3], 0.0, 0, detail))
+        empty_share = Share(kind, call.location.module, call.backward, seconds=0.0, calls=0, what=detail)
+        share = sums.get(key, empty_share)
         sums[key] = dataclasses.replace(share, seconds=share.seconds + call_seconds, calls=share.calls + 1)
     return tuple(sorted(sums.values(), key=lambda share: -share.seconds))
 
