@@ -57,6 +57,8 @@ class LiveAddresses:
     addresses: frozenset[int]
 
 
+# A DeviceNote describes what the memory of a device with the emulated formats would be: between the notes Laid and
+# Lifted, the device would hold the memory of a tensor. Emulating and EmulationEnd surround an emulation.
 Note = PhaseStart | RoleNote | LiveAddresses | DeviceNote
 Event = MemoryChange | Note
 
@@ -89,7 +91,8 @@ class _PeakMemoryFinder:
 
     def __init__(self) -> None:
         self.blocks: list[_Allocation] = []
-        self.backward_events: list[int] = []
+        # The events at which backward passes start: memory changes in a node after changes outside of nodes.
+        self.backward_starts: list[int] = []
         self.peak: int | None = None
         self.peak_event = 0
         self.phases: dict[str, int] = {}
@@ -123,7 +126,7 @@ class _PeakMemoryFinder:
 
     def _apply_change(self, number: int, change: MemoryChange) -> None:
         if change.node and not self._node:
-            self.backward_events.append(number)
+            self.backward_starts.append(number)
         self._node = change.node
         if change.address in self._held:
             self._end_allocation(change.address, number, change.node)
@@ -144,28 +147,29 @@ class _PeakMemoryFinder:
         return tuple(map(self._describe_block, held_blocks))
 
     def _describe_block(self, block: _Allocation) -> HeldBlock:
-        next_backward_index = bisect_right(self.backward_events, block.start_event)
-        is_held_by_backward = (
-            next_backward_index < len(self.backward_events)
-            and block.end_event > self.backward_events[next_backward_index]
+        next_backward_index = bisect_right(self.backward_starts, block.start_event)
+        is_held_when_backward_starts = (
+            next_backward_index < len(self.backward_starts)
+            and block.end_event > self.backward_starts[next_backward_index]
         )
         began_in_phase = bool(block.phase)
         return HeldBlock(
             block.address,
             block.size,
             block.phase,
-            block.node > 0,
-            began_in_phase and not block.node and is_held_by_backward,
-            began_in_phase and block.is_brief,
-            block.end_event == math.inf,
-            tuple(block.roles),
+            backward=block.node > 0,
+            awaited=began_in_phase and not block.node and is_held_when_backward_starts,
+            brief=began_in_phase and block.is_brief,
+            lasting=block.end_event == math.inf,
+            said=tuple(block.roles),
         )
 
 
 @dataclass(slots=True)
 class _DeviceBlock:
     """Memory on a device. It is held as long as it has users: the allocation itself, and low-precision tensors that
-    a real device would store in it.
+    a real device would store in it. `is_counted` is False for the blocks of an emulation that has not ended, and
+    for blocks that a device would not have.
     """
 
     size: int
@@ -204,6 +208,8 @@ class _DevicePeakMemoryFinder:
                 self.has_notes = True
             case EmulationEnd():
                 self._end_emulation(event.replaced)
+            # The device would hold a tensor from here on, in new memory or in a block that is already held. The key
+            # connects this note with the note Lifted.
             case Laid() if not event.address:
                 self._layouts[event.key] = _DeviceBlock(event.size)
                 self._current_bytes += event.size
@@ -229,6 +235,9 @@ class _DevicePeakMemoryFinder:
             self._emulation_blocks[change.address] = block
 
     def _end_emulation(self, replaced: Sequence[int]) -> None:
+        """Counts the blocks of the emulation that still exist. A device would not have those at the `replaced`
+        addresses, because it stores their values in its low-precision formats.
+        """
         for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
                 block.is_counted = True
@@ -253,10 +262,10 @@ def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
     if finder.peak is None or finder.first_phase_event is None:
         return None
     first_phase_event = finder.first_phase_event
-    backward_start_event = next((number for number in finder.backward_events if number > first_phase_event), 0)
+    backward_start = next((number for number in finder.backward_starts if number > first_phase_event), None)
     phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
     blocks_at_peak = finder.list_held_blocks(finder.peak_event)
-    blocks_before_backward = finder.list_held_blocks(backward_start_event - 1)
+    blocks_before_backward = () if backward_start is None else finder.list_held_blocks(backward_start - 1)
     on_device = device_finder.peak if device_finder.has_notes else None
     return MemoryCourse(finder.peak, blocks_at_peak, phases, on_device=on_device, forward=blocks_before_backward)
 
@@ -298,6 +307,7 @@ class AllocationStream:
         self._contexts = ExitStack()
 
     def start(self, alone: bool = True) -> None:
+        """Starts recording. With `alone`, backward passes run in the thread that starts them, until `stop`."""
         # Do not use torch.profiler.profile. It first imports torch's compiler, which takes 1.4 s.
         from torch.autograd.profiler import profile, record_function
 
@@ -361,6 +371,7 @@ class StreamMeter(MemoryMeter):
         self._stream = AllocationStream(*devices)
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        """Notes the role of the allocations at these addresses."""
         self._stream.note(RoleNote(tuple(addresses), role))
 
     @property
@@ -391,9 +402,9 @@ def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, 
             node_count += 1
             node = node_count
         elif node:
-            # The function of a backward node has the sequence number of its forward operation. If checkpointing runs
-            # a forward operation again during backward, this operation has a new sequence number. It counts as forward
-            # (node 0).
+            # A forward operation that checkpointing runs again during backward counts as forward (node 0). It has the
+            # scope FUNCTION and a sequence number. The function of a backward node has a sequence number too, but
+            # another scope.
             fields = event.extra_fields
             scope_name = getattr(getattr(fields, "scope", None), "name", "")
             if scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:

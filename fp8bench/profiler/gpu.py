@@ -44,8 +44,9 @@ class EventStamper(Stamper):
     """A clock whose stamps are events of `backend` (torch.cuda, torch.xpu). Events are used again, because making an
     event costs more than recording it.
 
-    All events are recorded on the stream that was current when the method `source` was called, even events of
-    autograd's threads. Asking for the current stream at each stamp would cost more than everything else.
+    The method `source` returns the function that takes a stamp. This function records all events on the stream that
+    was current when `source` was called, also in autograd's threads. Asking for the current stream at each stamp would
+    cost more than everything else.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -93,12 +94,15 @@ class CapturedStamper(EventStamper):
         return stamp
 
 
+# Marks the end of a step in the list of its events. No phase has this name.
 _STEP_END_NOTE = PhaseStart("the end")
 _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
 class BackwardPass:
-    """Waits for autograd's thread of a device by a backward pass of one element. Only the first pass allocates."""
+    """A backward pass of one element. It waits until autograd's thread of a device has finished its earlier work. Only
+    the first pass allocates memory.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -116,7 +120,8 @@ class BackwardPass:
 
 
 class AllocatorMeter(StreamMeter):
-    """Counts the memory that torch's allocator has given out on one GPU, and the memory that it reserves.
+    """Counts the memory that torch's allocator has given out on one GPU, and the memory that it reserves. `stop`
+    returns a MemoryCourse: the peaks of the step and of its phases, and what was held at the step's peak.
 
     The allocator rounds sizes up to multiples of 512 bytes. If splitting a large block is not worth it, the block may
     be up to 1 MiB larger. Host memory does not count, pinned or not. Memory that libraries take directly from the
@@ -140,7 +145,7 @@ class AllocatorMeter(StreamMeter):
     def start(self, blocks: bool = True) -> None:
         gc.collect()  # a later garbage collection would lower the number of allocated bytes
         self._backend.synchronize(self._index)
-        if blocks:
+        if blocks:  # also record each allocation
             self._backward.run()
         # cuBLAS keeps the workspace of its first product, which has tens of MiB. Free the workspace, so that it
         # counts for every case and not only for the first case of a process.
@@ -149,15 +154,17 @@ class AllocatorMeter(StreamMeter):
         self._phase = ""
         self._phases = {}
         if blocks:
+            # Autograd's thread still runs backward passes, until the first phase begins.
             self._stream.start(alone=False)
 
     def enter(self, phase: str) -> None:
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # At this point autograd's thread holds its separate cuBLAS workspace, which counts as memory. The thread
-            # may release memory late and without events. After one more backward pass, it has released everything.
+            # Autograd's thread may release memory late and without events. After one more backward pass, it has
+            # released everything.
             self._backward.run()
+            # The thread still holds its separate cuBLAS workspace, which is in this list and counts as memory.
             self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.keep_backward_in_thread()
         self._close_phase()
@@ -182,7 +189,7 @@ class AllocatorMeter(StreamMeter):
         memory_at_peak = _find_memory_at_peak(events or [])
         # Without the allocator's events the peaks are still right. Only what was held at them is unknown.
         reserved_bytes = max(phase.reserved or 0 for phase in phases)
-        peaks = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved_bytes)
+        peaks = MemoryCourse(peak=max(phase.allocated for phase in phases), phases=phases, reserved=reserved_bytes)
         if memory_at_peak is None:
             return replace(peaks, why=_NO_ALLOCATIONS)
         return replace(
@@ -220,6 +227,7 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
         return None
 
     def mark_workspace(block: HeldBlock) -> HeldBlock:
+        # `said` has the roles that were noted for a block.
         return (
             replace(block, said=(MemoryRole.WORKSPACE,))
             if block.lasting and block.address in released_addresses
