@@ -122,8 +122,10 @@ class Attention(LayerWorkload):
         rows, width, inner = _read_sizes(params)
         is_training = shared.is_training(params)
         is_layer = params["part"] == "layer"
-        features = (2 if is_training else 1) * (inner + width * is_layer) + (3 if is_training else 1) * width
-        weight_bytes = 4.0 * (width * inner + width * width) * (2 if is_training else 1) * is_layer
+        input_features = inner + width if is_layer else inner
+        features = (2 if is_training else 1) * input_features + (3 if is_training else 1) * width
+        weights = width * inner + width * width if is_layer else 0
+        weight_bytes = 4.0 * weights * (2 if is_training else 1)
         score_bytes = 0.0
         if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math":
             score_copies = (
@@ -143,11 +145,11 @@ class Attention(LayerWorkload):
         # Refuse settings that exclude each other, before asking what the device supports.
         if kernel != "auto" and has_low_scores:
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
-        if missing_kernel_reason := shared.explain_missing_kernel(
-            kernel, params["heads"] != params["key_heads"], precision, facts
-        ):
+        has_grouped_heads = params["heads"] != params["key_heads"]
+        if missing_kernel_reason := shared.explain_missing_kernel(kernel, has_grouped_heads, precision, facts):
             return refused(missing_kernel_reason)
-        # The core would have no product in this precision, so its time would mean nothing.
+        # With scores=high the core runs in `carried_by`, the precision of values between products. The core would have
+        # no product in the case's precision, so its time would mean nothing.
         if params["part"] == "core" and not has_low_scores and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
@@ -185,9 +187,11 @@ class Attention(LayerWorkload):
         from fp8bench.nn.attention import FusedCore, HeadwiseCore, StoredScores
 
         exact_arithmetic = PlainArithmetic(torch.float64)
+        # Compute one head at a time, because the fp64 scores of all heads would not fit into memory.
         core = HeadwiseCore(FusedCore(_is_causal(setup.params)))
         exact = _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core)
         state = self.prepare(setup)
+        # If `settles`, errors are measured in a second pass, because the first only fills the history of scales.
         errors = state.measure_errors(exact, setup.settles)
         with StoredScores() as score_counter:
             state.outcome()
@@ -224,6 +228,10 @@ def _build_exercise(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype
         shapes = [(batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)]
 
     def build() -> BareAttention | SelfAttention:
-        return BareAttention(core) if is_core else SelfAttention(width, heads, key_heads, 1.0, choose, core)
+        return (
+            BareAttention(core)
+            if is_core
+            else SelfAttention(width, heads, key_heads, gain=1.0, choose=choose, core=core)
+        )
 
     return make_exercise(setup, build, shapes, carrier, shared.is_training(params), float(params["spread"]))

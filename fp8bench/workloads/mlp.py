@@ -35,7 +35,7 @@ class Mlp(LayerWorkload):
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
     linear_layers = True
-    unit_scales = True
+    unit_scales = True  # the block can be unit-scaled, see `prepare`
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(
@@ -43,7 +43,7 @@ class Mlp(LayerWorkload):
         gpu={"width": ("4096",), "gated": ("yes",)},
         phases=("cast", "gemm", "elementwise"),
         errors=("output_error", "gradient_error"),
-        per="flops",
+        per="flops",  # also stores the time of a fixed number of FLOPs
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
@@ -60,7 +60,7 @@ class Mlp(LayerWorkload):
                 _LINEAR,
                 NORM_LINEAR,
                 NORM_MLP,
-                quiet=True,
+                quiet=True,  # the parameters of a case do not contain the default
             ),
             shared.PASS,
             VALUES,
@@ -71,7 +71,9 @@ class Mlp(LayerWorkload):
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
         # Weights in fp32, and input, output and intermediate values with at least two bytes each.
         least_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
-        return Work(2.0 * tokens * weights * (3 if shared.is_training(params) else 1), tokens, least_memory=least_bytes)
+        # The backward pass has two products for each product of the forward pass.
+        passes = 3 if shared.is_training(params) else 1
+        return Work(flops=2.0 * tokens * weights * passes, tokens=tokens, least_memory=least_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
@@ -88,6 +90,7 @@ class Mlp(LayerWorkload):
         return super().layer_support(kind, params, precision, facts)
 
     def prepare(self, setup: Setup) -> Exercise:
+        """Makes the block and its inputs. If the precision is unit-scaled, the block gets the constants for it."""
         state = super().prepare(setup)
         if precisions.get(setup.case.precision).unit_scaled:
             from fp8bench.nn.unit_scaling import scale_to_unit
@@ -102,7 +105,7 @@ class Mlp(LayerWorkload):
         is_gated = params["gated"] == "yes"
         cut = params.get("cut", _LINEAR)
         if cut == _LINEAR:
-            return parts.FeedForward(width, hidden, is_gated, 1.0, choose)
+            return parts.FeedForward(width, hidden, is_gated, gain=1.0, choose=choose)
         return parts.NormedFeedForward(width, hidden, is_gated, choose, both_products=cut == NORM_MLP)
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:

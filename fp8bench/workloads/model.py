@@ -19,7 +19,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols import Covered, Phases, Precision, Setup, SilentPhases, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code import own_words
+from fp8bench.user_code import own_words  # describes an error of the user's code in one line
 from fp8bench.user_code.named import named
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Model(Workload):
     name = "model"
     summary = "your own model, unchanged and converted (fp8bench profile)"
     listed = False
-    examined = True
+    examined = True  # `examine` runs in a worker before anything is measured
     may_diverge = True
     dtypes = (UNTOUCHED, "bf16", "fp8")
 
@@ -112,6 +112,7 @@ class Model(Workload):
         # An unchanged model is never refused, whatever dtypes it computes in.
         if precision.name == UNTOUCHED:
             return native("the unchanged model")
+        # `prepares` returns the support of a library that converts whole models, or None for other precisions.
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
@@ -165,7 +166,7 @@ class Model(Workload):
         # 2. Run the converted copy with the same random numbers.
         state = _make_converted_model(setup, draws_alike=True)
         if setup.settles:
-            state.outcome()
+            state.outcome()  # this pass only fills the history from which the precision gets its scales
         errors = compute_errors(state.outcome(), first_outcome)
         # 3. Reject errors that are not clearly larger than the difference between the two runs.
         if _is_irreproducible(errors, repeat_difference):
@@ -183,7 +184,9 @@ class Model(Workload):
 
         model_copy = _copy_model(setup)
         if setup.draw:
-            model_copy = model_copy._replace(model=_copy_model(replace(setup, seed=setup.seed + setup.draw)).model)
+            # Keep the batch, and take only the model of the other seed.
+            other_copy = _copy_model(replace(setup, seed=setup.seed + setup.draw))
+            model_copy = model_copy._replace(model=other_copy.model)
         state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_converted(setup))
         with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
@@ -198,6 +201,9 @@ class Model(Workload):
         return None if _is_irreproducible(errors, repeat_difference) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
+        """Returns what the FLOP coverage is computed from: the unchanged model, its weights and a step. Returns None if
+        the case does not convert the model.
+        """
         from fp8bench.nn import conversion
         from fp8bench.nn.own_model import OwnModel, make_conversion
 
@@ -205,17 +211,21 @@ class Model(Workload):
             return None
         # Coverage counts the products of the unchanged model, and which of them the conversion would replace.
         state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
-        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
+        product_weights = make_conversion(state.model, setup, _find_native_multiples(setup)).product_weights
         # Accelerate decides what it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
             converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)
-            converted_layers = tuple(
-                holder if holder.name in converted_names else conversion.explain_unchanged(holder)
-                for holder in converted_layers
+            product_weights = tuple(
+                weight if weight.name in converted_names else conversion.explain_unchanged(weight)
+                for weight in product_weights
             )
         multiple = max(precisions.get(setup.case.precision).multiples)
         return Covered(
-            state.model, converted_layers, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words
+            model=state.model,
+            held=product_weights,
+            step=lambda: state.step(SilentPhases()),
+            multiple=multiple,
+            loss=lambda: state.loss_words,  # the step sets this description of its loss
         )
 
 
@@ -241,14 +251,14 @@ def _is_converted(setup: Setup) -> bool:
 
 
 def _find_native_multiples(setup: Setup) -> tuple[int, int]:
-    """Returns the numbers of which K and N must be multiples in the case's native products. Returns (1, 1) if the case
-    has no native products in a low precision.
+    """Returns two numbers: in the case's native products, K must be a multiple of the first, and N a multiple of the
+    second. Returns (1, 1) if the case has no native products in a low precision.
     """
     modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
     native_multiples = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
-    return (
-        tuple(map(max, zip(*native_multiples, strict=True))) if native_multiples and setup.facts.accelerated else (1, 1)
-    )
+    if not native_multiples or not setup.facts.accelerated:
+        return 1, 1
+    return max(k for k, _ in native_multiples), max(n for _, n in native_multiples)
 
 
 def _read_target_name(setup: Setup) -> str:
@@ -306,6 +316,7 @@ def _refuse_parameters(name: str, parts: MakeResult) -> None:
 
 
 def _call_target(name: str) -> Any:
+    # Functions that are not in this process are imported by `named`.
     function = LIVE_MODELS.get(name) or named(name)
     # Check the signature before the call, because a TypeError inside the function would look like a mistake in this
     # call.
