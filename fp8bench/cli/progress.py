@@ -102,7 +102,8 @@ class LiveBlock(_TerminalWriter):
     def show(self, text: str) -> None:
         """Shows the lines of a text, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        erase_codes = self._make_erase_codes() if old_size in (self._size, _UNKNOWN_SIZE) else _CLEAR_SCREEN
+        is_resized = old_size not in (self._size, _UNKNOWN_SIZE)
+        erase_codes = _CLEAR_SCREEN if is_resized else self._make_erase_codes()
         # Write no line break after the last line, because it would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
@@ -153,8 +154,10 @@ class _PlanProgress:
 
     def _start_plan(self, plan: Plan) -> None:
         self._names = _name_settings(plan)
-        groups = sum(any(planned.runs for planned in group.cases) for group in plan)
-        self._remaining = RemainingTime(groups, self._clock() - self._start_time)
+        # Groups whose cases are all skipped are not measured.
+        num_groups = sum(any(planned.runs for planned in group.cases) for group in plan)
+        planning_seconds = self._clock() - self._start_time
+        self._remaining = RemainingTime(num_groups, planning_seconds)
         self._start_time = self._clock()
 
     def _describe_case(self, case: Case) -> str:
@@ -172,10 +175,11 @@ def _name_settings(plan: Plan) -> dict[str, str]:
     """
     cases = [group.cases[0].case for group in plan]
     name_by_setting = {}
-    for suite, members in together((case.workload, case) for case in cases).items():
-        all_params = [(*case.params, ("device", case.device)) for case in members]
+    cases_by_suite = together((case.workload, case) for case in cases)
+    for suite, suite_cases in cases_by_suite.items():
+        all_params = [(*case.params, ("device", case.device)) for case in suite_cases]
         common_params = shared_params(all_params)
-        for case, params in zip(members, all_params, strict=True):
+        for case, params in zip(suite_cases, all_params, strict=True):
             name_by_setting[case.setting] = (
                 f"{suite} {show_params(pair for pair in params if pair not in common_params)}".rstrip()
             )

@@ -21,6 +21,7 @@ EXAMPLES = (
     'eval "$(fp8bench completion bash)"                  # in ~/.bashrc',
     'eval "$(fp8bench completion zsh)"                   # in ~/.zshrc, below compinit',
 )
+# $1 is the word to complete, a name or a list of names with commas. The further arguments are the possible names.
 _BASH_FUNCTION = """_fp8bench_names() {
   local before=""
   [[ $1 == *,* ]] && before="${1%,*},"
@@ -38,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise UsageError("completion needs the package shtab: `pip install shtab`, then try again.") from None
+    # The names that complete an argument, by the argument's `dest`.
     names = {
         "dtypes": precisions.names(),
         "devices": devices.names(),
@@ -46,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     }
     names |= {"dtype": names["dtypes"], "reference": names["dtypes"], "device": names["devices"]}
     parser = build_parser()
+    # shtab reads an attribute `complete`, which argparse's actions do not have.
     for action in _list_actions(parser):
         if action.dest in names and action.choices is None:
             vars(action)["complete"] = _completion_by_shell(action.dest, names[action.dest])
@@ -63,6 +66,9 @@ def _list_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _completion_by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
+    """Returns how shtab completes an argument: in bash by a function, which the preamble of the script defines, and in
+    zsh by a command.
+    """
     quoted_words, function = shlex.join(words), f"_fp8bench_{name}"
     bash_script = f'{_BASH_FUNCTION}{function}() {{\n  _fp8bench_names "$1" {quoted_words}\n}}\n'
     return {

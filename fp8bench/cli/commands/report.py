@@ -56,13 +56,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _choose_picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
     """Returns the formats of --plots-format, each once. Raises UsageError if pictures cannot be drawn or written."""
     picture_formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
-    for unknown_format in [
-        picture_format for picture_format in picture_formats if picture_format not in PICTURE_FORMATS
-    ]:
+    unknown_formats = [picture_format for picture_format in picture_formats if picture_format not in PICTURE_FORMATS]
+    if unknown_formats:
         raise UsageError(
-            f"--plots-format {unknown_format!r:.80} is not supported. Give one of {', '.join(PICTURE_FORMATS)}."
+            f"--plots-format {unknown_formats[0]!r:.80} is not supported. Give one of {', '.join(PICTURE_FORMATS)}."
         )
     if arguments.plots is not None:
+        # Charts are drawn with matplotlib.figure.
         check_package("matplotlib", "'fp8bench[plots]'", ".figure", option="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
