@@ -287,15 +287,14 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         return result
 
 
-_TO_COPY = torch.ops.aten._to_copy.default
 _EMPTY_RANGE = nullcontext()
 
 
 def _find_source_dtype(func: Any, args: tuple[Any, ...]) -> torch.dtype | None:
     """Returns the dtype of the tensor that a copy operator reads, or None if the argument has no tensor."""
-    # _to_copy(source) makes a new tensor, and copy_(target, source) overwrites one.
-    has_target = len(args) > 1 and func is not _TO_COPY
-    return _find_dtype(args[1] if has_target else args[:1])
+    # _to_copy(source) and _copy_from(source, target) begin with the source, and copy_(target, source) with the target.
+    begins_with_target = len(args) > 1 and operator_name(func) not in ("_to_copy", "_copy_from")
+    return _find_dtype(args[1] if begins_with_target else args[:1])
 
 
 def _find_dtype(value: Any) -> torch.dtype | None:

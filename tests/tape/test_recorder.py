@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from fp8bench.formats import operators
 from fp8bench.formats.grids import E4M3
 from fp8bench.protocols import Phases
+from fp8bench.tape import timed_calls
 from fp8bench.tape.recorder import OperatorTape
 from tests.counts import for_each
 from tests.tapes import only, tape_in_phases, tape_of
@@ -197,3 +198,12 @@ def test_unwritten_memory_is_noticed() -> None:
         return made
 
     assert tape_of(past_torch).unwritten == 1
+
+
+@for_each("operator", ["copy_", "copy", "_copy_from"])
+def test_a_copy_reads_its_source_wherever_it_stands(operator: str) -> None:
+    source, target = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    args = (source, target) if operator == "_copy_from" else (target, source)
+    func = getattr(torch.ops.aten, operator).default
+    assert timed_calls._find_source_dtype(func, args) is torch.bfloat16
+    assert timed_calls._find_source_dtype(torch.ops.aten._to_copy.default, (source,)) is torch.bfloat16
