@@ -1,8 +1,8 @@
 """Labels cases whose claims cannot be true, such as more FLOP/s than the machine can reach.
 
 The checks do not trust the workload's code. They compare its steps with their results, its declared work with the
-recorded operators, its throughput with the machine's peak, and its precision with the products that ran. They also
-check the reference for handicaps.
+recorded operators (the tape), its throughput with the machine's peak, and its precision with the products that ran.
+They also check whether the reference has a handicap: whether it is slower than necessary or has different inputs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CLAIM_MARGIN = 2.5
 _UNKNOWN_FORMAT_BITS = 64
 # If the declared FLOPs exceed the recorded ones by the first factor, the step left work out. If the recorded FLOPs
 # exceed the declared ones by the second factor, the recording shows a different step. Recomputed activations explain
-# a factor of 4/3, and a masked square of attention scores a factor of 2.
+# a factor of 4/3. Attention that computes a square of scores and then masks half of it explains a factor of 2.
 _DECLARED_FLOPS_MARGIN = 1.05
 _RECORDED_FLOPS_MARGIN = 4.0
 # Two steps do different work if their FLOPs differ by more than this share.
@@ -57,9 +57,10 @@ CPU_FP32_MARGIN = 1.5
 _MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 # A format with m mantissa bits is assumed to have a relative rounding error of at least this number divided by 2^m.
 # With normal and uniform values, the errors of fp8bench's suites are at least 1.4 times as large. A format may
-# represent integers exactly, so integer inputs are not checked.
+# represent integers exactly, so a case is checked only if its `values` axis has one of _CHECKED_VALUES.
 _ROUNDING_ERROR = 0.19
-_ROUNDED_VALUES = frozenset({"normal", "uniform"})
+_CHECKED_VALUES = frozenset({"normal", "uniform"})
+# The errors of a case are doubtful if the largest is smaller than the rounding error divided by this number.
 _MIN_ERROR_DIVISOR = 20
 
 
@@ -78,6 +79,7 @@ def label_false_claims(record: Record, reference: Record | None, threads: int = 
 
 
 def _check_no_work(record: Record) -> Iterator[Labelled]:
+    # The effect shows whether the results of a step change if its inputs change. An empty tape has no operator.
     if record.effect is not None and record.effect.changes is False:
         yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
@@ -101,7 +103,8 @@ def _compare_declared_work(record: Record) -> Iterator[Labelled]:
     """Compares the declared work with the recorded work.
 
     The recording does not contain the work of operators without a formula, the work of operators from outside torch,
-    and the bytes sent between ranks.
+    and the bytes sent between ranks. `tape.unwritten` counts tensors that only an operator from outside torch can have
+    written.
     """
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
@@ -130,7 +133,7 @@ def _compare_declared_work(record: Record) -> Iterator[Labelled]:
 
 def _describe_untimed_work(record: Record, tape: Tape) -> str:
     """Describes the products of timed steps if they differ from the products of untimed steps. Returns '' if they are
-    equal.
+    equal. The products of timed steps are those of late steps, which run after the timing in a timed state.
     """
     if record.late_flops is not None and _flops_differ(record.late_flops, tape.flops):
         timed_text, untimed_text = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
@@ -138,11 +141,11 @@ def _describe_untimed_work(record: Record, tape: Tape) -> str:
     late_steps = record.late
     if late_steps is None or late_steps.by_path is None or late_steps.varies:
         return ""
-    for path, flops in late_steps.by_path:
-        untimed_flops = tape.by_path.get(path, 0)
+    for dtype, flops in late_steps.by_path:
+        untimed_flops = tape.by_path.get(dtype, 0)
         if flops - untimed_flops > _FLOPS_TOLERANCE * tape.flops:
             timed_text, untimed_text = (units.count(count, "FLOP") for count in (flops, untimed_flops))
-            return f"a timed step does {timed_text} in {path}, an untimed step {untimed_text}"
+            return f"a timed step does {timed_text} in {dtype}, an untimed step {untimed_text}"
     return ""
 
 
@@ -160,19 +163,21 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
         return
     if not (tape.operators or base_tape.operators) or not (tape.complete and base_tape.complete):
         return
+    # Useful FLOPs exclude padding and recomputation, which the tape of the reference reveals.
     work, base_useful_flops = product_work(tape, base_tape), product_work(base_tape).useful_flops
     flops_differ, name = _flops_differ(work.useful_flops, base_useful_flops), record.case.workload
-    if not flops_differ and (on_average := _describe_varying_work(record, reference)):
-        yield Labelled(Label.WORK_MISMATCH, on_average)
+    if not flops_differ and (difference := _describe_varying_work(record, reference)):
+        yield Labelled(Label.WORK_MISMATCH, difference)
         return
-    # A workload that chooses its own kernels must do exactly the same work, because slightly less work would take
-    # slightly less time.
-    chooses_path = name in workloads.names(hidden=True) and workloads.get(name).own_paths
-    if not flops_differ and not (chooses_path and (work.useful_flops, work.padding_flops) != (base_useful_flops, 0)):
+    # If the operations of a step depend on its numbers, both must do exactly the same work, because slightly less work
+    # would take slightly less time.
+    depends_on_numbers = name in workloads.names(hidden=True) and workloads.get(name).own_paths
+    is_same_work = (work.useful_flops, work.padding_flops) == (base_useful_flops, 0)
+    if not flops_differ and (is_same_work or not depends_on_numbers):
         return
     overhead_text = ""
-    for spec, flops in work.overhead.items():
-        overhead_text += f", {units.count(flops, 'FLOP')} of {spec.removesuffix('_flops')}"
+    for metric, flops in work.overhead.items():
+        overhead_text += f", {units.count(flops, 'FLOP')} of {metric.removesuffix('_flops')}"
     flops_text, base_flops_text = units.count(work.useful_flops, "FLOP"), units.count(base_useful_flops, "FLOP")
     reason = f"its products do {flops_text} a step{overhead_text}, {reference.case.mode}'s do {base_flops_text}"
     yield Labelled(Label.WORK_MISMATCH, reason, hard=flops_differ)
@@ -280,7 +285,7 @@ def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, produc
     if record.case.device == "cpu":
         products = {operator.operator for operator in operators if operator.flops}
         is_fp32_matrix_product = (
-            bool(products) and products <= _MATRIX_PRODUCTS and {path for path, _ in count.by_path} == {"fp32"}
+            bool(products) and products <= _MATRIX_PRODUCTS and {dtype for dtype, _ in count.by_path} == {"fp32"}
         )
         return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else CLAIM_MARGIN
     has_convolution = any(_CONVOLUTION in operator.operator for operator in operators)
@@ -293,6 +298,7 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labell
     Suites without products are exempt, because it is unknown what a precision changes in them.
     """
     reason = _describe_product_fallback(record) or _describe_fp64_products(record, reference)
+    # `low` is whether a product had an operand in the case's formats.
     if not reason and reference is not None and record.products is not None and record.products.low:
         equal_errors = _list_equal_errors(record, reference)
         reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""
@@ -329,12 +335,14 @@ def _describe_too_small_errors(record: Record) -> str:
     error_by_metric = {
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
     }
-    has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _ROUNDED_VALUES
+    # Only a case with a user's model has a coverage. The values of such a model are unknown.
+    has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _CHECKED_VALUES
     if not error_by_metric or not has_known_values or record.products is None or not record.products.low:
         return ""
     rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
     errors_without_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
-    is_plausible = max(errors_without_loss, default=rounding_error) >= rounding_error / _MIN_ERROR_DIVISOR
+    # If only a loss was compared, its error is plausible unless it is 0.
+    is_plausible = not errors_without_loss or max(errors_without_loss) >= rounding_error / _MIN_ERROR_DIVISOR
     if not rounding_error or (max(error_by_metric.values()) > 0 and is_plausible):
         return ""
     errors_text = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())
@@ -354,7 +362,11 @@ def _estimate_rounding_error(names: Iterable[str]) -> float:
 
 
 def _describe_product_fallback(record: Record) -> str:
-    """Describes products that did not run in the case's precision. Returns '' if all did."""
+    """Describes products that did not run in the case's precision. Returns '' if all did.
+
+    Native products are `wide` if they received values of the case's formats in wider dtypes. `looks_like` is the
+    precision that the numbers of a product show if it is not the case's.
+    """
     products, mode = record.products, record.case.mode
     if products is None:
         return ""
@@ -376,7 +388,7 @@ def _describe_fp64_products(record: Record, reference: Record | None) -> str:
     """Describes products in fp64, because a slow fp64 reference makes any precision look fast. Returns '' if there
     are few.
 
-    Models and callables of the user may have fp64 products.
+    The user's callables (BENCH) and unchanged models (UNTOUCHED) may have fp64 products.
     """
     may_use_fp64 = record.case.workload == BENCH or record.case.precision == UNTOUCHED
     if may_use_fp64 or (reference is not None and reference.case.precision == UNTOUCHED):
@@ -406,4 +418,5 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
+    """Returns the samples of all measurements except the peak memories, by metric."""
     return {error.metric: error.samples for error in record.measurements if error.metric not in PEAK_MEMORIES}

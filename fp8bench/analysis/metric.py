@@ -28,6 +28,7 @@ class Metric:
     `phase` is STEP for the whole step. For statistics of tensors it is None, and `about` has the kind and role of the
     tensors. `interval` is the ratio to the reference. The level of this interval is 1 for an exact ratio, and 0 for the
     range of a few rounds. `cost` is True for a time of emulation, which does not show the speed of the precision.
+    `rounds` and `count` are the numbers of rounds and of samples. `source` is the sensor of an energy figure, or ''.
     `samples` returns the values for the history, one per round or window. `bounds` is the interval of `value`.
     """
 
@@ -123,8 +124,8 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def explain_batch_limit(capacity: Capacity) -> str:
-    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more' for a batch of 377, or why this
-    is unknown.
+    """Returns what the next larger batch (`beyond`, which does not fit) needs, or why this is unknown. An example is
+    '377: tensors need 1.63 MiB more' for a next batch of 377.
     """
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite allows no larger batch"

@@ -3,8 +3,8 @@
 A side is several runs with the conditions under which they were measured, such as the machine and torch's version. If
 these conditions differ, they may explain a change that the code does not explain.
 
-A best case is lower with more rounds, or with more parts of a step. So of every run only as many rounds and calls per
-round are used as the shortest run has. If the runs divided their steps into different parts, whole steps are compared.
+A best case is lower with more rounds, or with more parts of a step. So every run is cut to the number of rounds, and of
+calls per round, that all runs have. If the runs divided their steps into different parts, whole steps are compared.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from fp8bench.model.run import BUSY_CORES_FACT, DEVICE_SETTINGS, SWITCH_PREFIX, 
 from fp8bench.model.specs import RELATIVE_TIME, STEP, TIME, Better, Rank
 
 # Facts of a run that are not compared, because they change every minute or because the comparison is about them.
+# SWITCHES_SET repeats the unusual ones of the switches, which are compared one by one.
 _IGNORED_FACTS = frozenset(
     {"load_1min", BUSY_CORES_FACT, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
@@ -37,13 +38,14 @@ _FACTS_THAT_CHANGE_TIMES = frozenset({*TIME_CONDITIONS, "threads", "torch_thread
 # but cost no time.
 _PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH_PREFIX, "driver's cuda", "rank ")
 _SIGNAL_HANDLER_PREFIX = f"{SWITCH_PREFIX}the handler of "
-# Fields of a run's request whose values are compared like facts about the machine.
+# Fields of a run's request whose values are compared like facts about the machine. `quick` and `brisk` runs are
+# shorter than others.
 _COMPARED_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The measurement of one case by one run."""
+    """The measurement of one case by one run. `reference` is the mode of the reference in the case's group, or ''."""
 
     run: Run
     record: Record
@@ -75,13 +77,14 @@ def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]
     sorted_runs = sorted(judged_runs, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
     for run, findings in sorted_runs:
-        reference_by_setting = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
+        # The cases of a group have the same setting.
+        reference_modes = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
         for record in run.records:
-            reference = reference_by_setting.get(record.case.setting, "")
+            reference = reference_modes.get(record.case.setting, "")
             sighting = Sighting(run, record, findings.get(record.case.id), reference)
             sightings.setdefault(record.case.id, []).append(sighting)
     runs = tuple(run for run, _ in sorted_runs)
-    return Side(name, runs, {case: tuple(of_case) for case, of_case in sightings.items()})
+    return Side(name, runs, {case_id: tuple(case_sightings) for case_id, case_sightings in sightings.items()})
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def name_machines(machines: Iterable[MachineFacts]) -> list[str]:
     'box (asv_cpu Xeon)'.
     """
     distinct_machines = list(dict.fromkeys(machines))
-    words = []
+    machine_names = []
     for machine in distinct_machines:
         name = str(machine[0][1])
         shared_facts = set(machine)
@@ -135,8 +138,8 @@ def name_machines(machines: Iterable[MachineFacts]) -> list[str]:
             if namesake[0] == machine[0]:
                 shared_facts &= set(namesake)
         differences = ", ".join(f"{fact} {value}" for fact, value in machine if (fact, value) not in shared_facts)
-        words.append(f"{name} ({differences})" if differences else name)
-    return words
+        machine_names.append(f"{name} ({differences})" if differences else name)
+    return machine_names
 
 
 def _is_hardware_fact(name: str) -> bool:
@@ -144,7 +147,9 @@ def _is_hardware_fact(name: str) -> bool:
 
 
 def _changes_times(name: str) -> bool:
-    if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or name.rpartition(" ")[2] in DEVICE_SETTINGS:
+    # The settings of a device are facts such as 'cuda:0 power_cap'.
+    setting = name.rpartition(" ")[2]
+    if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or setting in DEVICE_SETTINGS:
         return True
     return name.startswith(_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES) and not name.startswith(_SIGNAL_HANDLER_PREFIX)
 
@@ -180,11 +185,13 @@ def _describe_values(values: Sequence[Scalar | None]) -> str:
     return " and ".join(words) or "none"
 
 
-# Even emulated cases have this many rounds. With fewer rounds, the mean of the fastest three is not representative.
+# A best case is the mean of at least three rounds. With fewer rounds than this number, as in emulated cases, resampling
+# them gives no reliable interval.
 MIN_ROUNDS_FOR_BEST_CASE = 8
 # The standard error of a median divided by that of a mean, for Gaussian samples.
 _MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
-_get_ratio, _get_typical_ratio = attrgetter("ratio"), attrgetter("typical")
+# Ratios of best cases, and ratios of means over all calls.
+_get_best_ratio, _get_mean_ratio = attrgetter("ratio"), attrgetter("typical")
 
 
 @dataclass(frozen=True)
@@ -221,7 +228,8 @@ def match_times(
     rounds = min(timing.num_rounds for timing in all_timings)
     calls = count_common_calls(*all_timings)
     has_few_rounds = rounds < MIN_ROUNDS_FOR_BEST_CASE
-    # 2. Compare the parts of steps only if all runs have the same parts.
+    # 2. Compare the parts of steps (`segments`) only if all runs have the same parts. `varying` timings have steps with
+    # different sequences of phases.
     layouts = {(timing.segments, timing.varying) for timing in all_timings}
     whole_steps = len(layouts) > 1 or any(
         sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
@@ -242,9 +250,9 @@ def match_times(
     # 3. Compare ratios only if all runs have the same reference.
     if len({sighting.reference for sighting in (*old, *new, *extra)}) > 1:
         return
-    ratios = [_estimate_ratios(side, _get_ratio) for side in sides]
+    ratios = [_estimate_ratios(side, _get_best_ratio) for side in sides]
     if ratios[0] and ratios[1]:
-        mean_estimates = tuple(_estimate_ratios(side, _get_typical_ratio) for side in sides)
+        mean_estimates = tuple(_estimate_ratios(side, _get_mean_ratio) for side in sides)
         has_mean_estimates = mean_estimates[0] and mean_estimates[1]
         yield MatchedFigures(
             RELATIVE_TIME,
@@ -348,6 +356,7 @@ def _list_first_rounds(timing: Timing, rounds: int) -> list[int]:
 def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole_steps: bool) -> tuple[Estimate, ...]:
     estimates = []
     for timing in side:
+        # Each row is a round, and each column a cell: a part of the step.
         samples = cell_seconds(timing, calls, _list_first_rounds(timing, rounds))
         best_case = stats.resample_best_case(samples.sum(axis=1, keepdims=True) if whole_steps else samples)
         estimates.append(Estimate(best_case.point, best_case.error))
@@ -364,7 +373,7 @@ def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
     """Returns an estimate for each ratio that `read` takes from a finding. The standard error of an estimate follows
-    from the ratio's interval.
+    from the ratio's interval. Estimates are logarithms, and so is the half width of an interval.
     """
     deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []
