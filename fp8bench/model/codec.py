@@ -43,7 +43,7 @@ _ignored_names: ContextVar[set[str]] = ContextVar("_ignored")
 
 
 class Malformed(ValueError):
-    """A JSON value does not fit the type as which it is decoded."""
+    """A JSON value does not fit the type to which it should be converted."""
 
 
 def encode(value: Any) -> Any:
@@ -109,7 +109,7 @@ def _make_decoder(kind: Any) -> Callable[[Any], Any]:
         return _make_union_decoder(typing.get_args(kind))
     if origin is tuple:
         return _make_tuple_decoder(typing.get_args(kind))
-    # Check for containers first, because a mapping is also a class.
+    # Here `kind` may be a generic type, such as Mapping[str, float].
     if origin is not None and issubclass(origin, Mapping):
         return _make_mapping_decoder(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
@@ -163,6 +163,9 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _find_plain_types(kind: Any) -> frozenset[type]:
+    """Returns the types of JSON values that need no decoding if they are decoded to `kind`. int is not one of them,
+    because integers are checked.
+    """
     member_types = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     return frozenset(part for part in member_types if part in (str, float, bool, type(None)))
 
@@ -181,10 +184,10 @@ def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
         if field.default is no_default and field.default_factory is no_default
     )
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not no_default}
-    # If a class has no checks, fill in its fields directly: a run has thousands of values, and calling a frozen class
-    # is slow.
-    plain_defaults = len(defaults) + len(required_names) == len(decoders)
-    skips_init = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
+    # If a class has no checks and no default factories, fill in its fields directly: a run has thousands of values, and
+    # calling a frozen class is slow.
+    has_no_factories = len(defaults) + len(required_names) == len(decoders)
+    skips_init = has_no_factories and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(json_value: Any) -> Any:
         if not isinstance(json_value, dict):
@@ -249,6 +252,7 @@ def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    # A value of one of these types is returned unchanged. Integers are checked first.
     plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type) and kind is not int)
     decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
@@ -309,8 +313,8 @@ _VALUE_MODULES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
 def _find_enum_member(kind: object, name: str) -> Enum:
-    """Returns the member of an enum with this name, and refuses any other attribute. This replaces getattr, as which
-    Python before 3.11.4 pickles a member.
+    """Returns the member of an enum with this name, and refuses any other attribute. This replaces getattr, because
+    Python before 3.11.4 pickles a member as a call of getattr.
     """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]

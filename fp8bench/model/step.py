@@ -1,7 +1,7 @@
 """Defines what is observed in one untimed step: its operators, how much of its time they take, and which of its
 products can be converted to low precision.
 
-All of this is observed and not declared by a workload. Only shares of the time are stored and not the times, because
+All of this is observed and not declared by a workload. The observed times only show shares of the step's time, because
 observing makes a step slower.
 """
 
@@ -56,8 +56,8 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts tensors that were made in the step, and that were read or outlived it, although no operator wrote
-    to them: a kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. The
+    `unwritten` counts tensors that the step allocated, and then read or left behind, although no operator wrote to
+    them: a kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. The
     operators of this function are listed as they run without a compiler.
     """
 
@@ -101,15 +101,16 @@ class Tape:
 
 @dataclass(frozen=True)
 class LateSteps:
-    """Observations of late steps: steps that ran after the timing, in slots of a timed state, while their operators
+    """Observations of late steps: steps that ran after the timing, in a state that was timed, while their operators
     were recorded.
 
-    `told_apart` describes how timed slots differ from recorded ones, or ''. `by_path` has the mean FLOPs of a step for
-    each dtype in which products multiply (compiled steps run uncompiled); None if an operator has no formula. `varies`
-    means that the FLOPs differ from step to step. `switches` are the arithmetic switches of torch that a step sets and
-    restores. `subnormal` is the share of subnormal numbers in the results of the operators. `in_operators` is the mean
-    time of all operators of a step, and `seconds` has the seconds of the slowest operators by name. Both are measured
-    by the CPU clock of the thread, and only on a CPU. `waits` is how often a step gave up its core.
+    `told_apart` describes how timed steps differ from steps whose operators are recorded, or ''. `by_path` has the
+    mean FLOPs of a step for each dtype in which products multiply (compiled steps run uncompiled); None if an operator
+    has no formula. `varies` means that the FLOPs differ from step to step. `switches` are the arithmetic switches of
+    torch that a step sets and restores. `subnormal` is the share of subnormal numbers in the results of the operators.
+    `in_operators` is the mean time of all operators of a step, and `seconds` has the seconds of the slowest operators
+    by name. Both are measured by the CPU clock of the thread, and only on a CPU. `waits` is how often a step gave up
+    its core.
     """
 
     told_apart: str = ""
@@ -173,7 +174,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step's time. `step` is the time in seconds of a step in the same pass that was not observed.
+    """The parts of a step's time. `step` is the time in seconds of an unobserved step of the same untimed pass.
 
     Time that belongs to no part is called 'unattributed': the host's time between operators. If the parts sum to more
     than `step`, because clocks vary, shares are computed by dividing by their sum.
@@ -263,8 +264,8 @@ class Holder:
     converted to low precision, `kind` is 'linear', 'conv1d' (of GPT-2), 'conv2d', 'experts' (one matrix per expert) or
     'head'; otherwise it is the name of the module's class. `weight` is the shape of the weight, and `flops` counts all
     of its products in a step, forward and backward. A weight that is not converted has a `reason` (a sentence) and a
-    `rule` (one of 'skipped', 'kept', 'class', 'forward', 'shape', 'not-called'). `native` names the requirements of
-    native products that the shapes of its products break on every device.
+    `rule` (a code for similar reasons, such as 'shape' or 'not-called'). `native` is the reason why native kernels
+    refuse some of its products on every device, or ''.
     """
 
     name: str

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-# The number of rounds for emulated cases: one more than a best case needs, because their time is only shown.
+# The number of rounds for emulated cases: one more than the three rounds whose mean is a best case. More rounds are not
+# needed, because the times of emulated cases get no verdict.
 EMULATED_ROUNDS = 4
 LEAST_ROUNDS = 24
 QUICK_ROUNDS = 10
@@ -40,14 +41,14 @@ class StoppingRule:
     whole: bool = False
 
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
-        """Returns the stopping rule for the next session of a group that has already taken `seconds`. `sessions` is the
-        number of remaining sessions.
+        """Returns the stopping rule for the next session of a group that has already taken `seconds`. A session times
+        those cases of a group that fit into memory together. `sessions` is the number of remaining sessions.
         """
         if not self.whole:
             return self
         # Divide the remaining time equally, because it is unknown which session needs most.
-        remaining_seconds = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
-        return replace(self, budget=next(remaining_seconds), ceiling=next(remaining_seconds))
+        budget, ceiling = (max(0.0, limit - seconds) / sessions for limit in (self.budget, self.ceiling))
+        return replace(self, budget=budget, ceiling=ceiling)
 
     def looks(self, rounds: int) -> bool:
         """Returns whether the results are judged after this number of rounds: every 8 rounds up to 128 rounds, and then
@@ -172,9 +173,9 @@ def fit_slopes(looks: Sequence[ClockLook], stretch: float = SLOPE_SECONDS) -> Sl
     """Returns the slopes of clock and temperature over the last `stretch` seconds. They are unknown if the samples
     cover less time.
     """
-    recent_looks = [look for look in looks if look.at >= looks[-1].at - stretch]
     if not looks or looks[-1].at - looks[0].at < stretch:
         return Slopes(None, None)
+    recent_looks = [look for look in looks if look.at >= looks[-1].at - stretch]
     clocks = [(look.at, look.clock) for look in recent_looks if look.clock is not None and 0 < look.clock < math.inf]
     temperatures = [(look.at, look.temperature) for look in recent_looks if look.temperature is not None]
     clock_slope = _fit_slope(clocks)
