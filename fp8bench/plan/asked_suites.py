@@ -62,6 +62,7 @@ def _find_named_suites(name: str) -> Sequence[str]:
                 "--import and name a suite."
             )
         return names
+    # A name that begins with "_" belongs to an internal suite.
     if name not in workloads.names(hidden=True) or name.startswith("_"):
         if ":" in name:
             raise UsageError(
@@ -70,7 +71,9 @@ def _find_named_suites(name: str) -> Sequence[str]:
             )
         file = f"{name}.py" if Path(f"{name}.py").is_file() else None
         if "/" in name or Path(name).exists() or file:
-            raise UsageError(f"the suite {name!r} is a path. Give a name, or a file that ends in .py.", name, file)
+            raise UsageError(
+                f"the suite {name!r} is a path. Give a name, or a file that ends in .py.", given=name, nearest=file
+            )
         known_names = sorted([*known_suites(), ALL])
         raise UnknownName("suite", name, known_names, f"{', '.join(known_names)}; or a .py file with your suites")
     return [name]

@@ -40,7 +40,8 @@ def user_errors_as_usage(workload: Workload) -> Iterator[None]:
     except Exception as error:
         if type(workload).__module__.startswith("fp8bench."):
             raise
-        raise _make_planning_error(workload, own_words(error)) from error
+        error_description = own_words(error)
+        raise _make_planning_error(workload, error_description) from error
 
 
 def _translates_user_errors(
@@ -78,6 +79,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     parameters. A quiet axis that has its default is left out of the parameters, so that a new quiet axis does not
     change the ids of existing cases.
     """
+    # Without parameters, a quiet axis has its default.
     quiet_values = {axis.name: axis.of({}) for axis in axes if axis.quiet}
     # Put chosen values first, because the order is part of a case's id. They also override the defaults.
     values = {**chosen_values, **quiet_values, **chosen_values}
@@ -171,6 +173,7 @@ def checked_work(workload: Workload, params: Scalars) -> Work:
 @_translates_user_errors
 def checked_memory(workload: Workload, params: Scalars, precision: Precision) -> float:
     returned_value: object = workload.memory(params, precision)
+    # Convert the text, because an integer that is too large for a float then becomes infinity instead of an exception.
     if (
         type(returned_value) not in (int, float)
         or not math.isfinite(byte_count := float(str(returned_value)))
@@ -206,6 +209,7 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
     """Returns why no device can run this precision in this workload. Returns '' if some device might."""
     backend = precision.backend
     suites = map(workloads.get, workloads.names())
+    # Without linear layers, a step must call casts and products separately, and the backend must allow this.
     if backend is not None and precision.whole_layers and not workload.linear_layers:
         if not workload.single_products:
             usable_suites = ", ".join(suite.name for suite in suites if suite.linear_layers)
@@ -213,6 +217,7 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
             return f"{why}: choose {usable_suites}"
         if reason := backend.why_inseparable(precision):
             return reason
+    # Unit scaling needs a whole model, so a precision map cannot give it to layers of one kind.
     if precision.unit_scaled and (kind or not workload.unit_scales):
         usable_suites = ", ".join(f"suite {suite.name}" for suite in suites if suite.unit_scales)
         subject = f"{kind} layers of another model" if kind else f"suite {workload.name}"
@@ -246,7 +251,7 @@ def merge_layers(workload: Workload, settings: Iterable[Params], keys: Sequence[
 
 def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
     """Returns `layers` unchanged. Raises UsageError unless the names are unique, and names and kinds can be keys of a
-    precision map.
+    precision map. A layer with `high` stays in high precision unless a map names it.
     """
     if not isinstance(layers, tuple):
         raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")

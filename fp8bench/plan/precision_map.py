@@ -21,7 +21,8 @@ def find_mode(dtype: str, backend: str) -> str:
     precision = precisions.get(dtype)
     if backend == AUTO or not precision.takes_backend or "backend=" in dtype:
         return precision.mode
-    return precision.by(backends.get(backend)).mode
+    precision_with_backend = precision.by(backends.get(backend))
+    return precision_with_backend.mode
 
 
 def describe_backend(mode: str, level: Level, facts: DeviceFacts) -> str:
@@ -53,6 +54,7 @@ def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str)
             examples = ", ".join(names[:_MAX_EXAMPLES])
             choices_text = f"{kinds}; layers by name ({examples}, {len(names)} in all), and prefixes of names"
             raise UnknownName(f"layer of {owner}", key, keys, choices_text if layers else "")
+        # Elementwise operations have no product, and some precisions cannot be used for them.
         has_elementwise = any(not layer.product and find_map_key(layer, [key]) for layer in layers)
         if has_elementwise and (reason := explain_missing_product(precisions.get(precision), key)):
             raise UsageError(f"--precision-map {key}={precision}: {reason}.")
@@ -90,8 +92,8 @@ def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes
 def iterate_layer_supports(
     workload: Workload, params: Scalars, facts: DeviceFacts, map_entries: PrecisionMap, mode: str
 ) -> Iterator[Support]:
-    """Yields how a device supports the precisions of a precision map (`layers`) in a case of this mode. There are one
-    or more supports for each key: one for each kind of the layers that the key names.
+    """Yields how a device supports the precisions of a precision map (`map_entries`) in a case of this mode, for each
+    key and each kind of the layers that the key applies to. A key that names no layer of the case yields a refusal.
     """
     keys = [key for key, _ in map_entries]
     case_layers = checked_layers(workload, params, keys) if map_entries else ()
@@ -116,6 +118,7 @@ def iterate_layer_supports(
 def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
     """Returns the modes in which the layers of a case compute, each mode once."""
     mode_by_key = dict(case.precision_map)
+    # Layers with `high` compute in the precision of the values between products, unless the map names them.
     high_precision = precisions.get(case.precision).carried_by or case.precision
     modes: dict[str, None] = {}
     for layer in checked_products(workload, dict(case.params)):
@@ -128,6 +131,8 @@ def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
 def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
     """Returns the groups, in which all cases that support static scales have them, and notes about the other cases.
     Raises UsageError if no case supports static scales.
+
+    Static scales are float32 scales of tensors that are derived from data in untimed steps or in an earlier run.
     """
     # 1. Find the kinds of scales that the layers of each case use. The set of a case without layers is empty.
     scalings_by_case: dict[Case, set[TensorScale]] = {}
@@ -160,7 +165,8 @@ def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:
     """Raises UsageError if the run from which static scales are taken has no layer with a name that these cases
     have.
     """
-    available_names = {layer for _, layer, *_ in rule.known}
+    # `known` has the largest magnitudes of tensors that the run stored.
+    available_names = {layer for _mode, layer, _role, _amax in rule.known}
     required_names: set[str] = set()
     for case in cases:
         required_names |= {layer.name for layer in workloads.get(case.workload).layers(dict(case.params))}
