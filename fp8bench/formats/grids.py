@@ -70,7 +70,9 @@ class Format:
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
-        """The kinds of overflow for which the format has codes."""
+        """The possible treatments of values that are too large: SATURATE, and also INFINITY if the format has infinity,
+        or else NAN if it has NaN.
+        """
         overflows = [Overflow.SATURATE]
         if self.has_infinity:
             overflows.append(Overflow.INFINITY)

@@ -75,7 +75,8 @@ class MemoryLayout:
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _shape(self) -> tuple[int, ...]:
-        # The view of the matrix has one dimension for each loop of the kernel.
+        # The view of the matrix has one dimension for each loop of the kernel. BLOCKS are parts of rows, and UPRIGHT
+        # blocks are parts of columns.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:
@@ -94,7 +95,9 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     cases: for empty tensors, for huge tensors, and for blocks that span several complete rows.
     """
     scaling = quantisation.scaling
-    if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
+    # A scaling with 0 columns has blocks of complete rows.
+    spans_rows = scaling is not None and scaling.rows > 1 and scaling.columns == 0
+    if not 0 < x.numel() <= MOST_ELEMENTS or spans_rows:
         return None
     # 1. Read a transposed matrix in its memory order, along rows.
     turned = _reads_transpose(x, quantisation)
@@ -102,29 +105,34 @@ def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryL
     rows, columns = matrix_shape((x.t() if turned else x).shape)
     # 2. Extend the matrix to complete blocks, because kernels do not handle incomplete ones.
     height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
-    run_length = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
-    # 3. Read two bfloat16 values as a word if no word would be split between two blocks.
-    has_pairs = x.dtype is torch.bfloat16 and run_length % 2 == 0
+    row_length = height * width if layout is Layout.FLAT else width
+    # 3. Read two bfloat16 values as a word if no word would be split between two blocks or rows.
+    unsplit_length = block[1] if block[1] > 1 else row_length
+    has_pairs = x.dtype is torch.bfloat16 and unsplit_length % 2 == 0
     source = torch.bfloat16 if has_pairs else torch.float32
-    # 4. Make the kernel for this layout and the parameters of the call.
+    # 4. Make the kernel for this layout and the parameters of the call. Without blocks, a kernel with a scaling takes
+    # the factor of the tensor, row or column. With UPRIGHT blocks of NVFP4, it takes the tensor's scale.
+    has_blocks = block != (0, 0)
+    is_upright_nvfp4 = scaling is not None and scaling.scale is E4M3 and layout is Layout.UPRIGHT
     kernel = ValuesKernel(
         fmt=quantisation.fmt,
-        scaling=scaling if block != (0, 0) else None,
+        scaling=scaling if has_blocks else None,
         layout=layout,
         source=source,
         target=torch.bfloat16 if has_pairs and out.dtype is torch.bfloat16 else torch.float32,
         device=str(x.device),
         block=block,
         overflow=quantisation.overflow,
-        factor=scaling is not None and (block == (0, 0) or (scaling.scale is E4M3 and layout is Layout.UPRIGHT)),
+        factor=is_upright_nvfp4 or (scaling is not None and not has_blocks),
         stochastic=quantisation.stochastic,
     )
     return MemoryLayout(kernel, height, width, turned, (height, width) != (rows, columns))
 
 
 def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
-    """Returns the factor in the shape that the kernel takes. It is made from `scale` or computed from `x`. Returns
-    None if the kernel takes no factor.
+    """Returns the factor that multiplies elements before their cast, in the shape that the kernel takes. It is made
+    from `scale` or computed from `x`. For blocks of NVFP4, it is the tensor scale. Returns None if the kernel takes no
+    factor.
     """
     kernel = layout.kernel
     # A kernel for blocks computes their scales itself. The only factor that it may need is NVFP4's tensor scale.
@@ -135,11 +143,12 @@ def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, s
     factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return factors.reshape(())
-    # A kernel with a factor for each column reads a transposed matrix. The columns of that matrix in memory are the
-    # rows of x.
+    # A COLUMNS kernel reads the transpose of x, in which each row of x is a column. So it takes the factors of the rows
+    # of x as one row.
     row_factors = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
         return row_factors.reshape(layout.height, 1)
+    # If the kernel reads two values as a word, it also reads their two factors as a word.
     return view_result_as_words(row_factors.reshape(1, layout.width).contiguous(), kernel.has_pairs)
 
 

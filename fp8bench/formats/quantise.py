@@ -25,8 +25,8 @@ _LARGEST_INDEX = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """The seeds of the next casts. Each seed is the sum of `last`, the seed that was used last, and one of `steps`. The
-    last of the new seeds is written to `after`.
+    """The seeds of the next casts: `last` + step for each step in `steps`. `last` is the seed that was used last. The
+    kernel writes the last of the new seeds to `after`.
     """
 
     last: Tensor
@@ -37,7 +37,8 @@ class Draw(NamedTuple):
 def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
     """Returns uniform int32 numbers below 2^24, one for each element in row-major order.
 
-    `seed` is an int64 tensor of one element. Each run of 2^32 elements has its own key, so that no numbers repeat.
+    `seed` is an int64 tensor of one element. Each stretch of 2^32 elements has a separate key, so that no numbers
+    repeat.
     """
     if prod(shape) <= _LARGEST_INDEX:
         return element_random_bits(
@@ -48,8 +49,8 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """Returns the int32 key of a seed, as a tensor without dimensions. `stretch` has the numbers of runs of 2^32
-    elements. If it is given, returns one key for each run.
+    """Returns the int32 key of a seed, as a tensor without dimensions. `stretch` has, for each element, the
+    number of its stretch of 2^32 elements. If it is given, returns one key for each element.
     """
     seed = seed.reshape(())
     high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
@@ -58,7 +59,7 @@ def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
 
 
 def element_random_bits(index: Tensor, key: Tensor) -> Tensor:
-    """Returns the random numbers of elements. `index` is the int32 index of an element in its run of 2^32 elements.
+    """Returns the random numbers of elements. `index` is the int32 index of an element in its stretch of 2^32 elements.
     This function is a part of traced kernels.
     """
     return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN_RATIO), _WORD_BITS - RANDOM_BITS)
@@ -68,8 +69,9 @@ def _low_word(wide: Tensor) -> Tensor:
     return wide.to(torch.int32)
 
 
-def _shift_right(word: Tensor, by: int) -> Tensor:
-    return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD_BITS - by)) - 1)
+def _shift_right(word: Tensor, count: int) -> Tensor:
+    """Shifts int32 words by this number of bits as if they had no sign: the highest bits become 0."""
+    return word.bitwise_right_shift(count).bitwise_and((1 << (_WORD_BITS - count)) - 1)
 
 
 def _mix_bits(word: Tensor) -> Tensor:
@@ -84,6 +86,8 @@ def _mix_bits(word: Tensor) -> Tensor:
 _EXPONENT_MASK = 0x7F800000
 _SIGN_MASK = -0x80000000
 _HALF_MANTISSA = 0x00400000
+# The bits of 2^-127, the smallest value of e8m0, as a float32.
+_SMALLEST_POWER_BITS = 0x00400000
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT32_BIAS = 127
 _MANTISSA_BITS = 23
@@ -108,7 +112,8 @@ def round_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
     """Rounds numbers without signs as `round_values` does, for formats other than e8m0."""
-    if fmt.min_exponent == _MIN_EXPONENT:
+    has_float32_exponents = fmt.min_exponent == _MIN_EXPONENT
+    if has_float32_exponents:
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
     # Limit the magnitudes. The limit is so high that rounding still shows what overflows, and so low that no sum
     # becomes infinite.
@@ -117,8 +122,8 @@ def round_magnitudes(
 
 
 def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
-    """Rounds as `round_magnitudes` does, but without an upper limit. The numbers must be infinite, or below the first
-    power of two above the format's range.
+    """Rounds as `round_magnitudes` does, but without an upper limit. The numbers must be infinite, or at most
+    2^(fmt.max_exponent + 1).
 
     It rounds to nearest even by adding a power of two and subtracting it again. Each number has its own power of two:
     the one whose last float32 bit is worth one step of the grid.
@@ -210,10 +215,12 @@ def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | 
     Between 2^-127 and 2^-126 a float32 is subnormal. Then it has one mantissa bit less, and no implicit leading bit.
     """
     bits = values.view(torch.int32)
-    subnormal_bits = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
+    # Remove the leading bit of a subnormal and shift its mantissa, as in a normal number with the exponent bits 0.
+    subnormal_bits = bits.sub(_SMALLEST_POWER_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)
-    rounded = (scale_bits + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_HALF_MANTISSA).view(torch.float32)
+    # If the exponent bits are still 0 after rounding, the result is 2^-127.
+    rounded = (scale_bits + addend).bitwise_and(_EXPONENT_MASK).clamp(min=_SMALLEST_POWER_BITS).view(torch.float32)
     limited_powers = rounded.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
         limited_powers = torch.where(rounded > E8M0.largest, torch.nan, limited_powers)
