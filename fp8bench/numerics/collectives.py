@@ -1,7 +1,8 @@
-"""Collectives in a dtype of torch or composed in FP8, the results that each rank must receive, and means in few bits.
+"""Collectives that send values of a torch dtype, or FP8 codes. `compute_exact_result` returns what a rank should get.
 
-Reductions are means, so that a step can be repeated. Each rank contributes a whole vector. For `all_gather` a rank
-contributes one part, and for `broadcast` only rank 0 contributes.
+Reductions compute means, because a step may overwrite its input: a sum would grow whenever the step is repeated. Each
+rank contributes a whole vector. For `all_gather` a rank contributes one part, and for `broadcast` only rank 0
+contributes.
 
 FP8 means are composed in three ways. In `fp8_gather`, all ranks get all codes and sum them in float32. This costs no
 accuracy beyond the format, but n - 1 times the bytes. In `fp8_twoshot`, each part of the vector has a rank that owns
@@ -38,8 +39,9 @@ from fp8bench.numerics.rank_programs import (
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
 FP8_MEAN_METHODS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
-# The values of option `scaling`: how the scale keeps a sum over ranks within the format. Ranks divide their values by
-# the number of ranks before the cast ('pre') or divide the sum ('post'), or the factor is that of MS-AMP or FP8-LM.
+# The values of option `scaling`: how the scale keeps a sum over ranks within the format. With 'pre', ranks divide their
+# values by the number of ranks before the cast. With 'post', they divide the sum. With 'ms_amp' and 'fp8lm_auto', they
+# multiply the values by the factor of MS-AMP or FP8-LM before the cast.
 PRE_SCALING = "pre"
 POST_SCALING = "post"
 MS_AMP_SCALING = "ms_amp"
@@ -99,7 +101,9 @@ def _compute_shared_scale(amax: Tensor) -> Program[Tensor]:
     """Returns the scale for the largest magnitude on any rank. A NaN on a rank counts as infinity, because maxima over
     ranks may lose it.
     """
-    return compute_largest_scale((yield MaximumOverRanks(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    amax_without_nan = torch.nan_to_num(amax, nan=math.inf, posinf=math.inf)
+    amax_over_ranks = yield MaximumOverRanks(amax_without_nan)
+    return compute_largest_scale(amax_over_ranks)
 
 
 def get_overflow_factor(scaling: str, size: int, auto_scale: AutoScale) -> float | Tensor:
@@ -152,12 +156,13 @@ def compute_fp8_mean(
         if whole_vector:
             # Count saturation in the codes that were sent, because they share one scale. The codes of the mean have
             # separate scales.
-            reduced_vector = (yield from gather_parts(reduced_vector.values))._replace(codes=rows)
+            whole_mean = yield from gather_parts(reduced_vector.values)
+            reduced_vector = ReducedVector(whole_mean.values, rows)
     else:
         raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {method!r}")
     if scaling == FP8LM_SCALING:
-        # Each rank has other codes if it has only a part of the vector, or with `fp8_twoshot`. The maximum over ranks
-        # gives all of them the same mu.
+        # Ranks have different codes if each has only a part of the vector, and with `fp8_twoshot`. The maximum over
+        # ranks gives all of them the same mu.
         saturated_part_share = compute_saturated_share(reduced_vector.codes).reshape(1)
         auto_scale.update(
             saturated_part_share
@@ -177,7 +182,8 @@ def gather_parts(part: Tensor) -> Program[ReducedVector]:
 
 class RankTensors(NamedTuple):
     """How the tensors that one rank owns are concatenated to a vector. `lengths` has the number of elements of each
-    tensor. Each tensor has its own scale. `max_tensor_count` is the largest number of tensors that a rank owns.
+    tensor. Each tensor has its own scale. `max_tensor_count` is the largest number of tensors that any rank owns. Ranks
+    pad their scales to this number, because all ranks must send equally many scales.
     """
 
     lengths: Sequence[int]
@@ -188,6 +194,7 @@ class RankTensors(NamedTuple):
         return sum(self.lengths)
 
     def amax(self, values: Tensor) -> Tensor:
+        """Returns the largest magnitude of each tensor in a vector, padded with zeros up to `max_tensor_count`."""
         amaxes = torch.stack([owned_tensor.abs().amax() for owned_tensor in torch.split(values, list(self.lengths))])
         return torch.nn.functional.pad(amaxes, (0, self.max_tensor_count - len(self.lengths)))
 
@@ -209,22 +216,22 @@ class RankTensors(NamedTuple):
 
 
 def gather_tensors(part: Tensor, rank: int, tensors_by_rank: Sequence[RankTensors]) -> Program[Tensor]:
-    """Sends this rank's tensors `part` to all ranks, as codes with one scale for each tensor. Returns the tensors of
-    all ranks, in rank order. `tensors_by_rank` has one entry for each rank.
+    """Sends `part`, the vector of this rank's tensors, to all ranks, as codes with one scale for each tensor. Returns
+    the tensors of all ranks as one vector, in rank order. `tensors_by_rank` has one entry for each rank.
     """
     scales_of_rank = compute_largest_scale(tensors_by_rank[rank].amax(part))
     codes_of_rank = tensors_by_rank[rank].encode_tensors(part, scales_of_rank)
     codes = yield RowsToRanks(
         codes_of_rank.repeat(len(tensors_by_rank)),
         rank,
-        [len(codes_of_rank)] * len(tensors_by_rank),
-        [rank_tensors.size for rank_tensors in tensors_by_rank],
+        sent_lengths=[len(codes_of_rank)] * len(tensors_by_rank),
+        received_lengths=[rank_tensors.size for rank_tensors in tensors_by_rank],
     )
     scales = yield AllGather(scales_of_rank)
     return torch.cat(
         [
-            rank_tensors.decode_tensors(*codes_and_scales)
-            for rank_tensors, *codes_and_scales in zip(tensors_by_rank, codes, scales, strict=True)
+            rank_tensors.decode_tensors(received_codes, received_scales)
+            for rank_tensors, received_codes, received_scales in zip(tensors_by_rank, codes, scales, strict=True)
         ]
     )
 
@@ -241,11 +248,13 @@ def average_tensors(values: Tensor, rank: int, tensors_by_rank: Sequence[RankTen
     scales = yield from _compute_shared_scale(amax)
     codes = torch.cat(
         [
-            rank_tensors.encode_tensors(*row_and_scales)
-            for rank_tensors, *row_and_scales in zip(tensors_by_rank, rows, scales, strict=True)
+            rank_tensors.encode_tensors(row, row_scales)
+            for rank_tensors, row, row_scales in zip(tensors_by_rank, rows, scales, strict=True)
         ]
     )
-    received_codes = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(tensors_by_rank))
+    received_codes = yield RowsToRanks(
+        codes, rank, sent_lengths=sizes, received_lengths=[sizes[rank]] * len(tensors_by_rank)
+    )
     total_values = _sum_in_rank_order([decode_e4m3(row) for row in received_codes])
     return torch.cat(
         [
@@ -278,7 +287,8 @@ def sum_in_ring(values: Tensor, rank: int, size: int, all_parts: bool) -> Progra
     partial_sum = codes_by_part[rank - 1]
     for hop in range(1, size):
         received_sum = yield ShiftToNextRank(partial_sum)
-        partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[rank - 1 - hop]))
+        received_part = rank - 1 - hop  # a negative index counts from the last part
+        partial_sum = encode_e4m3(decode_e4m3(received_sum) + decode_e4m3(codes_by_part[received_part]))
     if not all_parts:
         return partial_sum
     summed_parts = yield AllGather(partial_sum)
@@ -306,6 +316,7 @@ def compute_flushed_share(values: Tensor, scaling: str, size: int, auto_scale: A
 ALL_REDUCE = "all_reduce"
 ALL_GATHER = "all_gather"
 BROADCAST = "broadcast"
+# A context manager around communication, which attributes its time to a phase.
 PhaseMarker = AbstractContextManager[object]
 
 
@@ -317,7 +328,7 @@ def bus_factor(collective: str, size: int) -> float:
     """Returns nccl-tests' factor for a collective. Multiplied by this factor, the bytes per second of a collective can
     be compared with the rate of a link.
 
-    The bytes are those of the whole vector of all ranks.
+    The bytes are those of the whole vector, even if each rank sends or receives only a part of it.
     """
     if collective == BROADCAST:
         return 1.0
@@ -385,8 +396,10 @@ class PlainCollective:
 
     def count_sent_bytes(self, payload: Tensor, size: int) -> float:
         total_bytes = payload.numel() * payload.element_size() * (size if self.collective == ALL_GATHER else 1)
-        factor = bus_factor(self.collective, size) if self.collective != BROADCAST else (size - 1) / size
-        return total_bytes * factor
+        if self.collective == BROADCAST:
+            # size - 1 ranks have to receive the bytes, so this is what a rank sends on average.
+            return total_bytes * ((size - 1) / size)
+        return total_bytes * bus_factor(self.collective, size)
 
 
 @dataclass
@@ -413,6 +426,9 @@ class FP8Collective:
     def __call__(
         self, values: Tensor, rank: int, size: int, around: PhaseMarker, counted: SentBytes | None = None
     ) -> ReducedVector:
+        """Runs the collective on this process's rank. Each exchange runs inside `around`. The bytes that the rank sends
+        are added to `counted`.
+        """
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 
     def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[ReducedVector]:
@@ -425,13 +441,16 @@ class FP8Collective:
         collectives = [
             FP8Collective(self.collective, self.method, self.scaling, AutoScale(self.auto_scale.mu)) for _ in sources
         ]
-        ranked_sources = enumerate(zip(collectives, sources, strict=True))
-        return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in ranked_sources])
+        programs = [
+            collective.program(values, rank, len(sources))
+            for rank, (collective, values) in enumerate(zip(collectives, sources, strict=True))
+        ]
+        return simulate(programs)
 
 
 def check_mean_of_ones(kind: PlainCollective | FP8Collective, count: int, rank: int, size: int, device: str) -> None:
-    """Checks the mean of ones before anything is timed, because some backends add dtypes that they do not know as
-    integers.
+    """Checks that the collective `kind` computes the right mean of ones. It is called before anything is timed, because
+    some backends treat a dtype that they do not know as integers, and add those.
 
     In FP8 the mean need not be 1, because the sum in a ring may saturate. It must equal the simulation bit for bit.
     """

@@ -29,8 +29,8 @@ class Exchange:
     payload: Tensor
 
     def count_sent_bytes(self, size: int) -> float:
-        """Returns the bytes that one of `size` ranks sends in the exchange. By default that is the payload without
-        one of its `size` equal parts, as in one round of a ring.
+        """Returns the bytes that one of `size` ranks sends in the exchange. By default these are the bytes of
+        `size` - 1 of the payload's `size` equal parts, which a rank sends when all parts go around a ring once.
         """
         return self.bytes * (size - 1) / size
 
@@ -90,8 +90,8 @@ Program = Generator[Exchange, Any, T]
 
 @dataclass
 class SentBytes:
-    """The bytes that a rank has sent to other ranks. For a maximum over ranks, the bytes of a ring are counted,
-    although backends need not use a ring.
+    """The bytes that one of `size` ranks has sent to the others. For a maximum over ranks, the bytes of a ring are
+    counted, although backends need not use a ring.
     """
 
     size: int
@@ -102,8 +102,8 @@ class SentBytes:
 
 
 def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
-    """Runs the programs of all ranks in lockstep in this process, and returns their results. `counted` counts the
-    bytes that rank 0 sends.
+    """Runs the programs of all ranks in lockstep in this process, and returns their results. The bytes that rank 0
+    sends are added to `counted`.
     """
     received_data: list[Any] = [None] * len(programs)
     while True:
@@ -133,12 +133,14 @@ def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
         case AllToAll():
             return list(torch.stack(payload_of_ranks).unbind(1))
         case RowsToRanks():
+            # All requests have this type. `isinstance` is for the type checker.
             rows_by_rank = [request.split_payload() for request in requests if isinstance(request, RowsToRanks)]
             return [list(received) for received in zip(*rows_by_rank, strict=True)]
         case ShiftToNextRank():
             return [payload_of_ranks[rank - 1] for rank in ranks]
         case BroadcastFromFirst():
             return [payload_of_ranks[0] for _ in ranks]
+    # The only exchange without a case above is MaximumOverRanks.
     return [torch.stack(payload_of_ranks).amax(0) for _ in ranks]
 
 
@@ -165,6 +167,9 @@ class PendingExchange(Generic[T]):
 
 
 def start_program(program: Program[T]) -> PendingExchange[T]:
+    """Runs a program up to its first exchange of codes, and starts this exchange without waiting for it. Maxima over
+    ranks before it are waited for, because codes depend on them.
+    """
     answer = None
     while True:
         next_exchange = program.send(answer)
@@ -238,7 +243,7 @@ def _start_exchange(
         case BroadcastFromFirst():
             answer = payload.clone()
             pending_operation = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
-        case _:
+        case _:  # MaximumOverRanks
             answer = payload.clone()
             pending_operation = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
     return () if pending_operation is None else (pending_operation,), answer

@@ -39,16 +39,23 @@ class Factors:
     columns: int = 0
 
     def expand_to_tile(self, tile: Tile) -> Tensor:
+        """Returns the factors of a tile's elements in fp64. If one block covers a whole side of the tensor, the result
+        has length 1 along this side.
+        """
         row_blocks, column_blocks = (
             self._block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
         )
         return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
-        block_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
-        rows = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(block_peaks.shape)
+        """Raises `peaks`, the largest magnitudes of all blocks so far, to those of a tile's `magnitudes`."""
+        # 1. Reduce each row of the tile to one number for each block across.
+        row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
         first_block = tile[1].start // self.columns if self.columns else 0
-        peaks[:, first_block : first_block + block_peaks.shape[1]].scatter_reduce_(0, rows, block_peaks, "amax")
+        peaks_across = peaks[:, first_block : first_block + row_peaks.shape[1]]
+        # 2. Reduce the rows of the same block.
+        row_blocks = self._block_indices(tile[0], self.rows).unsqueeze(1).expand(row_peaks.shape)
+        peaks_across.scatter_reduce_(0, row_blocks, row_peaks, "amax")
 
     def _block_indices(self, indices: slice, size: int) -> Tensor:
         """Returns for each row (or column) of a tile the index of its block. If there is one block, returns a single
@@ -65,6 +72,7 @@ def compute_factors(x: Tensor, fmt: Format, scaling: Scaling | None, scale: Tens
     """
     if scaling is None:
         return Factors(torch.ones(1, 1, device=x.device))
+    # `steps` has the factor by which the elements of each block are decoded.
     factors = split_into_blocks(x.detach().to(torch.float32).abs(), fmt, scaling, scale).steps
     blocks_down = count_blocks(matrix_shape(x.shape)[0], scaling.rows) if scaling.rows else 1
     return Factors(factors.reshape(blocks_down, -1), scaling.rows, scaling.columns)
@@ -104,6 +112,10 @@ class SqnrSpread:
 @dataclass(frozen=True)
 class TensorError:
     """Figures of a tensor and its rounded copy. Shares are percentages of all `count` values.
+
+    `lost_count` values are finite in x, but not in y. `vanished_count` values are not zero in x, but zero in y.
+    `signal`, `noise` and `output` are the sums of x^2, e^2 and y^2, and `cross_sum` is the sum of x y. `amax` and
+    `smallest` are the largest and the smallest non-zero magnitude of x.
 
     For an empty or zero tensor, SQNR, error, cosine, slope and spreads are None, and shares are 0. Figures that need
     the format's grid (ulp, saturation, subnormals, utilisation) are None without a format.
@@ -145,7 +157,7 @@ class TensorError:
     @property
     def slope(self) -> float | None:
         """The factor by which rounding stretches x, <x, y> / <x, x>. It is 1 without stretching. With stochastic
-        rounding it is 1 +- k / sqrt(n).
+        rounding of n values, it differs from 1 by an amount in the order of 1 / sqrt(n).
         """
         return self.cross_sum / self.signal if self.signal else None
 
@@ -196,7 +208,7 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     """
     exact_rows = as_rows(x)
     rounded_rows = as_rows(y)
-    values = _ValueSums(exact_rows)
+    value_sums = _ValueSums(exact_rows)
     grid = None if fmt is None else _GridFigures(fmt, factors or Factors(torch.ones(1, 1, device=x.device)))
     for tile in iterate_tiles(*exact_rows.shape):
         exact = exact_rows[tile].to(torch.float64)
@@ -206,8 +218,8 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
         exact = torch.where(is_finite, exact, 0.0)
         if grid is not None:
             grid.add(exact, rounded, both_finite, tile)
-        values.add(exact, rounded, is_finite, both_finite, tile)
-    return values.error(x.numel(), grid)
+        value_sums.add(exact, rounded, is_finite, both_finite, tile)
+    return value_sums.to_tensor_error(x.numel(), grid)
 
 
 def to_decibels(signal: float, noise: float) -> float:
@@ -254,7 +266,7 @@ class _ValueSums:
             block_sums = reshape_to_blocks(squares, SPREAD_BLOCK).sum(-1)
             sums[tile[0], first_block : first_block + block_sums.shape[1]] += block_sums
 
-    def error(self, count: int, grid: _GridFigures | None) -> TensorError:
+    def to_tensor_error(self, count: int, grid: _GridFigures | None) -> TensorError:
         nonzero_count, lost_count, vanished_count = self._counts.tolist()
         saturated_count, subnormal_count, max_ulp, utilisation = (
             grid.collect_figures() if grid is not None else (None,) * 4
@@ -303,8 +315,9 @@ class _GridFigures:
         self._factors.update_block_peaks(self._peaks, magnitudes, tile)
         # Compute the format's spacing at each magnitude from its bits, because a logarithm would round.
         exponent = magnitudes.view(torch.int64).bitwise_right_shift(_FLOAT64_MANTISSA_BITS) - _FLOAT64_BIAS
-        spacing = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits + _FLOAT64_BIAS
-        spacings = spacing.bitwise_left_shift_(_FLOAT64_MANTISSA_BITS).view(torch.float64)
+        spacing_exponent = exponent.clamp_(min=self._fmt.min_exponent) - self._fmt.mantissa_bits
+        spacing_bits = (spacing_exponent + _FLOAT64_BIAS).bitwise_left_shift_(_FLOAT64_MANTISSA_BITS)
+        spacings = spacing_bits.view(torch.float64)
         errors = (rounded / divisor - elements).abs() / spacings
         is_counted = both_finite & is_valid_factor & ~is_saturated
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(is_counted, errors, 0.0).amax())
@@ -362,11 +375,11 @@ def figures_by_name(error: TensorError, course: ScaleCourse | None = None) -> di
     The SQNR of a tensor without errors is EXACT_DB. `course` has the figures of a scale that comes from earlier
     steps.
     """
-    sqnr_by_part = {"": error.sqnr_db}
-    for part, spread in (("_row", error.rows), ("_block", error.blocks)):
-        sqnr_by_part[f"{part}_median"] = spread.median_db if spread else None
-        sqnr_by_part[f"{part}_p1"] = spread.p1_db if spread else None
-    values = {f"sqnr{part}_db": sqnr if sqnr is None else min(sqnr, EXACT_DB) for part, sqnr in sqnr_by_part.items()}
+    sqnr_by_name = {"sqnr_db": error.sqnr_db}
+    for part, spread in (("row", error.rows), ("block", error.blocks)):
+        sqnr_by_name[f"sqnr_{part}_median_db"] = spread.median_db if spread else None
+        sqnr_by_name[f"sqnr_{part}_p1_db"] = spread.p1_db if spread else None
+    values = {name: sqnr if sqnr is None else min(sqnr, EXACT_DB) for name, sqnr in sqnr_by_name.items()}
     values |= {
         "relative_error": error.relative,
         "max_ulp": error.max_ulp,
