@@ -33,12 +33,13 @@ def phases_table(panel: Panel, native_only: bool = False) -> Tables:
     if not cases:
         return
     used_phases: set[str] = set()
-    if panel.suite != BENCH:  # callables have no phases and declare no work
+    # The suite BENCH times plain callables, which have no phases.
+    if panel.suite != BENCH:
         for case in cases:
             used_phases |= {name for name, seconds in case.finding.phases if seconds or name == UNATTRIBUTED}
 
     def show_share(case: NamedCase, name: str) -> str:
-        if name in case.finding.below_floor:
+        if name in case.finding.below_floor:  # the phase is too short to measure
             return "<"
         seconds = dict(case.finding.phases).get(name)
         # A step without this phase shows a dash. Unattributed time may be 0%.
@@ -79,7 +80,8 @@ def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Eleme
     if native_cases:
         yield _phases_chart(f"{title}: a step by phase", native_cases, parts)
     timelines: list[Stacks] = []
-    for setting, cases_of_setting in together((case.setting_name, case) for case in native_cases).items():
+    cases_by_setting = together((case.setting_name, case) for case in native_cases)
+    for setting, cases_of_setting in cases_by_setting.items():
         timelines += _make_timelines(f"{title} {setting}".rstrip(), cases_of_setting, folded=bool(timelines))
     yield from timelines[:_MAX_TIMELINES]
     num_hidden = len(timelines) - _MAX_TIMELINES
@@ -217,14 +219,14 @@ def gains_section(material: Material) -> Elements:
     """
     tables = []
     for title, panel in panels_with_titles(material):
-        cases = [case for case in panel.named_cases if _has_gains_of_phases(case)]
+        cases = [case for case in panel.named_cases if _has_gains_of_enough_phases(case)]
         tables += [_gains_table(title, panel, case) for case in cases]
     yield from tables[:_MAX_GAINS_TABLES]
     if len(tables) > _MAX_GAINS_TABLES:
         yield Text(f"{len(tables) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases.")
 
 
-def _has_gains_of_phases(case: NamedCase) -> bool:
+def _has_gains_of_enough_phases(case: NamedCase) -> bool:
     return sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
 
 
@@ -232,6 +234,7 @@ def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
     finding = case.finding
     rows = []
     for gain in sorted(finding.gains, key=lambda gain: phase_sort_key(gain.phase)):
+        # In a model of the user, the time outside of phases is that of the passes. The row is named after them.
         work_outside_phases = name_work_outside_phases(case) if gain.phase == UNATTRIBUTED else ""
         tone = Tone.PLAIN if gain.is_clear else Tone.DOUBT
         interval = f"{_show_saving(gain.low)} to {_show_saving(gain.high)}"

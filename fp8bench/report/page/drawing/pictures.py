@@ -27,7 +27,7 @@ from fp8bench.report.page.drawing.draw import draw_on
 from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
 from fp8bench.report.page.drawing.sheet import PathCommands, Polyline, Sheet, line_commands, shape_outline
 
-# How many pixels of the sheet, points of a font or line, and pixels of the file make an inch.
+# One inch in three units: pixels of the sheet, points (of fonts and line widths), and pixels of the picture file.
 _PIXELS_PER_INCH = 96.0
 _POINTS_PER_INCH = 72.0
 _FILE_PIXELS_PER_INCH = 192.0
@@ -102,7 +102,8 @@ class _PictureSheet(Sheet):
         self._texts.append((x, y + 0.36 * self.font_size, text, options))
 
     def to_figure(self, height: float, title: str) -> Figure:
-        # 1. Make room for the title above the chart and the description below it.
+        # 1. Make room for the title above the chart and the description below it. 0.62 and 0.55 are estimates of a
+        # character's width, as a multiple of the font size.
         figure_width = self.width + 2 * _PICTURE_MARGIN
         title_lines = textwrap.wrap(_printable_line(title), int(self.width / (0.62 * _TITLE_SIZE)))
         description_lines = textwrap.wrap(
@@ -110,10 +111,12 @@ class _PictureSheet(Sheet):
         )
         top = _PICTURE_MARGIN + 1.4 * _TITLE_SIZE * len(title_lines) + 8
         figure_height = top + height + 12 + _LINE_HEIGHT * len(description_lines) + _PICTURE_MARGIN
+        # The background is the CSS variable --raised, which the style sheet defines for all elements.
         figure = Figure(
             figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
             facecolor=css_properties("path", "")["--raised"],
         )
+        # From pixels, with y pointing down from the top of the chart, to fractions of the figure, with y pointing up.
         transform = (
             Affine2D().translate(_PICTURE_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
             + figure.transFigure
@@ -159,9 +162,10 @@ def _make_patch(steps: PathCommands, look: CssProperties) -> PathPatch | None:
     path_codes: list[Any] = []
     for command, coordinates in steps:
         pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
-        # matplotlib would omit a line of zero length, which is a dot of round line ends
+        # Lengthen a line of zero length, because matplotlib would omit it. With round line ends it is a dot.
         if command == "L" and pairs == points[-1:]:
             pairs = [(coordinates[0] + 0.01, coordinates[1])]
+        # matplotlib needs a point for each code, also for the one that closes a path.
         points += pairs or [points[0]]
         path_codes += _MATPLOTLIB_PATH_CODES[command]
     width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
@@ -193,18 +197,20 @@ def _printable_line(text: str) -> str:
 def css_properties(kind: str, classes: str) -> CssProperties:
     """Returns the CSS properties that a path or text with these classes has in the page's light theme."""
     matching_properties: dict[str, str] = {}
+    # As in CSS, a rule with more classes overrides one with fewer.
     for names, properties in sorted(_css_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
             matching_properties |= properties
-    # Replace CSS variables by their values, which may contain further variables.
+    # Replace CSS variables by their values, which may contain further variables. In var(--a, var(--b)), the first
+    # variable that has a value counts.
     while variable_texts := {name: text for name, text in matching_properties.items() if "var(" in text}:
         for name, text in variable_texts.items():
-            values = [
+            defined_values = [
                 matching_properties[variable]
                 for variable in re.findall(r"--[\w-]+", text)
                 if variable in matching_properties
             ]
-            matching_properties[name] = next(iter(values), "none")
+            matching_properties[name] = next(iter(defined_values), "none")
     return matching_properties
 
 
@@ -215,6 +221,7 @@ def _css_rules() -> Sequence[tuple[frozenset[str], CssProperties]]:
     """
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
+    # Remove comments and @ rules with a block, such as @media.
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
     rules = []
     for selectors, declarations in re.findall(r"([^{}]+)\{([^{}]*)\}", text):

@@ -59,8 +59,8 @@ class Sheet:
     def add_lines(
         self, style: str, lines: Sequence[Polyline], layer: int = 1, hint: str = "", closed: bool = False
     ) -> None:
-        steps = line_commands(lines, closed)
-        self._elements.append((layer, f'<path class="{style}" d="{_path_data(steps)}"{self._hint_attributes(hint)}/>'))
+        path_data = _path_data(line_commands(lines, closed))
+        self._elements.append((layer, f'<path class="{style}" d="{path_data}"{self._hint_attributes(hint)}/>'))
 
     def add_box(
         self, style: str, x: float, y: float, width: float, height: float, layer: int = 1, hint: str = ""
@@ -128,6 +128,7 @@ class Sheet:
 
 def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns the shape and CSS class of each series. The first 40 series all look different."""
+    # Classes repeat after MAX_SERIES series, each time with another shape.
     return {
         name: (MARKER_SHAPES[(index + index // MAX_SERIES) % len(MARKER_SHAPES)], f"s{index % MAX_SERIES + 1}")
         for index, name in enumerate(dict.fromkeys(names))
@@ -176,6 +177,7 @@ def _path_data(commands: PathCommands) -> str:
         texts = [_to_decimals(coordinate) for coordinate in coordinates]
         previous_x = x
         previous_y = y
+        # The command 'z' has no coordinates.
         x, y = texts[-2:] or (x, y)
         if command == "L" and y == previous_y:
             parts.append(f"H{x}")
