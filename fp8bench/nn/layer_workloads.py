@@ -42,19 +42,23 @@ class LayerWorkload(Workload):
 
     def prepare(self, setup: Setup) -> Exercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
-        if around := setup.around(self.around(setup.params)):
+        # A precision map may also name layers without products, such as norms.
+        layers_without_products = self.around(setup.params)
+        if arithmetic_by_layer := setup.around(layers_without_products):
             from fp8bench.nn.around import set_around
 
-            set_around(state.layer, around)
+            set_around(state.layer, arithmetic_by_layer)
         return state
 
     def step(self, state: Exercise, phase: Phases) -> None:
         state.step(phase)
 
     def error_refused(self, params: Scalars) -> str:
+        """Returns why the errors of a case are not measured, or '' if they are."""
         return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
+        # If the precision `settles`, the first pass only fills the history of its scales, and a second one is measured.
         return self.prepare(setup).measure_errors(self.exact(setup), setup.settles)
 
     def exact(self, setup: Setup) -> Exercise:
@@ -73,10 +77,13 @@ class LayerWorkload(Workload):
         ledger = Ledger()
         state = self.exercise(setup, self.count_operands(setup, ledger), setup.arithmetic.carrier)
         ledger.tallies.clear()  # preparing runs a forward pass, which does not count
-        state.outcome()
+        state.outcome()  # runs the layer, so that the ledger counts the operands of its casts
         return ledger.statistics()
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
+        """Returns a function for the parameter `choose` of `layer`. Its arithmetics add every tensor that they cast to
+        `ledger`.
+        """
         from fp8bench.nn.arithmetics import count_casts
 
         choose_arithmetic = self.arithmetics(setup)
@@ -95,10 +102,11 @@ class ConvolvedWorkload(LayerWorkload):
         choose_arithmetic = self.arithmetics(setup)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
-        def choose_counted_values(name: str) -> Arithmetic:
+        def choose_counting_arithmetic(name: str) -> Arithmetic:
             arithmetic = choose_arithmetic(name)
-            return count_casts(
-                PlainArithmetic(arithmetic.carrier) if arithmetic.explicit else arithmetic, kinds[name], ledger
-            )
+            # An explicit arithmetic would cast the copied windows, so count with a plain one.
+            if arithmetic.explicit:
+                arithmetic = PlainArithmetic(arithmetic.carrier)
+            return count_casts(arithmetic, kinds[name], ledger)
 
-        return choose_counted_values
+        return choose_counting_arithmetic

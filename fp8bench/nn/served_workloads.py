@@ -39,7 +39,7 @@ class ServedWorkload(Workload):
 
     dtypes = ("fp32", "bf16")
     layer_kinds = ("attn", "mlp", "head")
-    fused = False
+    fused = False  # quantisers are not compiled
     batch_axis = "batch"
     default_sizes: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_words: ClassVar[str]
@@ -76,7 +76,7 @@ class ServedWorkload(Workload):
         context = int(params["context"])
         new_tokens = self.new_token_count or context
         flops = count_forward_flops(model, batch, new_tokens, context)
-        return Work(flops, batch * new_tokens, least_memory=estimate_min_memory(model, batch, context))
+        return Work(flops, tokens=batch * new_tokens, least_memory=estimate_min_memory(model, batch, context))
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return check_served_support(params, precision, facts)
@@ -90,6 +90,7 @@ class ServedWorkload(Workload):
         return gpt_layers(config.layers, config.experts) if config else ()
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
+        """Returns the layers without products that a precision map can name. A user's model has none."""
         config = SERVED_SIZES.get(str(params["size"]))
         return gpt_around(config.layers) if config else ()
 
@@ -121,5 +122,7 @@ def _make_format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
 
 
 def _parse_model_name(text: str) -> str:
-    """Parses the name of a model, or of a function that makes one, which only `fp8bench infer` registers."""
+    """Parses the name of a model in SERVED_SIZES, or of a function that makes a model, such as 'my_package:make'. Only
+    `fp8bench infer` registers such functions.
+    """
     return text if ":" in text and text.isprintable() else one_of(*SERVED_SIZES)(text)

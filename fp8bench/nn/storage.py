@@ -26,11 +26,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
 class BlockEncoder:
-    """Encodes and decodes rows of numbers in the blocks of MX or NVFP4. The code of a row is packed codes and the
-    scales of its blocks. In NVFP4, `tensor_scale` is one more scale for the whole tensor.
+    """Encodes and decodes rows of numbers in the blocks of MX or NVFP4. An encoded row consists of packed 4-bit codes
+    and the scales of its blocks. In NVFP4, `tensor_scale` is one more scale for the whole tensor.
     """
 
     def __init__(self, number_format: StorageFormat, tensor_scale: Tensor | None = None) -> None:
+        # An integer `scale_sharing` is the number of elements in a block.
         assert isinstance(number_format.scale_sharing, int) and number_format.scaling is not None
         self.block = number_format.scale_sharing
         self.scaling = number_format.scaling
@@ -39,10 +40,10 @@ class BlockEncoder:
     def encode_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         columns = x.shape[-1]
         padded_rows = F.pad(x.to(torch.float32), (0, -columns % self.block))
-        (elements,), scales, _ = block_elements(
-            [padded_rows.reshape(-1, self.block)], E2M1, self.scaling, self.tensor_scale
-        )
-        codes = pack(encode(elements.view(padded_rows.shape)[..., :columns].contiguous(), E2M1), E2M1)
+        blocks = padded_rows.reshape(-1, self.block)
+        (block_values,), scales, _ = block_elements([blocks], E2M1, self.scaling, self.tensor_scale)
+        elements = block_values.view(padded_rows.shape)[..., :columns]
+        codes = pack(encode(elements.contiguous(), E2M1), E2M1)
         assert self.scaling.scale is not None
         return codes, encode(scales, self.scaling.scale).view(*x.shape[:-1], -1)
 
@@ -75,14 +76,14 @@ class CachedHeads:
     format requires. They do not change afterwards, so larger values saturate. Scales of tokens and of blocks are
     computed for each token and stored with it.
 
-    If `grown_tensor` is set, the cache is not static. Each `write` then makes a new tensor of all previous positions
-    and the new ones, like a cache that starts empty.
+    If `grown_tensor` is set, the cache is dynamic instead of static. Each `write` then makes a new `grown_tensor`: all
+    previous positions, which it copies from `codes`, and the new ones. It does not change `codes`.
     """
 
     grown_tensor: Tensor | None = None
 
     def __init__(self, name: str, shape: tuple[int, int, int, int], carrier: torch.dtype, device: str) -> None:
-        self.number_format = KV_FORMATS.get(name, StorageFormat(64))
+        self.number_format = KV_FORMATS.get(name, StorageFormat(64))  # only fp64 is not in KV_FORMATS
         self.carrier = carrier
         self.width = shape[-1]
         self.scale: Tensor | None = None
@@ -117,6 +118,7 @@ class CachedHeads:
     def write(self, x: Tensor, at: int) -> None:
         positions = slice(at, at + x.shape[2])
         if self.grown_tensor is not None:
+            # Each step starts from the same `codes`, and not from the tensor of the previous step.
             self.grown_tensor = torch.cat((self.codes[:, :, :at], x), 2)
         elif self.blocks is not None:
             assert self.scales is not None
@@ -156,7 +158,9 @@ class CachedHeads:
 
 
 class CastWeight:
-    """A weight that an arithmetic has cast once. Inputs are cast in each step."""
+    """A weight that is cast once by `arithmetic`, which defines how a precision casts and multiplies. Inputs are cast
+    in each step.
+    """
 
     def __init__(self, weight: Tensor, arithmetic: Arithmetic) -> None:
         self.arithmetic = arithmetic
@@ -179,13 +183,15 @@ class CastWeight:
 
 class IntegerWeight:
     """An int8 weight with a bf16 scale for each row, or an int4 weight with a scale and a zero point for each group.
-    The scale is rounded to bf16 first, and the codes are computed with the rounded scale.
+    The scale is rounded to bf16 first, and the codes are computed with the rounded scale. With `low_inputs`, inputs are
+    also rounded, to int8.
     """
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
         outputs, inputs = weight.shape
         self.name = name
         self.low_inputs = low_inputs
+        # The number of consecutive columns that share a scale.
         self.group = inputs if name == "int8" else int(int4_format(inputs).scale_sharing)
         largest = 127 if name == "int8" else 7
         groups = weight.float().view(outputs, -1, self.group)
@@ -197,6 +203,7 @@ class IntegerWeight:
             codes = (rounded_codes + 8).to(torch.int32)
             self.codes = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
             self.zeros = torch.zeros_like(self.scales)
+        # The weight in the form that torch's CPU kernel takes, or () if there is none for this weight.
         self.native: tuple[Tensor, ...] = ()
         if name == "int8" and weight.device.type == "cpu":
             self.native = self.codes, self.scales.view(-1)
@@ -235,7 +242,7 @@ class IntegerWeight:
 
 class FloatWeight:
     """A weight in fp8 with a scale for each row, MXFP4 or NVFP4. It is decoded before each product: the results are
-    right, but the speed is not that of the format.
+    right, but the speed is not that of the format. With `low_inputs`, inputs are rounded to the same format.
     """
 
     def __init__(self, weight: Tensor, name: str, low_inputs: bool) -> None:
@@ -259,8 +266,10 @@ class FloatWeight:
             scale = _find_row_magnitudes(matrix) / E4M3.largest
             codes = (matrix.float() / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             return [codes, scale]
-        tensor_scale = [nvfp4_tensor_scale(largest_magnitude(matrix))] if self.number_format.tensor_scale_bytes else []
-        return [*BlockEncoder(self.number_format, *tensor_scale).encode_rows(matrix), *tensor_scale]
+        if not self.number_format.tensor_scale_bytes:
+            return [*BlockEncoder(self.number_format).encode_rows(matrix)]
+        tensor_scale = nvfp4_tensor_scale(largest_magnitude(matrix))
+        return [*BlockEncoder(self.number_format, tensor_scale).encode_rows(matrix), tensor_scale]
 
     def _decode_matrix(self, parts: list[Tensor]) -> Tensor:
         codes, scales, *tensor_scale = parts
