@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with interrupt_only_once():
         answer = answer_question(question, arguments.store, command, TERMINAL, trained)
+        # Print the page, JSON or CSV, and write the requested files.
         tell(
             arguments,
             partial(render_page, answer, arguments.all),
@@ -114,7 +115,8 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
 
     tokens = arguments.tokens or _DEFAULT_TOKENS[arguments.quick]
     size, trained = _choose_model(arguments, tokens)
-    # The precision in which models are usually served: fp32 on a CPU, bf16 on a GPU.
+    # The default is the precision in which models are usually served: fp32 on a CPU, bf16 on a GPU. The device is not
+    # known yet, so without --device the default is fp32.
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
     # An arm that is named twice is measured once.
     names = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
@@ -132,12 +134,15 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
         arguments.device or "",
         arguments.rollout,
     )
-    return question if question.is_user_model else complete_question(question), trained
+    # The default contexts depend on the model, and a user's model is not made yet.
+    if not question.is_user_model:
+        question = complete_question(question)
+    return question, trained
 
 
 def _choose_model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
-    """Returns the size of the model to time, and the model on which quality is measured. The second value is None for
-    the default model.
+    """Returns the size of the model to time, or the name of the function that makes a user's model, and the model on
+    which quality is measured. The second value is None for the default model.
     """
     from fp8bench.jobs.profile import check_function_name
 

@@ -39,6 +39,7 @@ class Health:
         self._readers: dict[tuple[int, str, tuple[object, ...]], list[HealthRule[Any]]] = {}
         self._cast_tensors: set[tuple[int, str, str, str]] = set()
         self._seeds: set[int] = set()
+        # The last step in which a rule found a problem, by the key (seed, arm, rule, layer, tensor).
         self._last_alarms: dict[tuple[int, str, str, str, str], int] = {}
 
     def find_alarms(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
@@ -48,6 +49,7 @@ class Health:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
+                # Such an event after step 0 says that the arm has changed its precision.
                 if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
@@ -60,15 +62,15 @@ class Health:
         return tuple(map(_merge_tensors, alarms.values()))
 
     def _find_readers(self, line: StreamLine) -> list[HealthRule[Any]]:
-        kind: tuple[object, ...] = (type(line),)
+        line_facts: tuple[object, ...] = (type(line),)
         if isinstance(line, StepFigure):
-            kind = (line.name,)
+            line_facts = (line.name,)
         elif isinstance(line, LayerReading):
             tensor = (line.seed, line.arm, line.layer, line.role)
             if may_be_cast(line):
                 self._cast_tensors.add(tensor)
-            kind = (line.role, tensor in self._cast_tensors)
-        key = line.seed, line.arm, kind
+            line_facts = (line.role, tensor in self._cast_tensors)
+        key = line.seed, line.arm, line_facts
         reading_rules = self._readers.get(key)
         if reading_rules is None:
             rules = self._find_rules(line.seed, line.arm)
@@ -83,10 +85,12 @@ class Health:
             self._seeds.add(seed)
             # Rules have a state, so every arm of every seed has its own instances.
             for watched in map(self._make_watched_arm, self._arms.values()):
-                for kind in RULES:
-                    rule = kind(watched)
-                    names = {watched.name, watched.reference if kind.compares_arms else ""}
-                    for name in names - {""}:
+                for rule_class in RULES:
+                    rule = rule_class(watched)
+                    arms_to_read = {watched.name}
+                    if rule_class.compares_arms and watched.reference:
+                        arms_to_read.add(watched.reference)
+                    for name in arms_to_read:
                         self._rules.setdefault((seed, name), []).append(rule)
         return self._rules.get((seed, arm), [])
 
@@ -99,11 +103,13 @@ class Health:
         self._cast_tensors.clear()
 
     def _make_watched_arm(self, arm: Arm) -> WatchedArm:
+        # --rates multiplies the learning rates of some layers or kinds of parameters by factors.
         min_rate_factor = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
             return WatchedArm(arm.name, min_rate_factor=min_rate_factor)
         reference = ""
-        # Prefer a reference at the same rate, because then only the arithmetic differs.
+        # Prefer a reference at the same rate, because then only the arithmetic differs. The only setting of an arm
+        # with the role OTHER_RATE is its rate.
         for candidate_reference in self._arms.values():
             if candidate_reference.role is ArmRole.OTHER_RATE and set(candidate_reference.settings) <= set(
                 arm.settings
@@ -114,8 +120,9 @@ class Health:
         return WatchedArm(arm.name, reference, min_rate_factor)
 
     def _starts_episode(self, rule: HealthRule[Any], line: StreamLine) -> bool:
-        """Returns whether an alarm starts a new episode: in the last 50 steps the rule has found nothing about this
-        tensor, and the rule named by its `suppressed_by` has found nothing either.
+        """Records that a rule has found a problem, and returns whether the problem starts a new episode. It does so if
+        in the last 50 steps the rule has found nothing about this tensor, and the rule named by its `suppressed_by`
+        has found nothing either.
         """
         seed, arm = line.seed, rule.arm.name
         key = seed, arm, rule.name, *_find_tensor(line)
@@ -124,9 +131,13 @@ class Health:
         return all(step is None or line.step - step > QUIET_STEPS for step in steps)
 
     def _make_alarm(self, rule: HealthRule[Any], words: str, line: StreamLine) -> TrainingEvent:
-        arm, (layer, tensor) = self._arms[rule.arm.name], _find_tensor(line)
-        state = (arm.precision, arm.merge_settings(self._settings), layer)
-        remedies = "; ".join(remedy.value for remedy in rule.current_remedies if has_effect(remedy, *state))
+        arm = self._arms[rule.arm.name]
+        layer, tensor = _find_tensor(line)
+        settings = arm.merge_settings(self._settings)
+        useful_remedies = [
+            remedy.value for remedy in rule.current_remedies if has_effect(remedy, arm.precision, settings, layer)
+        ]
+        remedies = "; ".join(useful_remedies)
         values = (("rule", rule.name),)
         return TrainingEvent(arm.name, line.seed, line.step, "alarm", words, layer, tensor, values, remedies)
 
@@ -147,7 +158,8 @@ _HIGH_PRECISIONS = ("fp32", "bf16", "tf32")
 def has_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
     """Returns whether the remedy would change the training of an arm with this precision and these settings."""
     # A remedy that the arm already uses would be useless advice.
-    name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
+    name = precision.partition(":")[0]
+    option_values = precisions.get(precision).chosen
     match remedy:
         case Remedy.LOOK_AT_LAYER:
             return bool(layer)
@@ -158,9 +170,11 @@ def has_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer:
         case Remedy.HIGHER_MASTER:
             return {settings.master, settings.optimizer_states, settings.gradients} != {"fp32"}
         case Remedy.RAISE_MARGIN:
-            return "margin" in chosen
+            return "margin" in option_values
         case Remedy.SHORTER_HISTORY:
-            return "history" in chosen and (int(chosen["history"]), int(chosen["interval"])) != (1, 1)
+            return "history" in option_values and (
+                (int(option_values["history"]), int(option_values["interval"])) != (1, 1)
+            )
         case Remedy.E5M2_GRADIENTS:
-            return name == "fp8-e4m3" or chosen.get("formats") == "e4m3"
+            return name == "fp8-e4m3" or option_values.get("formats") == "e4m3"
     return True

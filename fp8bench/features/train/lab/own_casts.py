@@ -72,8 +72,9 @@ class LayerCast:
         """
         scale = None if self.stored_scale is None else self.stored_scale()
         if scale is None and self.scaling is not None and not self.scaling.rows:
-            scale = factor(x if full_tensor is None else full_tensor, self.fmt, self.scaling)[0]
-        return TensorCast(self.fmt, self.scaling, scale, values(as_rows(x), self.fmt, self.scaling, scale=scale))
+            scale, _inverse_scale = factor(x if full_tensor is None else full_tensor, self.fmt, self.scaling)
+        rounded_rows = values(as_rows(x), self.fmt, self.scaling, scale=scale)
+        return TensorCast(self.fmt, self.scaling, scale, rounded_rows)
 
     def list_figures(self, x: Tensor) -> Figures:
         """Returns all figures of a tensor. The figures of its rounding come from a sample, because rounding is slow."""
@@ -84,10 +85,10 @@ class LayerCast:
         sample = rows[: -(-len(rows) // stride)] if has_square_blocks else rows[::stride]
         figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
         for name in sample_figures.keys() - figures.keys():
-            counts_values = name in ("vanished", "saturated")
-            figures[name] = (
-                sample_figures[name] * (rows.numel() / sample.numel()) if counts_values else sample_figures[name]
-            )
+            sample_figure = sample_figures[name]
+            # A number of values is extrapolated from the sample to the whole tensor.
+            is_number = name in ("vanished", "saturated")
+            figures[name] = sample_figure * (rows.numel() / sample.numel()) if is_number else sample_figure
         return figures
 
 
@@ -126,7 +127,8 @@ def _find_torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
         return None
     has_power_of_two_scales = getattr(config, "round_scales_to_power_of_2", False)
     rounding = ScaleRounding.POWER_OF_TWO if has_power_of_two_scales else ScaleRounding.EXACT
-    rows = int("AXISWISE" in str(cast.scaling_granularity))
+    # A scale for each row, or (0) one for the whole tensor.
+    rows = 1 if "AXISWISE" in str(cast.scaling_granularity) else 0
     return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
 
 
