@@ -22,7 +22,7 @@ from fp8bench.formats.hardware import find_wider_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import LOSS_ERROR, PEAK_MEMORIES
+from fp8bench.model.specs import COUNTERS_TABLE, LOSS_ERROR, PEAK_MEMORIES, spec_of
 from fp8bench.model.step import PhaseCount
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
@@ -418,5 +418,10 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
-    """Returns the samples of all measurements except the peak memories, by metric."""
-    return {error.metric: error.samples for error in record.measurements if error.metric not in PEAK_MEMORIES}
+    """Returns the samples of all measurements except memory and the counters of a run with --counters, by metric."""
+    samples_by_metric = {}
+    for measurement in record.measurements:
+        metric = measurement.metric
+        if metric not in PEAK_MEMORIES and spec_of(metric).table != COUNTERS_TABLE:
+            samples_by_metric[metric] = measurement.samples
+    return samples_by_metric

@@ -221,7 +221,8 @@ RESIDENT_MEMORY = _add_spec(
 )
 # The figures of a step's memory besides its peak.
 MEMORY_COUNTERS = (RESERVED_MEMORY, PROCESS_MEMORY, RESIDENT_MEMORY)
-_COUNTER_FIELDS: dict[str, Any] = {"table": "counters", "page": "method.md#counters"}
+COUNTERS_TABLE = "counters"
+_COUNTER_FIELDS: dict[str, Any] = {"table": COUNTERS_TABLE, "page": "method.md#counters"}
 ALLOCATOR_TIME = _add_spec(
     "allocator_time", "s", "time in the host's allocator (malloc, free, ...), of the whole process, per step "
     "and phase; this and the next figures only with `--counters`", heading="in the allocator", **_COUNTER_FIELDS,

@@ -15,7 +15,7 @@ from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
 from fp8bench.features.infer.values import MIN_CONTEXTS, ServedModel, ServingQuestion, parse_arm
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.request import whole_number
-from fp8bench.nn.served import CARRIERS, ServedArm
+from fp8bench.nn.served import CARRIERS
 from fp8bench.nn.sizes import SERVED_SIZES
 
 _CONTEXTS_EXAMPLE = "Give for example 256,1024,2048,4096."
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     question, trained = _make_question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
     with interrupt_only_once():
-        answer = answer_question(question, arguments.store, command, TERMINAL, trained)
+        answer = answer_question(question, arguments.store, command, TERMINAL, trained, arguments.reference)
         # Print the page, JSON or CSV, and write the requested files.
         tell(
             arguments,
@@ -115,16 +115,12 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
 
     tokens = arguments.tokens or _DEFAULT_TOKENS[arguments.quick]
     size, trained = _choose_model(arguments, tokens)
-    # The default is the precision in which models are usually served: fp32 on a CPU, bf16 on a GPU. The device is not
-    # known yet, so without --device the default is fp32.
-    reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
     # An arm that is named twice is measured once.
     names = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
     arms = [parse_arm(name) for name in names]
-    reference_arm = ServedArm(reference)
     question = ServingQuestion(
         size,
-        tuple(dict.fromkeys((reference_arm, *arms))),
+        tuple(dict.fromkeys(arms)),
         _parse_contexts(arguments),
         arguments.batch,
         arguments.quick,

@@ -69,17 +69,24 @@ _DEFAULT_CONTEXTS = {False: (256, 1024, 1025, 2048, 4096), True: (128, 512, 513,
 
 
 def answer_question(
-    question: ServingQuestion, store: Path, command: str, observer: JobObserver, trained: ServedModel | None = None
+    question: ServingQuestion,
+    store: Path,
+    command: str,
+    observer: JobObserver,
+    trained: ServedModel | None = None,
+    reference: str | None = None,
 ) -> ServingAnswer:
     """Measures the quality of all arms, then their times, and stores a finished answer.
 
-    Quality is measured on `trained` if given, else on the user's model or on the shipped model. After an interrupt,
-    the answer has what was measured until then, and is not stored.
+    Quality is measured on `trained` if given, else on the user's model or on the shipped model. `reference` is the
+    precision that the arms are compared with, by default that in which models are usually served on the device. After
+    an interrupt, the answer has what was measured until then, and is not stored.
     """
     # 1. Read the shape of a user's model, because memory estimates need it.
     settings = Settings(question.threads, question.seed)
     with claim_process(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
         facts = find_device(question.device, worker.probe())
+        question = add_reference(question, facts, reference)
         model = trained or shipped_model(question.tokens)
         if question.is_user_model:
             USER_SHAPES[question.size] = ServedShape(
@@ -115,6 +122,12 @@ def _ask_worker(worker: Worker, name: str, *arguments: Any) -> Any:
         return getattr(cast(Any, worker.within(_WORKER_SECONDS)), name)(*arguments)
     except WorkerFault as fault:
         raise to_original_error(fault) from None
+
+
+def add_reference(question: ServingQuestion, facts: DeviceFacts, reference: str | None) -> ServingQuestion:
+    """Puts the reference before the arms. Models are usually served in fp32 on a CPU, and in bf16 on a GPU."""
+    reference_arm = ServedArm(reference or ("bf16" if facts.accelerated else "fp32"))
+    return replace(question, arms=tuple(dict.fromkeys((reference_arm, *question.arms))))
 
 
 def complete_question(question: ServingQuestion) -> ServingQuestion:

@@ -63,8 +63,8 @@ def is_of_arm(record: Record, arm: ServedArm) -> bool:
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """The arms and sizes to measure. The first of `arms` is the reference. `size` names a served model, or a user's
-    'module:function'.
+    """The arms and sizes to measure. In an answer, the first of `arms` is the reference. `size` names a served model,
+    or a user's 'module:function'.
 
     Without `contexts`, default contexts are measured that fit the model's positions.
     """

@@ -14,7 +14,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.features.infer.fits import LineDraws, find_crossing, fit_line
-from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, held_out_text
+from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, add_reference, held_out_text
 from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict_tokens, compare_arms, read_weights
 from fp8bench.features.infer.values import (
     ArmTimes,
@@ -29,7 +29,7 @@ from fp8bench.features.infer.values import (
     parse_arm,
 )
 from fp8bench.features.infer.view import encode_answer, render_page, table_rows
-from fp8bench.model import Level
+from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import OWN, check_served_support, list_weight_shapes
 from fp8bench.nn.served import ServedArm as Arm
@@ -38,6 +38,7 @@ from fp8bench.registry import precisions, workloads
 from fp8bench.report.terminal.layout import render
 from tests.commands import Say
 from tests.counts import for_each, sampled
+from tests.facts import H200
 from tests.workloads.steps import CPU
 
 CONTEXTS, MODELS = (128, 512, 513, 1024, 2048), "tests.nn.served_models"
@@ -310,6 +311,15 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: ServingQ
     names, rows = table_rows(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
     assert len(encode_answer(answer)["bytes"]) == 5
+
+
+@for_each(("facts", "reference", "first"), [(CPU, None, "fp32"), (H200, None, "bf16"), (H200, "fp32", "fp32")])
+def test_the_reference_is_the_usual_precision_of_the_device(
+    facts: DeviceFacts, reference: str | None, first: str
+) -> None:
+    question = ServingQuestion("nano", (Arm("bf16"), Arm("bf16", "fp8")), CONTEXTS, 1, True, 1024)
+    arms = add_reference(question, facts, reference).arms
+    assert arms[0] == Arm(first) and len(arms) == (2 if first == "bf16" else 3)
 
 
 @for_each(
