@@ -35,10 +35,11 @@ from fp8bench.registry import precisions, workloads
 
 # Two workers may measure at the same time if the machine has this many times the memory that one worker needs.
 _TWO_WORKERS_MEMORY_FACTOR = 4
-# A case is small if the device has this many times its least memory. Workers hold its tensors several times.
+# A case is small if its device has this many times the least memory of one state. Workers hold several copies of it.
 _SMALL_CASE_FACTOR = 64
 _Answers = TypeVar("_Answers")
-# The plan of a session: its reference (or None), whether it has a control arm, and its candidates.
+# A session is a set of arms that are timed in the same rounds. Its plan: the reference (or None), whether there is a
+# control arm, and the candidates.
 _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 
 
@@ -46,12 +47,13 @@ _SessionPlan = tuple[CaseOutcome | None, bool, list[CaseOutcome]]
 class GroupMethod:
     """Defines how a group is measured: when rounds stop, how long a request may take, and which untimed passes run.
 
-    `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the warm-up.
-    `lost_devices` maps each device that no longer answers to the reason; all groups share it.
+    `judge` decides whether a case needs no more rounds. `choose` finds the fastest case, which is then timed again;
+    None skips this. `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0
+    skips the warm-up. `lost_devices` maps each device that no longer answers to the reason; all groups share it.
 
-    `tapes` and `shares` turn on passes that observe operators. Shares are measured in a worker that no longer times
-    anything. Tapes are recorded there too, unless `tapes_apart` is false. `checks_late_steps` turns on two checks after
-    the timing: whether the timed steps did work, and whether their memory grows.
+    `tapes` records a step's operators, and `shares` measures the parts of its time, both in a worker that no longer
+    times anything. Without `tapes_apart`, tapes are recorded in the timing worker. `checks_late_steps` turns on two
+    checks after the timing: whether the timed steps did work, and whether their memory grows.
 
     A `brisk` group takes about 10 s on a GPU. Its passes with a profiler run in the worker that times nothing, so that
     no worker restarts. `known_errors` collects numerical errors, so that brisk groups measure equal errors only once.
@@ -81,8 +83,9 @@ class GroupMethod:
 class GroupMeasurement:
     """Measures one group by `run`.
 
-    `_untimed_worker` times nothing any more (in the last group it may be the first worker). `_second_worker` is idle
-    while the first times steps. It measures errors while the first prepares, and memory during the other passes.
+    `_untimed_worker` records operators, which would disturb later timings in its process (in the last group it may be
+    `_worker`). `_second_worker` is idle while `_worker` times steps. It measures errors while `_worker` prepares them,
+    and memory during the other passes.
     """
 
     _group: Group
@@ -100,14 +103,15 @@ class GroupMeasurement:
         self._seed = random.Random(f"{self._method.seed}:{self._group.setting}").getrandbits(32)
         self._start = time.monotonic()
         self._outcomes = [CaseOutcome(planned) for planned in self._group.cases]
-        # Numerical errors by `make_numbers_key`, from the second worker, and in a brisk run from earlier groups.
+        # The numerical errors that are known already, by `make_numbers_key`: cases with equal keys have equal errors.
+        # They come from the second worker, and in a brisk run also from earlier groups.
         self._errors = self._method.known_errors if self._method.brisk else dict[str, tuple[Measurement, ...]]()
 
     def run(self) -> tuple[Record, ...]:
         """Times the group's cases, runs the untimed passes, and returns the records in the order of the plan."""
         # 1. Time the sessions. After a fault, time all of them again, because the remaining states may be damaged.
         self._drop_lost_devices()
-        self._check_library_products()
+        self._make_passes(self._worker).check_products(self._list_alive())
         while self._time_sessions() == "again":
             for outcome in self._outcomes:
                 outcome.reset_draft()
@@ -122,13 +126,14 @@ class GroupMeasurement:
             self._run_untimed_passes(passes, timed_reference, memory_outcomes is None)
         if memory_outcomes is not None:
             self._store_memory(passes, memory_outcomes)
-        # 4. Run passes that need an idle second worker. Searching the largest batch, for example, may need all memory.
+        # 4. Run passes that need an idle second worker: recording operators in it, or searching the largest batch.
         if self._untimed_worker is self._second_worker:
             self._record_operators(passes)
-        if self._method.capacity is not None:
+        if self._method.capacity is not None:  # the search may need all memory
             limits, rule = self._method.limits, self._method.capacity
             capacity_pass = CapacityPass(self._worker, self._facts, limits, self._observer, rule)
             capacity_pass.find_largest_batches([outcome for outcome in self._outcomes if outcome.may_fit_memory])
+        # `why` is the reason if the counting worker cannot count allocator calls.
         if self._counting_worker is not None:
             self._make_passes(self._counting_worker).count_allocations(self._list_alive(), self._counting_worker.why)
         reference = self._find_reference()
@@ -146,12 +151,15 @@ class GroupMeasurement:
         # If the reference has failed, the other cases have nothing to be compared with.
         if reference is not timed_reference:
             self._remove_pairing()
+        # The statistics describe the data, which all precisions share.
         if reference is not None:
             passes.ask("statistics", [reference])
-        # 2. Measure memory last of these passes, because torch's profiler could disturb the passes after it.
+        # 2. Check which products a step computes and what it changes, and measure transfers and coverage. Measure
+        # memory last of these passes, because torch's profiler could disturb the passes after it.
         passes.ask("products", self._list_alive())
         untimed_passes.check_effects(self._list_alive())
         passes.measure_transfers(self._list_alive())
+        # Coverage is how much of a user's model is converted. Only a worker knows such a model's layers (`examined`).
         examined = [outcome for outcome in self._list_alive() if workloads.get(outcome.planned.case.workload).examined]
         passes.ask("coverage", examined)
         if with_memory:
@@ -169,7 +177,9 @@ class GroupMeasurement:
             untimed_passes = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
             untimed_passes.ask("tape", self._list_alive() if method.tapes and method.tapes_apart else ())
             untimed_passes.measure_shares(self._list_alive() if method.shares else ())
+            # Restart a worker that used a GPU (not in a brisk group), so that it frees the memory for later cases.
             untimed_passes.leave_gpus(self._list_alive())
+        # Leave out cases that take long to prepare, for example to compile: a tape needs another state.
         if method.tapes and not method.tapes_apart:
             passes.ask("tape", [outcome for outcome in self._list_alive() if not outcome.planned.work.setup_seconds])
 
@@ -194,6 +204,7 @@ class GroupMeasurement:
         small_cases = [
             CaseOutcome(outcome.planned) for outcome in self._list_alive() if self._is_small(outcome.planned)
         ]
+        # Skip this if errors are known already, from an earlier session or from earlier groups.
         if self._second_worker is None or self._errors or not small_cases:
             yield
             return
@@ -202,9 +213,11 @@ class GroupMeasurement:
             yield
 
     def _is_small(self, planned: PlannedCase) -> bool:
+        """Returns whether a case needs little memory and no long preparation. False if its memory is unknown."""
         least_bytes, static_scales = planned.work.least_memory, planned.case.static
-        has_known_size = least_bytes > 0 and static_scales is None and not planned.work.setup_seconds
-        return has_known_size and _SMALL_CASE_FACTOR * least_bytes < self._facts[planned.case.device].memory_bytes
+        needs_preparation = static_scales is not None or planned.work.setup_seconds > 0
+        is_size_small = 0 < _SMALL_CASE_FACTOR * least_bytes < self._facts[planned.case.device].memory_bytes
+        return is_size_small and not needs_preparation
 
     @contextmanager
     def _running_in_second_worker(
@@ -217,7 +230,7 @@ class GroupMeasurement:
             try:
                 yield
             except BaseException:
-                waiting.clear()
+                waiting.clear()  # the pass ends when it asks for the next case
                 self._second_worker.restart()
                 raise
             future.result()
@@ -253,35 +266,21 @@ class GroupMeasurement:
     def _select_untimed_passes(self) -> Passes | None:
         """Returns the passes that run in the worker that times nothing; None if the timing worker runs all passes."""
         is_accelerated = any(self._facts[outcome.planned.case.device].accelerated for outcome in self._outcomes)
-        if self._timing_free_worker is None or not is_accelerated:
+        if self._brisk_untimed_worker is None or not is_accelerated:
             return None
-        return self._make_passes(self._timing_free_worker, is_untimed=True)
+        return self._make_passes(self._brisk_untimed_worker, is_untimed=True)
 
     @property
-    def _timing_free_worker(self) -> Worker | None:
-        """The worker that times nothing in a brisk group (one that takes about 10 s); None in other groups."""
+    def _brisk_untimed_worker(self) -> Worker | None:
+        """The untimed worker of a brisk group, unless it is also the timing worker. None in other groups."""
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
-
-    def _check_library_products(self) -> None:
-        for outcome in filter(_has_native_products, self._list_alive()):
-            case, limits = outcome.planned.case, self._method.limits
-            try:
-                refusal = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
-                    case, self._facts[case.device]
-                )
-            except WorkerError as cause:
-                outcome.fail_case(f"its products could not be tried: {cause}", cause)
-                self._worker.restart()
-                continue
-            if refusal:
-                outcome.refuse_case(refusal)
 
     def _remove_pairing(self) -> None:
         """Marks all outcomes as unpaired (timed without the reference), unless all were timed in the same rounds."""
         if all(outcome.draft.paired and outcome.draft.paired_with is None for outcome in self._outcomes):
             return
         for outcome in self._outcomes:
-            outcome.note(paired=False, paired_with=None, control=None, fresh=None)
+            outcome.note(paired=False, paired_with=None, control=None, fresh=None)  # fresh: the fastest, timed again
 
     def _list_alive(self) -> list[CaseOutcome]:
         return [outcome for outcome in self._outcomes if outcome.planned.runs and not outcome.failure]
@@ -351,7 +350,7 @@ class GroupMeasurement:
             session.prepare(
                 self._worker, method.quantisers, lambda arm, text: self._observer.working(arm.planned.case, text, 0.0)
             )
-        # 2. Time rounds until the stopping rule ends them.
+        # 2. Time rounds until the stopping rule ends them. Remaining sessions share the group's time, if it is limited.
         watch = self._start_watch(session)
         after_slot = watch.read_state_after_slot if watch else None
         rule = method.rule.after(time.monotonic() - self._start, session_count)
@@ -368,15 +367,17 @@ class GroupMeasurement:
             watch.finish()
         # Examine the work first, because later calls could reveal to the suite's code that the rounds are over.
         self._check_work(session)
-        session.check_states(self._worker)
+        session.check_states(self._worker)  # raises ArmFailed if the timed steps have damaged a state
         pairing_fields = {}
         # 4. Store the timings.
         if (base_arm := session.reference) is not None:
-            reference, control = base_arm.timing(), session.control.timing() if session.control else None
+            reference_timing = base_arm.timing()
+            control_timing = session.control.timing() if session.control else None
             if self._find_outcome(base_arm).draft.timing is None:
-                self._find_outcome(base_arm).note(**base_arm.record_fields(), control=control, stopped=end_reason)
+                record_fields = base_arm.record_fields()
+                self._find_outcome(base_arm).note(**record_fields, control=control_timing, stopped=end_reason)
             else:  # the reference already has a timing, so these samples belong to the candidates of this session
-                pairing_fields = {"paired_with": reference, "control": control}
+                pairing_fields = {"paired_with": reference_timing, "control": control_timing}
         for arm in session.candidates:
             record_fields = {**arm.record_fields(), **pairing_fields}
             self._find_outcome(arm).note(**record_fields, stopped=end_reason, paired=base_arm is not None)
@@ -388,7 +389,8 @@ class GroupMeasurement:
 
     def _check_work(self, session: RoundSession) -> None:
         """Checks whether timed steps do the work of untimed ones. Skips emulated cases: their time is not a speed."""
-        for arm in session.arms if self._method.tapes and self._method.checks_late_steps else ():
+        checked_arms = session.arms if self._method.tapes and self._method.checks_late_steps else []
+        for arm in checked_arms:
             if arm is not session.control and not arm.is_emulated:
                 with raise_as_arm_failure(arm):
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
@@ -418,9 +420,9 @@ class GroupMeasurement:
         device = self._meter.device
         if device.has_no_sensors and not session.arms[0].facts.accelerated:
             return None
-        idle_worker, warm_up = self._timing_free_worker, self._warm_up(session.arms[0], device)
-        idle_workers = int(idle_worker is not None and idle_worker.pid is not None)
-        return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=idle_workers)
+        idle_worker, warm_up = self._brisk_untimed_worker, self._warm_up(session.arms[0], device)
+        has_idle_process = idle_worker is not None and idle_worker.pid is not None
+        return SessionWatch(device, warm_up, pid=self._worker.pid, idle_workers=int(has_idle_process))
 
     def _store_watch_and_energy(self, session: RoundSession, watch: SessionWatch | None) -> None:
         # Leave out the control, because it repeats the reference.
@@ -431,7 +433,9 @@ class GroupMeasurement:
         rule = self._method.windows
         if self._meter is None or rule is None:
             return
+        # Leave out arms whose energy or turns of seconds (`sustained`) an earlier session has stored.
         pending = [(outcome, arm) for outcome, arm in measured if not (outcome.draft.energy or outcome.draft.sustained)]
+        # With `turn_seconds`, an arm runs steps for at least that long in each window.
         activity = "running for seconds" if rule.turn_seconds else "measuring energy"
         window_pass = WindowPass(self._meter, rule, self._seed, self._make_progress_callback(activity))
         results = window_pass.measure([arm for _, arm in pending], self._worker)
@@ -451,6 +455,7 @@ class GroupMeasurement:
                     outcome.note(energy=replace(energy_use, phases=phase_energies[arm.key], power_limits=power_limits))
 
     def _split_session(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
+        """Returns smaller sessions that replace a session that does not fit in memory; [] if there are none."""
         reference, with_control, candidates = session_plan
         if reference is None:
             return []
@@ -458,9 +463,11 @@ class GroupMeasurement:
             return [(reference, with_control, [candidate]) for candidate in candidates]
         if with_control:
             return [(reference, False, candidates)]
-        if candidates:
-            return [(reference, False, [])] * (reference.draft.timing is None) + [(None, False, candidates)]
-        return []
+        if not candidates:
+            return []
+        # Time the reference and the candidate apart. The reference may have a timing from an earlier session.
+        reference_sessions: list[_SessionPlan] = [(reference, False, [])] if reference.draft.timing is None else []
+        return [*reference_sessions, (None, False, candidates)]
 
     def _record_failure(self, failure: ArmFailed) -> None:
         cause = failure.cause
@@ -491,10 +498,3 @@ class GroupMeasurement:
         except WorkerError:
             self._worker.restart()
             return None
-
-
-def _has_native_products(outcome: CaseOutcome) -> bool:
-    case, is_native = outcome.planned.case, outcome.planned.support.is_native
-    mapped_names = (name for _, name in case.precision_map)
-    chosen_precisions = [precisions.get(word) for word in (case.precision, *mapped_names)]
-    return any(precision.whole_layers or (is_native and precision.takes_backend) for precision in chosen_precisions)

@@ -42,6 +42,7 @@ RANK_MODULE = "fp8bench.worker.ranks.main"
 TIME_LIMITED_MODULES = (BENCH_MODULE, RANK_MODULE)
 
 
+# The active runs of this process. True: the run has a worker process (isolation).
 _active_runs: list[bool] = []
 _runs_lock = threading.Lock()
 
@@ -71,7 +72,9 @@ def claim_process(isolation: bool) -> Iterator[None]:
 
 
 class Worker(ABC):
-    """Runs a bench. Every request may raise WorkerFault, WorkerLost or WorkerHung."""
+    """Runs a bench, an object whose methods answer requests. The class Bench, for example, prepares and times cases.
+    Every request may raise WorkerFault, WorkerLost or WorkerHung.
+    """
 
     @abstractmethod
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -92,6 +95,9 @@ class Worker(ABC):
 
     @property
     def pid(self) -> int | None:
+        """The id of the process in which the bench runs: this process, unless a subclass has another one. None if that
+        process is not running.
+        """
         return os.getpid()
 
     @property
@@ -110,6 +116,9 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> RemoteBench:
+        """Returns an object with the methods of Bench. Each call sends a request, and waits up to `seconds` for the
+        answer.
+        """
         return cast("RemoteBench", _RequestSender(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
@@ -122,6 +131,7 @@ class Worker(ABC):
         return self.within(HANG_SECONDS).modules_under(str(folder))
 
     def release(self, key: str) -> tuple[str, ...]:
+        """Frees a state. Returns the names of the threads and processes that the state leaves running."""
         return self.within(HANG_SECONDS).release(key)
 
 
@@ -141,6 +151,8 @@ class LocalWorker(Worker):
     progress. `restart` only forgets states: a broken GPU context and used memory remain. Threads and orphaned processes
     of a workload keep running. Output that bypasses Python's stdout is noticed only if stdout is a file. Environment
     variables are the caller's.
+
+    `opened` makes the bench from the settings; by default it is the class Bench.
     """
 
     def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:
@@ -224,7 +236,7 @@ class ProcessWorker(Worker):
         if process is not None and self._is_open:
             process.close()
         elif process is not None:
-            process.kill()  # the process is still importing torch, and would notice a closed socket only afterwards
+            process.kill()  # while the process imports torch, it does not notice that the socket was closed
 
     def restart(self) -> None:
         process, self._process = self._process, None

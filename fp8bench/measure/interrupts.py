@@ -17,10 +17,14 @@ _END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if 
 
 
 def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
-    """Within the `with` block, SIGTERM and SIGHUP raise KeyboardInterrupt, so that results are stored. If the process
-    ignores one of these signals, it still does.
+    """Within the `with` block, SIGTERM and SIGHUP raise KeyboardInterrupt, so that results are stored. A signal that
+    the process already ignores or handles keeps its handler.
     """
-    return _set_handler(signal.default_int_handler, _END_SIGNALS, lambda old: old is signal.SIG_DFL)
+
+    def has_default_handler(previous_handler: Any) -> bool:
+        return previous_handler is signal.SIG_DFL
+
+    return _set_handler(signal.default_int_handler, _END_SIGNALS, should_replace=has_default_handler)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ from fp8bench.model.request import NVTX
 from fp8bench.model.specs import spec_of
 from fp8bench.protocols import CannotMark, Observer
 from fp8bench.protocols.axes import CACHE
-from fp8bench.registry import workloads
+from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     from fp8bench.measure.handle import RemoteBench
@@ -177,6 +177,16 @@ def make_numbers_key(case: Case) -> str:
     return replace(case, params=tuple(param for param in case.params if param[0] not in ignored)).id
 
 
+def _has_products_to_check(outcome: CaseOutcome) -> bool:
+    """Returns whether a precision of the case uses whole layers of a library, or has native products that a library
+    could also compute.
+    """
+    case, is_native = outcome.planned.case, outcome.planned.support.is_native
+    mapped_names = (name for _, name in case.precision_map)
+    chosen_precisions = [precisions.get(word) for word in (case.precision, *mapped_names)]
+    return any(precision.whole_layers or (is_native and precision.takes_backend) for precision in chosen_precisions)
+
+
 @dataclass(frozen=True)
 class Passes:
     """Runs passes in a worker, and stores their answers in the outcomes of cases. If an answer is missing, the reason
@@ -195,6 +205,23 @@ class Passes:
         for outcome in outcomes:
             with self._requesting(outcome, *PASS_TEXTS[question]) as (bench, case, facts):
                 outcome.note(**{question: getattr(bench, question)(case, facts)})
+
+    def check_products(self, outcomes: Sequence[CaseOutcome]) -> None:
+        """Checks the products of cases that use a library or low-precision hardware. Refuses a case whose products fail
+        or are wrong. A case fails if the check itself fails.
+        """
+        for outcome in filter(_has_products_to_check, outcomes):
+            case, limits = outcome.planned.case, self._time_limits
+            try:
+                refusal = self._worker.within(limits.for_first_step(outcome.planned.work)).trial(
+                    case, self._facts[case.device]
+                )
+            except WorkerError as cause:
+                outcome.fail_case(f"its products could not be tried: {cause}", cause)
+                self._worker.restart()
+                continue
+            if refusal:
+                outcome.refuse_case(refusal)
 
     def measure_errors(
         self, outcomes: Sequence[CaseOutcome], known_errors: dict[str, tuple[Measurement, ...]] | None = None
