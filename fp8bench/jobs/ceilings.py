@@ -74,13 +74,13 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
         facts = worker.probe()
         environment = gather(worker.software(), __version__, request.threads)
         for device in choose_devices(request, facts):
-            state, ceilings = _measure_device(worker, device, store, request.threads)
-            environment = environment.also(state)
+            device_settings, ceilings = _measure_device(worker, device, store, request.threads)
+            environment = environment.also(device_settings)
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
                 groups.append([_make_record(rate, device) for rate in rates])
     # 2. Write the records as a run with one group for each limit.
     plans = [[PlannedCase(record.case, record.support, record.work) for record in group] for group in groups]
-    plan = Plan(tuple(Group(tuple(cases), 0) for cases in plans))
+    plan = Plan(tuple(Group(tuple(cases), reference=0) for cases in plans))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)
     try:
@@ -95,13 +95,13 @@ def run_ceilings(request: Request, store: Path, command: str) -> Run:
 def _measure_device(
     worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """Measures and stores the ceilings of a device. Returns the state of the device as its driver reports it, and the
+    """Measures and stores the ceilings of a device. Returns the device's settings as its driver reports them, and the
     ceilings.
     """
     with open_meter(device) as meter:
-        settings = read_device_settings(device, meter)
-    environment = gather(worker.software(), __version__, threads).also(settings)
-    return settings, remeasure_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
+        device_settings = read_device_settings(device, meter)
+    environment = gather(worker.software(), __version__, threads).also(device_settings)
+    return device_settings, remeasure_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
 def _make_record(rate: Rate, device: DeviceFacts) -> Record:
@@ -115,8 +115,9 @@ def _make_record(rate: Rate, device: DeviceFacts) -> Record:
     rates = Measurement(
         specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate, per second"
     )
-    work_per_time = 1.0 if rate.limit is Limit.LAUNCH else 1e9
-    times = Measurement(specs.CEILING_TIME, "s", tuple(work_per_time / run for run in rate.runs))
+    # A time is the seconds for 1e9 FLOPs or bytes, or for one launch.
+    timed_amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
+    times = Measurement(specs.CEILING_TIME, "s", tuple(timed_amount / run for run in rate.runs))
     return Record(
         case,
         support,
@@ -165,6 +166,9 @@ class Quote:
         return _DATASHEET_FIGURES.get(self.figure, (_PEAK_FIELD, 1e12, "TFLOP/s"))
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
+        """Returns this figure from a datasheet in the unit of quoted numbers, or None if it is not there. With
+        `sparse`, returns the peak for operands with 2:4 sparsity.
+        """
         field, factor, _ = self.datasheet_field
         value: float | None = None
         if field == _PEAK_FIELD:
@@ -199,7 +203,9 @@ def parse_quote(text: str) -> Quote:
     name_words = {word.lower() for word in name} - set(_VENDORS)
     sheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
     matching_sheets = [
-        sheet for name, sheet in sheets_by_name.items() if name_words and name_words <= {*name.lower().split()}
+        sheet
+        for sheet_name, sheet in sheets_by_name.items()
+        if name_words and name_words <= {*sheet_name.lower().split()}
     ]
     if not matching_sheets:
         raise UsageError(
@@ -220,6 +226,7 @@ def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
     for quote in quotes:
         yield from _describe_quote(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
+    # A datasheet is marked `published` if fp8bench has never measured such a device.
     if any(device.published for device in devices):
         yield "  published figures only: fp8bench does not run on such a device"
 
@@ -252,9 +259,9 @@ def _explain_wrong_number(quote: Quote) -> Iterator[str]:
     for device in quote.devices:
         if quote.is_equal_to(quote.of(device, sparse=True)):
             yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
-        equal_peaks = [path for path, peak in device.dense.items() if quote.is_equal_to(peak / 1e12)]
-        if equal_peaks and quote.figure not in _DATASHEET_FIGURES:
-            yield f"that is the peak of {' and '.join(equal_peaks)} on {device.name}"
+        kinds_with_peak = [kind for kind, peak in device.dense.items() if quote.is_equal_to(peak / 1e12)]
+        if kinds_with_peak and quote.figure not in _DATASHEET_FIGURES:
+            yield f"that is the peak of {' and '.join(kinds_with_peak)} on {device.name}"
     other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
         if names := [sheet.name for sheet in other_sheets if quote.is_equal_to(quote.of(sheet, sparse))]:

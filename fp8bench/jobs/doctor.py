@@ -37,6 +37,9 @@ _COMPILE_LIMIT_SECONDS = 4.0
 
 
 def examine(calibrate: bool) -> Iterator[str]:
+    """Yields the lines of `fp8bench doctor`. With `calibrate`, waits longer for compiled quantisers, and describes the
+    overheads of measuring too.
+    """
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
         # Finding the energy sources of a device takes up to 3 s. This happens while the worker imports backends.
@@ -46,20 +49,20 @@ def examine(calibrate: bool) -> Iterator[str]:
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
         yield from _describe_processor(environment.facts)
         yield f"switches  {environment.get(SWITCHES_SET) or 'all as torch and the system set them'}"
-        for fact in facts:
+        for device in facts:
             yield ""
-            yield from _describe_device(fact)
-            yield from (f"  backend {line}" for line in describe_backends(worker, fact))
+            yield from _describe_device(device)
+            yield from (f"  backend {line}" for line in describe_backends(worker, device))
             with next(meters) as meter:
                 yield from (f"  {line}" for line in format_device_lines(meter))
-        if not any(fact.accelerated for fact in facts):
+        if not any(device.accelerated for device in facts):
             yield ""
             yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {describe_driver()}"
         yield f"compiler  {describe_compiler(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
         if calibrate:
             yield ""
-            for fact in (fact for fact in facts if not fact.unusable):
-                yield from _describe_overheads(worker, fact)
+            for device in (device for device in facts if not device.unusable):
+                yield from _describe_overheads(worker, device)
 
 
 def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
@@ -108,6 +111,7 @@ def describe_backends(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
+        # Both calls return why the backend cannot be used, or ''. The second one imports the backend.
         reason = backend.missing(version) or worker.within(START_SECONDS).backend(name)
         if reason:
             yield f"{name:<9} {reason}"
@@ -134,16 +138,16 @@ def describe_compiler(worker: Worker, facts: Sequence[DeviceFacts], limit: float
     if why_eager := read_switches(os.environ).why_eager:
         return f"not tried: {why_eager}"
     device_texts = []
-    for fact in (fact for fact in facts if not fact.unusable):
+    for device in (device for device in facts if not device.unusable):
         try:
-            device_texts.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
+            device_texts.append(f"{device.key}: {worker.within(limit).compiler(device)}")
         except WorkerHung:
             advice = "The first run compiles them, or fp8bench doctor --calibrate does it now"
             device_texts.append(
-                f"{fact.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}"
+                f"{device.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}"
             )
         except WorkerError as error:
-            device_texts.append(f"{fact.key}: compiling ended the worker: {error}")
+            device_texts.append(f"{device.key}: compiling ended the worker: {error}")
     return "; ".join(device_texts)
 
 
@@ -169,9 +173,9 @@ def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = 
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
     if subject == "devices":
-        for fact in facts:
-            yield f"{fact.key:<8} {fact.name}, {size(fact.memory_bytes)}"
-        present_kinds = {fact.kind for fact in facts}
+        for device in facts:
+            yield f"{device.key:<8} {device.name}, {size(device.memory_bytes)}"
+        present_kinds = {device.kind for device in facts}
         for kind in devices.names():
             if kind not in present_kinds:
                 yield f"{kind:<8} none on this machine"
@@ -180,9 +184,9 @@ def describe_subject(subject: str, imports: tuple[str, ...], name: str | None = 
             yield f"{backend:<8} {backends.get(backend).summary}"
         yield "precisions of each backend on this machine: fp8bench doctor"
     elif subject == "precisions":
-        yield from _list_dtypes(facts) if name is None else _describe_dtype(precisions.get(name), facts)
+        yield from _list_precisions(facts) if name is None else _describe_precision(precisions.get(name), facts)
     else:
-        device = next((fact for fact in facts if fact.accelerated), facts[0])
+        device = next((device for device in facts if device.accelerated), facts[0])
         for workload in find_suites(Request(subject)):
             yield from _describe_axes(workload, device)
 
@@ -200,6 +204,7 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
     yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
     for axis in checked_axes(workload, facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
+    # The layers depend on the parameters of a case, so plan the default cases.
     plan = make_plan(Request(workload.name, devices=(facts.key,)), (facts,))
     layers = merge_layers(workload, [group.cases[0].case.params for group in plan])
     if layers:
@@ -223,28 +228,28 @@ def _describe_axes(workload: Workload, facts: DeviceFacts) -> Iterator[str]:
 _MAX_LINE_LENGTH = 78
 
 
-def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+def _list_precisions(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
     for precision in list_precisions_by_rank():
-        levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
+        levels = ", ".join(f"{precision.support(device).level} on {device.key}" for device in facts)
         aliases = _list_aliases(precision.name)
         yield f"{precision.name:<12} {levels}{f'  (also {aliases})' if aliases else ''}"
         yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
     yield "definition and options of a precision: fp8bench list precisions NAME"
 
 
-def _describe_dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+def _describe_precision(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
     aliases = _list_aliases(precision.name)
     yield f"{precision.name}{f' (also {aliases})' if aliases else ''}: {precision.summary}"
-    for fact in facts:
-        support = precision.support(fact)
+    for device in facts:
+        support = precision.support(device)
         note = "" if support.is_native and not support.reason else f": {support.reason}"
-        yield f"    on {fact.key} {support.level.value}{note}"
-    option_defaults = {f"{option.name}={option.default}": option for option in precision.options}
-    width = max(map(len, option_defaults), default=0)
-    for option_default, option in option_defaults.items():
+        yield f"    on {device.key} {support.level.value}{note}"
+    option_by_text = {f"{option.name}={option.default}": option for option in precision.options}
+    width = max(map(len, option_by_text), default=0)
+    for option_text, option in option_by_text.items():
         alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
-        yield f"    :{option_default:<{width}}  {option.description}{alias_note}"
+        yield f"    :{option_text:<{width}}  {option.description}{alias_note}"
     if precision.takes_backend:
         yield f"    :backend={AUTO}  library that computes products: {', '.join((AUTO, *backends.names()))}"
     if precision.options:

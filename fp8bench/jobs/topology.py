@@ -95,13 +95,14 @@ def _make_topology_lines(
         "nvidia-smi" if is_number else "the driver does not report it",
     )
     measured_bandwidth = find_measured_bandwidth(store, len(gpus))
-    links = sum_link_rates(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
+    has_nvlinks = any(kind.startswith("NV") for kind in kinds)
+    nvlink_signal_rate = sum_link_rates(_query_driver("nvlink", "-s")) if has_nvlinks else None
     link_rate: float | None
     if measured_bandwidth is not None:
         link_rate = measured_bandwidth[0] / 1e9
         source = f"bus bandwidth of all_reduce, measured in run {measured_bandwidth[1]}"
-    elif links:
-        link_rate = links * _NVLINK_DATA_SHARE
+    elif nvlink_signal_rate:
+        link_rate = nvlink_signal_rate * _NVLINK_DATA_SHARE
         source = "the data rate of its NVLinks, not measured"
     else:
         link_rate = _compute_pcie_rate(*pcie)
@@ -156,8 +157,10 @@ def count_links(matrix: list[str]) -> dict[str, int]:
     counts = Counter[str]()
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
     gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    for number, row in enumerate(gpu_rows, 2):
-        counts.update(row[number : len(gpu_rows) + 1])
+    # Column 0 has the name of the row's GPU, and a column for each GPU follows. Count each pair of GPUs once: begin
+    # after the column of the row's GPU.
+    for next_column, row in enumerate(gpu_rows, 2):
+        counts.update(row[next_column : len(gpu_rows) + 1])
     return counts
 
 
