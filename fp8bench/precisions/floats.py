@@ -33,7 +33,9 @@ class Bf16(PlainPrecision):
         cpu_support = hardware.native("torch's CPU kernels")
         gpu_support = hardware.native("bfloat16 products")
         nvidia_support = hardware.support_from_capability(facts, hardware.AMPERE, "bf16")
-        return hardware.select_by_vendor(facts, "bf16", cpu_support, gpu_support, nvidia_support, intel=gpu_support)
+        return hardware.select_by_vendor(
+            facts, "bf16", cpu=cpu_support, amd=gpu_support, nvidia=nvidia_support, intel=gpu_support
+        )
 
 
 @precisions.register("fp16")
@@ -49,7 +51,9 @@ class Fp16(PlainPrecision):
     def support(self, facts: DeviceFacts) -> Support:
         cpu_support = hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
         gpu_support = hardware.native("float16 products")
-        return hardware.select_by_vendor(facts, "fp16", cpu_support, gpu_support, gpu_support, intel=gpu_support)
+        return hardware.select_by_vendor(
+            facts, "fp16", cpu=cpu_support, amd=gpu_support, nvidia=gpu_support, intel=gpu_support
+        )
 
 
 @precisions.register("fp32")
@@ -83,10 +87,15 @@ class Tf32(PlainPrecision):
         amd_support = hardware.refused("torch gives no TF32 on AMD devices")
         intel_support = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
         nvidia_support = hardware.support_from_capability(facts, hardware.AMPERE, "TF32")
-        return hardware.select_by_vendor(facts, "TF32", cpu_support, amd_support, nvidia_support, intel_support)
+        return hardware.select_by_vendor(
+            facts, "TF32", cpu=cpu_support, amd=amd_support, nvidia=nvidia_support, intel=intel_support
+        )
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        return super().arithmetic(facts)  # the hardware rounds the operands, and tensors stay float32
+        """Returns the arithmetic that stores tensors as TF32 hardware does: in float32, because the hardware rounds the
+        operands only when it multiplies.
+        """
+        return super().arithmetic(facts)
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).is_native:
@@ -109,7 +118,7 @@ class Untouched(PlainPrecision):
     name = "untouched"
     summary = "An unchanged model, in its own dtypes."
     rank = -1
-    dtype = "float32"
+    dtype = "float32"  # every case has an arithmetic, which an unchanged model does not use
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:
@@ -121,4 +130,5 @@ class Untouched(PlainPrecision):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
+        """Leaves the switches of the process unchanged, while other precisions set them."""
         yield

@@ -1,5 +1,9 @@
 """Precisions that are recipes of casts and scales: FP8 with float32 scales, OCP's MX formats in blocks of 32
 elements, NVIDIA's NVFP4, and custom recipes.
+
+`Precision` and `RecipePrecision` explain the attributes of these classes. The highest precision has the lowest `rank`.
+`words` names the formats in messages. `block` has the rows and columns that share a scale, where 0 stands for all. In a
+native product, the contraction and the number of columns must be multiples of the two numbers in `multiples`.
 """
 
 from __future__ import annotations
@@ -58,8 +62,8 @@ class Fp8(RecipePrecision):
 
 @precisions.register("fp8-block")
 class Fp8Block(RecipePrecision):
-    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. Hopper kernels add up
-    partial sums in float32 anyway, and these sums are as long as the blocks.
+    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. Hopper kernels add
+    partial sums of 128 products in float32 anyway, so that each partial sum belongs to one block.
     """
 
     name = "fp8-block"
@@ -81,7 +85,9 @@ class Fp8Block(RecipePrecision):
         # As in DeepSeek-V3, inputs and gradients have a scale for each part of a row, and weights a scale for each
         # square.
         row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        return self.build_recipe((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
+        squares = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
+        inputs, weights, gradients = row_parts, squares, row_parts
+        return self.build_recipe((inputs, weights, gradients))
 
 
 @precisions.register("fp8-delayed")
@@ -118,7 +124,8 @@ class Fp8Delayed(RecipePrecision):
     def make_recipe(self) -> Recipe:
         history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        # A delayed scale exists before its tensor is read, so only the formats and the history can be chosen.
+        # A delayed scale is known before its tensor is read, and applies to the whole tensor. So the options choose the
+        # formats and the history, but no other scaling.
         return self.build_recipe((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
@@ -235,7 +242,7 @@ class MxFp6(RecipePrecision):
             "e3m2 or e2m3: for all; hybrid: E2M3 for inputs and weights, E3M2 for gradients",
             "e3m2",
             one_of(*_MXFP6_FORMATS),
-            ("format",),
+            aliases=("format",),
         ),
         MX_SCALE_OPTION,
         HIGH_WEIGHT_GRADIENT_OPTION,
@@ -311,8 +318,8 @@ class NvFp4(RecipePrecision):
         )
 
 
-# For each value of `scaling`: the rows and columns of a block, the format of its scale, and the default rounding of
-# that scale.
+# For each value of `scaling`: the rows and columns of a block (0: all), the format of its scale, and the default
+# rounding of that scale.
 _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "tensor": (0, 0, None, ScaleRounding.EXACT),
     "row": (1, 0, None, ScaleRounding.EXACT),

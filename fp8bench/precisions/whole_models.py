@@ -1,5 +1,8 @@
 """Precisions of whole models: a user's model that Accelerate converts, and a served model with separate formats for
 weights and KV cache.
+
+The protocol `Precision` explains the attributes of these classes. The highest precision has the lowest `rank`. With
+`listed = False`, a precision belongs to certain workloads only.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class AccelerateFp8(PlainPrecision):
     rank = 49
     listed = False
     dtype = "bfloat16"
-    carried_by = "bf16"
+    carried_by = "bf16"  # the precision of values between products
     options = (
         Option("recipe", "ao: torchao's, te: Transformer Engine's, msamp: MS-AMP's", "ao", one_of(*_RECIPE_PACKAGES)),
         Option("level", "optimization level of msamp", "O2", one_of("O1", "O2")),
@@ -54,6 +57,7 @@ class AccelerateFp8(PlainPrecision):
         return AcceleratedModel(str(self.chosen["recipe"]), str(self.chosen["level"]), facts)
 
     def prepares(self, facts: DeviceFacts) -> Support:
+        """Returns how Accelerate supports the chosen recipe on a device. A refusal has the reason."""
         recipe = str(self.chosen["recipe"])
         has_nvidia_gpu = is_nvidia(facts) and facts.capability is not None
         package, install_command = _RECIPE_PACKAGES[recipe]
