@@ -40,6 +40,7 @@ class ProfilerMeter(StreamMeter):
     """
 
     def start(self, blocks: bool = True) -> None:
+        """Starts counting. `blocks` has no effect, because torch's profiler reports every allocation."""
         self._stream.start()
 
     def enter(self, phase: str) -> None:
@@ -181,6 +182,7 @@ def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int
     if unknown.
     """
     usable_core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    # The level, the bytes and the number of sharing cores of each cache.
     usable_caches = [(0, 0, 0)]
     for index in (system / f"cpu{usable_core}" / "cache").glob("index*"):
         try:
@@ -192,7 +194,8 @@ def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int
             usable_caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing_cores))
         except (OSError, ValueError):
             continue
-    return max(usable_caches)[1:]
+    _, cache_bytes, sharing_cores = max(usable_caches)  # the last-level cache has the highest level
+    return cache_bytes, sharing_cores
 
 
 def read_processor_name() -> str:

@@ -28,8 +28,9 @@ _ENOUGH_FREE_BYTES = 1 << 30
 _CYCLES_PER_SECOND = 3e9
 # The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
 _LAST_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
-# A GPU's queue is filled with square products. The numbers are the side of a matrix (24 MiB in bfloat16), how many
-# products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is taken to last.
+# A GPU's queue is filled with square products. The numbers are the side of a matrix (the three matrices have 24 MiB in
+# bfloat16), how many products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is
+# taken to last.
 _FILLING_SIDE, _FILLING_PRODUCTS, _MINIMUM_FILLING_SECONDS = 2048, 16, 20e-6
 # The number of steps that torch's documentation runs before it captures a graph.
 _WARM_UP_STEPS = 3
@@ -49,12 +50,16 @@ def explain_missing_kernels(arch: str, build_names: Sequence[str]) -> str:
     """Returns why torch has no kernels for the architecture `arch`. It was built for the architectures `build_names`.
     Returns '' if it has kernels, or if that is unknown.
 
-    NVIDIA's machine code (sm_90) runs on later minor versions of its major version. With the suffix 'a' it runs on
-    exactly that version. NVIDIA's intermediate code (compute_90) runs on all later versions. AMD's code runs only on
-    the architecture for which it was built.
+    NVIDIA's machine code (sm_90) runs on later minor versions of its major version. NVIDIA's intermediate code
+    (compute_90) runs on all later versions. With the suffix 'a', either code runs on exactly its version, and with the
+    suffix 'f' on later minor versions of its major version. AMD's code runs only on the architecture for which it was
+    built, except generic code (gfx9-4-generic), which counts as suitable for every GPU.
     """
     device = _parse_architecture(arch)
-    is_built_in = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in build_names)
+    # The names of AMD's architectures may have features after a colon, such as 'gfx942:sramecc+'.
+    names_without_features = {name.partition(":")[0] for name in build_names}
+    has_generic_code = any("generic" in name for name in build_names)
+    is_built_in = has_generic_code or arch.partition(":")[0] in names_without_features
     built_architectures = filter(None, map(_parse_architecture, build_names))
     if (
         not build_names
@@ -85,7 +90,8 @@ def _can_run(device: _Architecture, target: _Architecture) -> bool:
     if target.suffix == "a":
         return (device.major, device.minor) == (target.major, target.minor)
     is_same_or_later = (device.major, device.minor) >= (target.major, target.minor)
-    return is_same_or_later and (device.major == target.major or not (target.machine_code or target.suffix))
+    runs_on_later_major = not (target.machine_code or target.suffix)
+    return is_same_or_later and (device.major == target.major or runs_on_later_major)
 
 
 class QueueFiller(NamedTuple):
@@ -164,9 +170,9 @@ class Cuda(Gpu):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Fills the queue with products. An idle GPU raises its clock within milliseconds. So after a pause a step
-        would start faster than the same step in a long loop, by an amount that depends on the host and its other
-        processes.
+        """Fills the queue with products, so that the GPU does not idle before a step. An idle GPU raises its clock
+        within milliseconds. After a pause, a step would start faster than the same step in a long loop, by an amount
+        that depends on the host and its other processes.
 
         If `seconds` is shorter than one launch of products, the GPU spins instead. Clocks do not change in so short a
         time, and caches stay untouched.
@@ -183,12 +189,15 @@ class Cuda(Gpu):
             filler.launch()
 
     def why_idle(self, index: int) -> str:
+        """Returns why products could not be captured, so that `occupy` lets the GPU spin. Returns '' if they could be,
+        or were not needed yet.
+        """
         filler = self._filler_by_index.get(index, "")
         return filler if isinstance(filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
         """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if
-        that fails. torch's dispatch modes do not count captured products as operations of a step.
+        that fails. Passes that count the operators of a step do not see the products of a launched graph.
         """
         import torch
 
@@ -239,6 +248,9 @@ class Cuda(Gpu):
 
     @contextmanager
     def collecting(self, index: int) -> Iterator[Callable[[str], AbstractContextManager[object]]]:
+        """Lets an external profiler (nsys, ncu) record within the `with` block. Yields the function that opens a named
+        range.
+        """
         import torch
 
         torch.cuda.synchronize(index)
@@ -252,6 +264,7 @@ class Cuda(Gpu):
     def captured_stamper(self, index: int) -> Stamper | None:
         import torch
 
+        # torch can capture such events on AMD's GPUs only with ROCm 7.0 or later, so they are not used there.
         return None if torch.version.hip else CapturedStamper(self.backend)
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
