@@ -44,9 +44,11 @@ def load_acks(store: Path) -> Acks:
     try:
         lines, troubles = _open_acks_log(store).lines()
     except StoreError as error:
+        # The error's text is '<path> cannot be read (...).', and a report names the file before this sentence.
         reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
         return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
     undone_ids = {line.id for line in lines if isinstance(line, Undo)}
+    # If two lines have the same id, the earlier line counts.
     acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone_ids}
     return Acks(
         tuple(sorted(acks.values(), key=lambda ack: (ack.when, ack.id))),

@@ -33,9 +33,9 @@ MIN_COMPARISONS = 4
 _OTHER_CASES_WEIGHT = 2
 # The typical variance is this quantile of the cases' variances, weighted by comparisons.
 _VARIANCE_QUANTILE = 2 / 3
-# To cover the spread of runs, an interval reaches at most this many times as far from its point as any two runs of one
-# case were apart. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the ratio of the
-# long run.
+# An interval that covers the spread of runs reaches from its point at most this many times the largest distance
+# between two runs of one case. In the runs of reports/coverage_zen4_202611, 99.5% of the intervals then contain the
+# ratio of the long run.
 _MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2
@@ -83,16 +83,18 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
     there are too few earlier runs.
     """
     case_runs = runs_by_case.get(case, CaseRuns())
-    other_cases = [runs for name, runs in runs_by_case.items() if name != case and runs.freedom]
-    freedom = sum(runs.freedom for runs in other_cases)
+    other_cases = [summary for name, summary in runs_by_case.items() if name != case and summary.freedom]
+    freedom = sum(summary.freedom for summary in other_cases)
     if case_runs.freedom + freedom < MIN_COMPARISONS:
         return None
     prior_weight = min(_OTHER_CASES_WEIGHT, freedom)
     weight = case_runs.freedom + prior_weight
-    count = case_runs.runs + sum(runs.runs for runs in other_cases)
-    spread = math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight)
+    count = case_runs.runs + sum(summary.runs for summary in other_cases)
+    # Average the variance of this case with the typical variance, which counts as `prior_weight` comparisons.
+    squares = case_runs.squares + prior_weight * _find_typical_variance(other_cases)
+    spread = math.sqrt(squares / weight)
     # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
-    widest_range = max(runs.high - runs.low for runs in (case_runs, *other_cases) if runs.runs)
+    widest_range = max(summary.high - summary.low for summary in (case_runs, *other_cases) if summary.runs)
     return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest_range)
 
 
@@ -120,18 +122,21 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
         if record.timing is None:
             records_with_spread.append(record)
             continue
-        name = _rerun_key(record, records, run)
-        is_aa, state = name.endswith(_AA_SUFFIX), name.rpartition("|")[2]
+        # The last part of the key is 'busy' or 'quiet', followed by the A/A suffix for the reference.
+        key = _rerun_key(record, records, run)
+        is_aa, load_state = key.endswith(_AA_SUFFIX), key.rpartition("|")[2]
         runs_of_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
         if record.case.workload != BENCH:
             # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
             runs_of_kind = {case: runs for case, runs in runs_of_kind.items() if not case.startswith(f"{BENCH}[")}
-        runs_in_load_state = {case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == state}
-        reruns = learn_spread(name, runs_in_load_state) or learn_spread(name, runs_of_kind)
+        runs_in_load_state = {
+            case: runs for case, runs in runs_of_kind.items() if case.rpartition("|")[2] == load_state
+        }
+        reruns = learn_spread(key, runs_in_load_state) or learn_spread(key, runs_of_kind)
         if reruns is not None:
             # The range covers all runs of this case, both those on a busy machine and those on a quiet one.
             runs_of_case = [
-                runs for case, runs in runs_of_kind.items() if case.rpartition("|")[0] == name.rpartition("|")[0]
+                runs for case, runs in runs_of_kind.items() if case.rpartition("|")[0] == key.rpartition("|")[0]
             ]
             reruns = replace(
                 reruns,
@@ -169,16 +174,18 @@ def _log_of_ratio(record: Record, records: Sequence[Record]) -> float | None:
     reference = _find_reference(records)
     if reference is None or not record.paired or Level.EMULATED in (record.support.level, reference.support.level):
         return None
+    # `fresh` has new rounds of the case that was chosen as the fastest. Its verdict is computed from them alone.
     if record.fresh is not None:
         return log_of_best_ratio(record.fresh.timing, record.fresh.reference, record.fresh.control)
-    case, reference_timing, control = record.timing, record.paired_with, record.control
+    timing, reference_timing, control = record.timing, reference.timing, reference.control
     if record is reference:
-        case, reference_timing, control = reference.control, reference.timing, None
-    elif reference_timing is None:
-        reference_timing, control = reference.timing, reference.control
+        timing, control = reference.control, None
+    elif record.paired_with is not None:
+        # The case was timed in a later session, with a second timing of the reference.
+        reference_timing, control = record.paired_with, record.control
     return (
-        log_of_best_ratio(case, reference_timing, control)
-        if case is not None and reference_timing is not None
+        log_of_best_ratio(timing, reference_timing, control)
+        if timing is not None and reference_timing is not None
         else None
     )
 

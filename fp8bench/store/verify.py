@@ -78,15 +78,19 @@ def _check_run(path: Path) -> tuple[bool, list[Fault]]:
     except OSError as error:
         return True, [Fault(str(path), f"it cannot be read ({error.strerror})", "Make it readable, or move it away")]
     faults = [_make_line_fault(run, file_lines.lost)] if run.troubles and not is_being_written else []
+    # Without a header, the run has no environment, and its file name cannot be known.
     if run.environment.facts and path.name != file_name(run):
         remedy = f"Rename it to {file_name(run)}: the runs of a commit are found by their names"
         faults.append(Fault(str(path), "its name does not fit the run in it", remedy))
+    # A file with troubles counts as sealed, so that it is not counted as a file of an older version.
     return file_lines.sealed or bool(run.troubles), faults
 
 
 def _make_line_fault(run: Run, lost: bool) -> Fault:
-    """Returns the fault of a run with broken lines. It is only a remark if no result is lost, because the cases of
-    these lines were measured again, or because the process was killed while it wrote the line.
+    """Returns the fault of a run with broken lines. `lost` is whether a completely written line is missing.
+
+    The fault is only a remark (`broken=False`) if every planned case has a record, and if no line is lost or a resumed
+    run has measured the lost cases again.
     """
     shown_troubles = "; ".join(run.troubles[:_MAX_SHOWN_TROUBLES])
     unlisted_count = len(run.troubles) - _MAX_SHOWN_TROUBLES
@@ -106,6 +110,7 @@ def _check_other_files(store: Path) -> Iterator[Fault]:
     """
     runs = set(list_all_files(store))
     for path in sorted((store / "runs").rglob("*")):
+        # Report a folder only if its name ends like that of a run file.
         if path not in runs and (path.is_file() or path.is_symlink() or path.suffix == ".jsonl"):
             yield _make_foreign_file_fault(path)
     for path in list_unreadable_folders(store):
