@@ -218,9 +218,9 @@ def _yield_work_rates(sources: MetricSources) -> Iterator[Metric]:
     for name, spec in specs.WORK_RATES.items():
         count = getattr(record.work, name)
         if count and finding is not None and finding.best_seconds:
-            median_rate = count / finding.median_seconds if finding.median_seconds else None
+            median_work_rate = count / finding.median_seconds if finding.median_seconds else None
             yield Metric(
-                spec, median_rate, count / finding.best_seconds, labels=finding.labels, **sources.sample_counts
+                spec, median_work_rate, count / finding.best_seconds, labels=finding.labels, **sources.sample_counts
             )
         if count and record.timing is not None:
             time_spec, unit_size = specs.TIME_PER_WORK[name]

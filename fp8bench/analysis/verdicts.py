@@ -119,8 +119,8 @@ def share_below_fastest_step(timing: Timing, calls: int = 0, rounds: Sequence[in
 
 
 def do_cells_compensate(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
-    """Returns whether the cells of any timing compensate for each other. They do if their fastest times sum to less
-    than the fastest step, by more than the noise floor.
+    """Returns whether the cells of a step compensate for each other in any of the timings. They do if the sum of the
+    fastest time of each cell is below the time of the fastest step, by a larger share than `floor`.
     """
     calls = count_common_calls(*timings)
     return any(share_below_fastest_step(timing, calls, rounds) > floor for timing in timings)

@@ -92,10 +92,13 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
-    """Returns the number that is added to the bits of amax, so that some mantissas carry into the exponent. With RCEIL,
-    mantissas carry that are above the mantissa of the format's largest value. With CEIL, all mantissas above zero
-    carry. With EVEN, those carry that the mantissa bits of the elements would round up to a power of two, ties
-    included. With FLOOR, none do.
+    """Returns the number that is added to the bits of amax before its mantissa is dropped. The sum has the next higher
+    exponent if the mantissa of amax is large enough.
+
+    - FLOOR: never.
+    - EVEN: if amax rounds to the next power of two in the mantissa bits of the elements. A tie rounds up.
+    - CEIL: if the mantissa is above zero.
+    - RCEIL: if the mantissa is above that of the format's largest value.
     """
     return {
         ScaleRounding.RCEIL: _MANTISSA_MASK - (float_bits(fmt.largest) & _MANTISSA_MASK),

@@ -61,7 +61,7 @@ class Kernel(Definition):
 
     @abstractmethod
     def free(self) -> Sequence[Sequence[int]]:
-        """Returns the free dimensions of each argument."""
+        """Returns, for each argument, its free dimensions: those whose size may differ from call to call."""
 
     def options(self) -> Mapping[str, object]:
         return {}

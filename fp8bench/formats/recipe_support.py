@@ -105,7 +105,7 @@ def _name_changed_formats(requested: tuple[Treatment, ...], meant: tuple[Treatme
         for treatment, request in zip(meant, requested, strict=True)
         if treatment.fmt is not request.fmt
     )
-    return f", in {' and '.join(names)} as this device has them" if names else ""
+    return f", in this device's {' and '.join(names)}" if names else ""
 
 
 def _find_amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:

@@ -77,15 +77,15 @@ class Places:
         """
         return self.scaling.rows > 1
 
-    def scales(self, memory: Tensor, down: int) -> Tensor:
-        """Returns the view of the scales in `memory`, in tiles or row by row. If scales are written by index, returns
-        `memory` unchanged.
+    def scales(self, memory: Tensor, row_count: int) -> Tensor:
+        """Returns the view of the scales in `memory`, in tiles or row by row. `row_count` is the number of rows of the
+        codes. If a kernel writes scales by their index in memory (`writes_by_index`), returns `memory` unchanged.
         """
         if self.writes_by_index:
             return memory
         if not self.tiled:
-            return self._view_blocks(memory.view(down, -1), 1)
-        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER_ROWS, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
+            return self._view_blocks(memory.view(row_count, -1), 1)
+        tiles = memory.view(row_count // TILE_ROWS, -1, _QUARTER_ROWS, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
         return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def scale_indices(self, parts: Tensor) -> Tensor:

@@ -270,7 +270,7 @@ class MeasuredArm:
         late_steps = LateSteps()
         with suppress(WorkerFault):
             try:
-                # Run slots without storing their times, until the worker has examined enough of these late steps.
+                # Run slots after the timing, without storing their times, until the worker has examined enough steps.
                 bench.begin_late(key)
                 while bench.is_late_due(key):
                     bench.slot(key, self.calls, self.discard_count, self.filling)

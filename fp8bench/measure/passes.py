@@ -189,8 +189,8 @@ def _has_products_to_check(outcome: CaseOutcome) -> bool:
 
 @dataclass(frozen=True)
 class Passes:
-    """Runs passes in a worker, and stores their answers in the outcomes of cases. If an answer is missing, the reason
-    is stored.
+    """Runs the untimed passes of cases in a worker, such as that for numerical errors. Stores the answer of a pass in
+    the outcome of its case, or the reason for a missing answer.
 
     A worker that times nothing (`_is_untimed`) is not restarted after a profiler ran in its process.
     """

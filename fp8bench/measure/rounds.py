@@ -17,7 +17,7 @@ from fp8bench.errors import WorkerError
 from fp8bench.measure.arm import ActivityCallback, ArmFailed, MeasuredArm, Quantisers, raise_as_arm_failure
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.slots import choose_filling, sum_by_phase
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Fresh, Replays, Segments, SlotSample, Timing
+from fp8bench.model import CELL_PHASES, UNATTRIBUTED, FreshRounds, Replays, Segments, SlotSample, Timing
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_CANDIDATES, StoppingRule
 from fp8bench.protocols.axes import ROTATING
 from fp8bench.registry import workloads
@@ -171,7 +171,7 @@ class RoundSession:
         seed: int,
         report_progress: Callable[[MeasuredArm, float], None],
         after: Callable[[MeasuredArm], None] | None,
-    ) -> tuple[MeasuredArm, Fresh] | None:
+    ) -> tuple[MeasuredArm, FreshRounds] | None:
         """Times the fastest candidate again, together with the reference and its control, in as many new rounds as
         before. The first time of this candidate is biased: among equal candidates, noise decides which is the fastest.
         New rounds have no such bias.
@@ -194,7 +194,7 @@ class RoundSession:
             worker, fixed_rule, lambda *timings: False, seed, report_progress, after=after
         )
         repeated_control = control.timing() if control is not None else None
-        return fastest, Fresh(repeated_arm.timing(), reference.timing(), repeated_control, len(candidates))
+        return fastest, FreshRounds(repeated_arm.timing(), reference.timing(), repeated_control, len(candidates))
 
     def _list_compared_arms(self) -> list[MeasuredArm]:
         """Returns the arms whose comparison with the reference decides when rounds end. These arms are the native

@@ -18,7 +18,7 @@ from fp8bench.model.consumed import (
 from fp8bench.model.measured import (
     Ceiling,
     Ceilings,
-    Fresh,
+    FreshRounds,
     GivenTensors,
     Interval,
     LayerScale,
@@ -73,7 +73,7 @@ from fp8bench.model.words import (
 __all__ = [
     "CELL_PHASES", "ENERGY_SOURCE", "PHASES", "UNATTRIBUTED", "Ack", "Capacity", "Case", "Ceiling",
     "Ceilings", "Cell", "Comparison", "Conditions", "DeviceFacts", "DeviceWatch", "Direction", "Ending",
-    "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "Fresh", "GivenTensors",
+    "EnergyUse", "EnergyWindow", "Environment", "Evidence", "Fault", "Figure", "Finding", "FreshRounds", "GivenTensors",
     "Group", "HeldBlock", "Interval", "Label", "LateSteps", "LayerScale", "Level", "Limit", "Measurement",
     "MemoryCourse", "MemoryRole", "MemoryUse", "Noise", "OperatorCount", "Overheads", "Params", "Phase",
     "PhaseCount", "PhaseEnergy", "PhaseGain", "PhaseMemory", "Plan", "PlannedCase", "Point", "Products", "Provenance",

@@ -21,8 +21,8 @@ MAX_RATE_SPREAD = 0.05
 
 class Limit(StrEnum):
     """The kinds of limits of a device, and how each is measured. PRODUCT: matrix products. COPY and TRIAD (a = b + s
-    c): memory, with arrays larger than the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of
-    the smallest kernel. LOAD: copies from host memory.
+    c): memory, with arrays larger than the last-level cache. CACHED: copies of the size that is fastest. LAUNCH:
+    launches of the smallest kernel. LOAD: copies from host memory.
     """
 
     PRODUCT = "product"
@@ -333,7 +333,7 @@ def _invert_bound(bound: float) -> float:
 
 
 @dataclass(frozen=True)
-class Fresh:
+class FreshRounds:
     """New rounds of a case that was chosen as the fastest of `candidates` cases. Only this case, the reference and its
     control were measured in them.
 
@@ -432,7 +432,7 @@ class Record:
     products: Products | None = None
     effect: StepEffect | None = None
     sustained: tuple[SustainedTurn, ...] = ()
-    fresh: Fresh | None = None
+    fresh: FreshRounds | None = None
     rotation: Rotation | None = None
     replays: Replays | None = None
     tape: Tape | None = None

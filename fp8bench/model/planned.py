@@ -55,7 +55,7 @@ class DeviceFacts:
     `uuid` and `pci` identify the device in torch, '' if unknown; the driver may number devices differently. `unusable`
     is the reason why nothing can run on the device. `packages` are the versions of the installed packages that backends
     use. `scaled_products` is whether this torch has scaled products for the device; None if this depends only on the
-    kind of device. `cache_bytes` is the size of the last cache before the memory, 0 if unknown. `cache_shared`
+    kind of device. `cache_bytes` is the size of the last-level cache, 0 if unknown. `cache_shared`
     processors share this cache (1 on a GPU). `ranks` processes measure together, each on a separate device of this
     kind, or all on the same CPU.
     """

@@ -19,7 +19,7 @@ _LEARNING_RATE = 1e-3
 _MOMENT_DECAYS = (0.9, 0.99)
 
 
-class _CapturingArithmetic(PlainArithmetic):
+class _RecordingArithmetic(PlainArithmetic):
     """An fp32 arithmetic for one layer. It records a copy of each tensor that the layer casts, if the tensor's role
     is in `recorded`.
     """
@@ -67,13 +67,13 @@ def capture_tensors(corpus: str, seed: int) -> Mapping[str, StepTensors]:
     recorded: dict[tuple[str, Role], list[Tensor]] = {}
     config = SIZES[TRAINED_SIZE]
 
-    def make_capturing_arithmetic(name: str) -> Arithmetic:
-        return _CapturingArithmetic(name, recorded)
+    def make_recording_arithmetic(name: str) -> Arithmetic:
+        return _RecordingArithmetic(name, recorded)
 
     # With one thread and plain float32 products the tensors are the same on every machine.
     with limit_to_one_thread(), torch.random.fork_rng(devices=[]), float32_products("highest"), torch.enable_grad():
         torch.manual_seed(seed)
-        model = GPT(config, make_capturing_arithmetic, torch.float32)
+        model = GPT(config, make_recording_arithmetic, torch.float32)
         loader = TokenLoader(corpus, TRAINED_BATCH, config.sequence, "cpu", seed, config.vocabulary)
         optimizer = _Adam(list(model.parameters()))
         for step in range(TRAINING_STEPS):

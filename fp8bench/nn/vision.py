@@ -26,7 +26,7 @@ POOL_BATCHES = 4
 # Means and standard deviations of the colour bytes of ImageNet's images.
 COLOUR_AVERAGES = (123.675, 116.28, 103.53)
 COLOUR_DEVIATIONS = (58.395, 57.12, 57.375)
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MEMORY_FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 class ImageLoader:
@@ -184,5 +184,5 @@ class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def _check_layouts(self, source: str, images: Sequence[object]) -> None:
         for image in images:
             if isinstance(image, Tensor) and image.dim() == 4 and not image.is_contiguous(memory_format=self.layout):
-                expected = next(name for name, layout in LAYOUTS.items() if layout == self.layout)
+                expected = next(name for name, layout in MEMORY_FORMATS.items() if layout == self.layout)
                 self.fault = f"a tensor of {source} has strides {image.stride()}, but this case has layout={expected}"

@@ -21,7 +21,9 @@ def list_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...
 
 
 def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
-    """Makes the cell of a group. If `facts` does not describe the group's device, the cell names no kind of device."""
+    """Makes the cell in which a fleet measures a group. If `facts` does not describe the group's device, the cell
+    names no kind of device.
+    """
     case_ids = tuple(planned.case.id for planned in group.cases)
     first_case = group.cases[0].case
     for device in facts:

@@ -134,7 +134,7 @@ VALUES = Axis.choice(
     "zeros",
     quiet=True,
 )
-CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
+CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = MATRIX_LAYOUTS = ("contiguous", "transposed", "padded", "strided")
 # A matrix with this layout takes this many times the bytes of its elements in memory.
 SPAN_FACTORS = {STRIDED: 2}
 # An axis of every suite whose operands are single matrices.
@@ -143,7 +143,7 @@ LAYOUT = Axis(
     "how matrices lie in memory: contiguous, row by row; transposed, column by column; padded: row by row with gaps "
     "between rows; strided: every second element",
     (CONTIGUOUS,),
-    one_of(*LAYOUTS),
+    one_of(*MATRIX_LAYOUTS),
     quiet=True,
 )
 HOT, COLD, ROTATING = "hot", "cold", "rotating"

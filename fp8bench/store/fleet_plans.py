@@ -217,7 +217,7 @@ def _compute_cell_state(
     if complete_run is not None:
         failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
-    # 2. Without a complete run, find the state from the lock, from damaged files and from the last attempt.
+    # 2. Without a complete run, find the cell's state from its lock, its damaged files and its last attempt.
     with contextlib.suppress(OSError):
         if is_locked(folder / LOCK_FILE):
             return replace(state, status=CellStatus.RUNNING)

@@ -100,8 +100,10 @@ def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict
     sorted oldest first.
 
     The samples of a cell are joined with those of its newest measurement, if they have the same conditions. Hasty
-    measurements (with few rounds) count only if the cell has no complete ones. Only points of one version are merged:
-    the version in `series`, or that of the newest point if no point has the version in `series`.
+    measurements (with few rounds) count only if the cell has no complete ones.
+
+    The points of a series may have several versions, and only those of one version are merged. It is the version that
+    the series has in `series`. If no point has that version, it is the version of the newest point.
     """
     current_versions = {(declared.name, declared.version) for declared in series}
     version_by_series = {point.series: point.version for point in points}

@@ -34,7 +34,7 @@ _LOADED_BYTES = tuple(1 << bits for bits in (22, 24, 26, 28))
 # 1/_MEMORY_PER_ARRAY of the memory.
 _ASSUMED_CACHE_BYTES = 128 << 20
 _MEMORY_PER_ARRAY = 16
-_ARRAY_COUNTS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
+_ARRAY_COUNT_BY_LIMIT = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
 _ELEMENT_BYTES = 4
 _RANDOM_BLOCK_ELEMENTS = 1 << 20
 
@@ -66,7 +66,7 @@ def count_work(limit: Limit, shape: Shape) -> float:
     """
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
-    return 1.0 if limit is Limit.LAUNCH else float(_ARRAY_COUNTS[limit] * shape[0])
+    return 1.0 if limit is Limit.LAUNCH else float(_ARRAY_COUNT_BY_LIMIT[limit] * shape[0])
 
 
 def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ class Marker:
     entered.
 
     A marker calls `_note_code` with the code of its phase (its index in CELL_PHASES) when the phase begins, and with
-    the complement of the code when the phase ends.
+    the bitwise complement of this code when the phase ends.
     """
 
     _phase_code: int
@@ -59,8 +59,9 @@ class SharingMarker(Marker):
 
 
 class PhaseClock(Markers):
-    """Provides markers by the name of their phase, and collects the marks of the current step. A mark is a time stamp,
-    and the code that the marker notes: that of a phase that begins, or the complement for a phase that ends.
+    """Provides markers by the name of their phase, and collects the marks of the current step. A mark has a time
+    stamp and a code. Where a phase begins, the code is the phase's index in CELL_PHASES. Where a phase ends, it is the
+    bitwise complement of this index.
 
     `begin` starts a step in the phase UNATTRIBUTED. `end` ends the step and returns (codes, stamps): codes[i] is the
     phase between stamps[i] and stamps[i + 1]. `report` is called with the code of the current phase whenever the phase

@@ -38,7 +38,7 @@ def describe_fault(error: BaseException, asks_devices: bool = True) -> Described
 
     The advice that torch appends to a driver's error is only in the traceback.
     """
-    if isinstance(error, WorkerFault):  # a worker that this process has started raised it
+    if isinstance(error, WorkerFault):  # the exception comes from a worker process of this process
         message = str(error).removeprefix(f"{error.kind}: ")
         return DescribedFault(error.kind, message, error.trace, error.out_of_memory)
     device_kinds = devices.names() if asks_devices else ()

@@ -79,7 +79,7 @@ class FiniteState:
             if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
                 self._made_versions[view] = get_version(tensor)
 
-    def find_lost(self, state: object) -> LostNumbers:
+    def find_lost_numbers(self, state: object) -> LostNumbers:
         count = 0
         checked_count = 0
         first_tensor = ""

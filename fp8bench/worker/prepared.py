@@ -174,7 +174,7 @@ class PreparedCase:
         return state.held
 
     @property
-    def _checked_clocks(self) -> dict[str, Callable[[], float]]:
+    def _clocks_to_check(self) -> dict[str, Callable[[], float]]:
         clocks: dict[str, Callable[[], float]] = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         if self.device.kind == "cpu":
             clocks["the clock of phases"] = self.clock.now
@@ -190,7 +190,9 @@ class PreparedCase:
         from fp8bench.numerics.operands import explain_host_dependence
 
         if len(self.states) > 1 and (held := sum(count_bytes(state.held) for state in self.states)) <= self.cache_bytes:
-            return f"its {len(self.states)} states of {held} bytes fit in the last cache of {self.cache_bytes} bytes"
+            return (
+                f"its {len(self.states)} states ({held} bytes) fit in the last-level cache ({self.cache_bytes} bytes)"
+            )
 
         def take_steps() -> None:
             for state in self.states:
@@ -354,7 +356,7 @@ class PreparedCase:
             without_garbage_collection(),
             watched_switches as switch_values,
             silent_step(),
-            require_agreeing_clocks(self._checked_clocks),
+            require_agreeing_clocks(self._clocks_to_check),
         ):
             self._switch_values = switch_values if owns_process() else None
             yield
@@ -376,9 +378,9 @@ class PreparedCase:
         return state
 
     def _limit_waited_seconds(self, counted_seconds: float | None, off_core_seconds: float) -> float | None:
-        """Returns the seconds that timed calls waited for a core; None if unknown, as on an accelerator, or with cache
-        flushes between calls. `counted_seconds` includes discarded calls, so the result is at most the time that timed
-        calls spent without a core.
+        """Returns how many seconds timed calls waited for a core; None if unknown, as on an accelerator, or with cache
+        flushes between calls. `counted_seconds` also contains the waits of discarded calls. So the result is limited to
+        `off_core_seconds`, the time that timed calls spent without a core.
         """
         if counted_seconds is None or self.device.kind != "cpu" or self.flush_cache is not None:
             return None
@@ -427,7 +429,7 @@ class PreparedCase:
 
     def _check_state(self, state: State) -> StateCheck:
         state_verdict = check_verdict(self.workload.check(state.held))
-        lost_numbers = state.finite.find_lost(state.held)
+        lost_numbers = state.finite.find_lost_numbers(state.held)
         if self.workload.may_diverge:
             return StateCheck(state_verdict, lost_numbers.share)
         return StateCheck(state_verdict or str(lost_numbers))

@@ -269,7 +269,7 @@ class StateInputs:
                 return None
             total += float(piece.sum(dtype=torch.float64))
             squares += float(torch.linalg.vector_norm(piece, dtype=torch.float64)) ** 2
-            if tensor.dtype is not torch.float16:  # no processor multiplies in float16
+            if tensor.dtype is not torch.float16:  # CPUs do not multiply in float16
                 subnormals += count_subnormals(piece)
         return (total, squares, subnormals) if squares < float("inf") else None
 

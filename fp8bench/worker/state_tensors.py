@@ -64,7 +64,8 @@ def state_tensors(state: object) -> StateTensors:
             holders.append(part)
     for optimizer in optimizers:
         _set_role(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    for holder in reversed(holders):  # outer objects come last, because their roles take precedence
+    # `holders` begins with the outermost object. Its roles are set last, so that they replace those of inner objects.
+    for holder in reversed(holders):
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
@@ -107,17 +108,17 @@ def _iterate_objects(root: object, until: float = math.inf) -> Iterator[Any]:
     """Yields an object and all objects that it holds, nearest first. The contents of tensors, classes and modules are
     not searched.
     """
-    pending_objects = deque([root])
+    objects_to_visit = deque([root])
     visited = set[int]()
     kept_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
-    while pending_objects and len(visited) < MAX_OBJECTS and time.thread_time() < until:
-        part = pending_objects.popleft()
+    while objects_to_visit and len(visited) < MAX_OBJECTS and time.thread_time() < until:
+        part = objects_to_visit.popleft()
         if isinstance(part, _UNSEARCHED_TYPES) or id(part) in visited:
             continue
         visited.add(id(part))
         kept_objects.append(part)
         yield part
-        pending_objects.extend(_list_referenced_objects(part))
+        objects_to_visit.extend(_list_referenced_objects(part))
 
 
 def _list_referenced_objects(holder: Any) -> list[Any]:

@@ -158,12 +158,12 @@ def check_step_effect(workload: Workload, setup: Setup, device: Device, index: i
     objects.
     """
     try:
-        return _check_effect(_StateSteps(workload, setup, device, index))
+        return _find_step_effect(_StateSteps(workload, setup, device, index))
     except _InspectionTooSlow as long:
         return StepEffect(None, str(long))
 
 
-def _check_effect(steps: _StateSteps) -> StepEffect:
+def _find_step_effect(steps: _StateSteps) -> StepEffect:
     prepared = steps.read_memory()
     history = _step_until_repeat(steps)
     if history is None:

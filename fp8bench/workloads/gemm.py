@@ -29,7 +29,7 @@ from fp8bench.protocols import (
 from fp8bench.protocols.axes import (
     CONTIGUOUS,
     LAYOUT,
-    LAYOUTS,
+    MATRIX_LAYOUTS,
     SPAN_FACTORS,
     STRIDED,
     VALUES,
@@ -338,9 +338,10 @@ def parse_layouts(text: str) -> str:
     texts = text.split(_LAYOUT_SEPARATOR)
     if len(texts) > 2:
         raise ValueError(
-            f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: {', '.join(LAYOUTS)}"
+            f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: "
+            f"{', '.join(MATRIX_LAYOUTS)}"
         )
-    first_layout, *other_layouts = map(one_of(*LAYOUTS), texts)
+    first_layout, *other_layouts = map(one_of(*MATRIX_LAYOUTS), texts)
     return (
         first_layout
         if other_layouts in ([], [first_layout])

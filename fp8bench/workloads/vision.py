@@ -199,7 +199,7 @@ def _make_state(setup: Setup, choose: ChooseArithmetic, carrier: torch.dtype) ->
 
     params = setup.params
     sizes = read_sizes(params)
-    layout = vision.LAYOUTS[str(params["layout"])]
+    layout = vision.MEMORY_FORMATS[str(params["layout"])]
     with training_step.seed_weights(setup):
         model = MODELS[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model

@@ -77,7 +77,7 @@ def test_a_mode_runs_and_its_error_is_that_of_few_bits(workload: str, mode: str,
             one.step(state, clock)
             phases = {CELL_PHASES[code] for code in clock.end()[0]}
             assert "cast" in phases
-        assert not known.find_lost(state).lost
+        assert not known.find_lost_numbers(state).lost
         errors = one.error(bench._make_setup(case, CPU))
     assert errors and all(math.isfinite(value) for value in errors.values())
     for name in ("output_error", "gradient_error", "product_error", "cast_error", "accumulate_error", "batch_error"):

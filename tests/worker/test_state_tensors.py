@@ -152,7 +152,7 @@ def lost(state: State, step: Step, first: Step = lambda state: None) -> LostNumb
     known.begin(state)
     for _ in range(2):
         step(state)
-    return known.find_lost(state)
+    return known.find_lost_numbers(state)
 
 
 def mask() -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_what_there_is_no_time_for_is_not_claimed(monkeypatch: pytest.MonkeyPatc
     known.begin(state)
     monkeypatch.setattr(finite, "READ_SECONDS", 0.5)
     state.x.fill_(torch.nan)
-    assert known.find_lost(state) == LostNumbers()
+    assert known.find_lost_numbers(state) == LostNumbers()
 
 
 def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,4 +237,4 @@ def test_a_state_of_very_many_objects_is_not_walked_to_its_end(monkeypatch: pyte
     known = FiniteState(state)
     state.x.fill_(torch.nan)
     before = next(looks)
-    assert known.find_lost(state).lost == 3 and next(looks) - before < 250
+    assert known.find_lost_numbers(state).lost == 3 and next(looks) - before < 250

@@ -53,7 +53,8 @@ class ChangeState(StrEnum):
     ACKNOWLEDGED = "acknowledged"
     # The mean over all calls stepped in the opposite direction between the same commits.
     CONTRADICTED = "contradicted"
-    # A later step took back at least half of this change, or an exact count returned to an earlier count.
+    # A later step of the trend took back at least half of this change. If the trend is an exact count, it returned to
+    # an earlier value.
     REVERTED = "reverted"
     # The work or the method of measuring has changed after this change, so today's figures are not comparable with it.
     OLD_VERSION = "old version"

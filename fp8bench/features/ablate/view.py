@@ -125,7 +125,7 @@ _LEGEND = (
     "saves: seconds of a step; below 0 it costs time; [low, high]: 99% interval of this run, or the range of rounds",
     "alone: only this option; then: added to the earlier options; left out: the loss if only this option is missing",
     "alone below left out: it needs another option; alone above left out: another option does the same work",
-    "time: of a step, in the fastest quarter of the rounds; another batch size is scaled to the same tokens",
+    "time: of a step, in the fastest quarter of the rounds; different batch sizes are scaled to as many tokens",
     "emulated: the results are right, but the times do not show speed, so no saving is computed from such an arm",
 )
 

@@ -23,9 +23,10 @@ class RuleOutcome(StrEnum):
 
 
 class AdviceQuestion(StrEnum):
-    """The three questions that decide about a precision, in the order of their answers."""
+    """The three questions that decide about a precision. Each one matters only if the answer to the previous one is
+    yes.
+    """
 
-    # In this order, each question matters only if the answer to the question before it is yes.
     DOES_IT_PAY = "Does it pay?"
     DOES_IT_FIT = "Does it fit?"
     DOES_IT_LEARN = "Does it learn?"

@@ -43,10 +43,10 @@ def measure_differences(difference: Tensor, size: Tensor) -> RelativeDifferences
     relative_squares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
     rows, columns = (relative_squares.mean(side).sqrt() for side in (1, 0))
     # The mean of a row or column with few elements differs more from the overall mean by chance.
-    down, across = (1 + 3 / math.sqrt(count) for count in relative_squares.shape)
+    column_allowance, row_allowance = (1 + 3 / math.sqrt(count) for count in relative_squares.shape)
     return RelativeDifferences(
         float(relative_squares.mean().sqrt()),
-        max(float(rows.max()) / across, float(columns.max()) / down),
+        max(float(rows.max()) / row_allowance, float(columns.max()) / column_allowance),
         rows,
         columns,
     )
@@ -157,12 +157,14 @@ class LayerProduct:
             return {}
         first, second, third = promised_casts.treatments
         rows = gradient.reshape(-1, len(self.weight))
-        down, across = (round_operand(tensor.contiguous(), third).values for tensor in (rows, rows.t()))
+        rounded_rows, rounded_columns = (
+            round_operand(tensor.contiguous(), third).values for tensor in (rows, rows.t())
+        )
         weight, x = (
             round_operand(tensor.t().contiguous(), cast).values
             for tensor, cast in ((self.weight, second), (self.x, first))
         )
-        return {"input": down @ weight.t(), "weight": across @ x.t()}
+        return {"input": rounded_rows @ weight.t(), "weight": rounded_columns @ x.t()}
 
     def square_operands(self) -> LayerProduct:
         return LayerProduct(self.module, self.x.square(), self.weight.square(), self.casts_weight)

@@ -97,9 +97,9 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
     low_layers = [layer for layer in layers if layer.row.low]
     name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
     converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}
-    # Accelerate stops a conversion at the first layer with odd sides only when it uses these libraries.
+    # Only with these libraries, Accelerate stops a conversion at the first layer whose sides are not multiples of 16.
     uses_accelerate = converter_packages <= {"transformer_engine", "intel_transformer_engine"}
-    stopped_after = dict(_find_layers_after_odd(model)) if uses_accelerate else {}
+    stopped_after = dict(_find_layers_after_stop(model)) if uses_accelerate else {}
 
     def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
         sides = layer.row.weight
@@ -112,31 +112,31 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
             return "shared", f"it shares its weight with {converted_name}, and only that layer was converted"
         if not isinstance(layer.module, nn.Linear):
             return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
-        if odd := [side for side in sides if side % _REQUIRED_MULTIPLE]:
-            return "shape", f"{odd[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
+        if unaligned_sides := [side for side in sides if side % _REQUIRED_MULTIPLE]:
+            return "shape", f"{unaligned_sides[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
         if name in stopped_after:
-            odd_layer = stopped_after[name]
-            return "stopped", f"it comes after {odd_layer}: Accelerate stops at a layer whose sides do not fit"
+            unaligned_layer = stopped_after[name]
+            return "stopped", f"it comes after {unaligned_layer}: Accelerate stops at a layer whose sides do not fit"
         return "filter", "the converter skipped it (small, first or last layer), or never reached it"
 
     return explain_exclusion
 
 
-def _find_layers_after_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the layers that follow a Linear with odd sides in the same module, each with the path of that Linear.
-    Accelerate's convert_model stops at such a Linear.
+def _find_layers_after_stop(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the layers that follow an unaligned Linear in the same module, each with the path of that Linear. It is
+    unaligned if a side is not a multiple of 16. Accelerate's convert_model stops there.
     """
-    odd_layer = ""
+    unaligned_layer = ""
     for name, child in model.named_children():
         child_path = f"{path}.{name}".lstrip(".")
-        if odd_layer:
+        if unaligned_layer:
             yield from (
-                (f"{child_path}.{inner_path}".rstrip("."), odd_layer) for inner_path, _ in child.named_modules()
+                (f"{child_path}.{inner_path}".rstrip("."), unaligned_layer) for inner_path, _ in child.named_modules()
             )
         elif type(child) is nn.Linear and any(side % _REQUIRED_MULTIPLE for side in child.weight.shape):
-            odd_layer = child_path
+            unaligned_layer = child_path
         else:
-            yield from _find_layers_after_odd(child, child_path)
+            yield from _find_layers_after_stop(child, child_path)
 
 
 def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:

@@ -45,9 +45,9 @@ def _draw_tiles(rows: int, columns: int, random: torch.Generator) -> Tensor:
     """Returns normal numbers with a different magnitude for every tile of 128 x 128. Such numbers reveal scales in a
     wrong order.
     """
-    down = -(-rows // 128)
-    across = -(-columns // 128)
-    magnitudes = torch.exp2(torch.randint(-3, 4, (down, across), generator=random))
+    tiles_down = -(-rows // 128)
+    tiles_across = -(-columns // 128)
+    magnitudes = torch.exp2(torch.randint(-3, 4, (tiles_down, tiles_across), generator=random))
     x = _draw_normal(rows, columns, random)
     for place, sizes_of_row in enumerate(magnitudes.repeat_interleave(128, 1)[:, :columns]):
         x[place * 128 : (place + 1) * 128] *= sizes_of_row
@@ -106,7 +106,7 @@ TIMED_DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     **{name: DATA_KINDS[name] for name in ("integers", "uniform", "normal")},
 }
 # Data that are also faster if a kernel skips blocks of zeros, as block-sparse kernels do.
-HALF_ZEROS = "half zeros"
+HALF_ZEROS_DATA = "half zeros"
 
 
 def _draw_half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor:
@@ -117,7 +117,7 @@ def _draw_half_zeros(rows: int, columns: int, random: torch.Generator) -> Tensor
 
 
 def draw_matrix(data: str, operand: int, rows: int, columns: int, seed: int, dtype: torch.dtype) -> Tensor:
-    draw_functions = (DATA_KINDS | TIMED_DATA | {HALF_ZEROS: _draw_half_zeros})[data]
+    draw_functions = (DATA_KINDS | TIMED_DATA | {HALF_ZEROS_DATA: _draw_half_zeros})[data]
     draw_function = draw_functions[operand > 0] if isinstance(draw_functions, tuple) else draw_functions
     seed_text = f"{data} {operand} {rows}x{columns}"
     generator = torch.Generator("cpu").manual_seed(seed + zlib.crc32(seed_text.encode()))

@@ -116,7 +116,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
             for failure_code, reason, matrices, results in _iterate_repeated_calls(auditor)
             if auditor.find_failure(matrices, results, search_mistakes=True)
         )
-        yield from _check_small_calls(auditor)
+        yield from _check_calls_on_small_matrices(auditor)
 
 
 def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFinding]:
@@ -189,7 +189,7 @@ def _iterate_similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[
         yield description, _replace_operand(base, operand, exchanged_rows.view_as(matrix))
 
 
-def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
+def _check_calls_on_small_matrices(auditor: Auditor) -> Iterator[AuditFinding]:
     """Calls the kernel on small matrices, very many times. Results may differ from call to call, but each of them
     must be right.
     """

@@ -20,7 +20,7 @@ from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, to_original_error
 from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, unpack_results
-from fp8bench.features.audit.operands import HALF_ZEROS, TIMED_DATA
+from fp8bench.features.audit.operands import HALF_ZEROS_DATA, TIMED_DATA
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
@@ -334,8 +334,8 @@ def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
 
 def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
     """Returns whether the kernel is faster on data in which some blocks are all zeros."""
-    seconds = _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0).comparable_seconds
-    return seconds[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds[NORMAL_DATA]
+    seconds = _time_calls(auditor, shape, (HALF_ZEROS_DATA, NORMAL_DATA), judged_calls=0).comparable_seconds
+    return seconds[HALF_ZEROS_DATA] < _HALF_ZEROS_TIME * seconds[NORMAL_DATA]
 
 
 def _measure_seconds(auditor: Auditor, shape: Shape) -> float:

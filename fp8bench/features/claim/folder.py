@@ -51,17 +51,17 @@ def write_folder(
     runs."""
     with convert_write_errors(folder, "Choose another --keep FOLDER."):
         (folder / _RUNS_FOLDER).mkdir(parents=True, exist_ok=True)
-        digest_by_path = {}
+        digest_by_run = {}
         for run in runs_by_claim.values():
             path = folder / _RUNS_FOLDER / f"{get_run_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
-            digest_by_path[get_run_id(run)] = _compute_digest(path)
+            digest_by_run[get_run_id(run)] = _compute_digest(path)
         content = {
             "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
             "answers": [_encode_answer(answer, claims) for answer in answers],
             "runs_by_claim": {claim: get_run_id(run) for claim, run in runs_by_claim.items()},
-            "digests": digest_by_path,
+            "digests": digest_by_run,
         }
         write_whole(folder / _CLAIMS_FILE, claims.text)
         write_whole(folder / _ANSWERS_FILE, json.dumps(add_checksum(content), indent=1) + "\n")
@@ -84,7 +84,9 @@ class StoredAnswer:
 
 @dataclass(frozen=True)
 class StoredAnswers:
-    """The content of answers.json."""
+    """The content of answers.json: the answers to the claims of a folder, the id of the run for each claim, and the
+    digest of each run's file by the id of the run.
+    """
 
     schema: int
     answers: tuple[StoredAnswer, ...]

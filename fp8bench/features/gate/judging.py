@@ -329,7 +329,8 @@ def _judge_second_look(figure: JudgedFigure, look: SecondLook, rules: ThresholdR
     figure = replace(figure, again=second)
     if second.failed:
         return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}")
-    # 3. If the second look would have detected the slow-down and did not, the figure is cleared.
+    # 3. If the second look does not confirm the slow-down, the figure is cleared or remains suspected. It is cleared if
+    # that look would have detected the slow-down.
     if not _is_confirmed(figure, second, rules):
         if _is_ruled_out(figure, second):
             return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not worse")

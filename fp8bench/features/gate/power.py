@@ -123,8 +123,8 @@ def _smallest_detectable(requirements: Sequence[_LookRequirement]) -> float:
     `DETECTION_PROBABILITY`. The allowed probability of missing the slow-down is divided equally among the noisy looks.
     This bounds the probability that any look misses it, even if looks are correlated.
     """
-    noisy_looks = sum(requirement.error > 0 for requirement in requirements)
-    deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_looks))
+    noisy_look_count = sum(requirement.error > 0 for requirement in requirements)
+    deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_look_count))
     smallest_log = max(requirement.min_log + deviations * requirement.error for requirement in requirements)
     return math.expm1(max(smallest_log, 0.0)) if smallest_log < _MAX_LOG else math.inf
 
@@ -251,8 +251,8 @@ def _make_step_requirements(
     min_log, error = smallest_visible_step(level, p_limit)
     requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
     if remeasurement is Remeasurement.MEASURED_AGAIN:
-        # One new value must be beyond the middle between both levels, so the step must be twice as large as its
-        # noise.
+        # The new value must be beyond the middle between the old and the new level, which is half of the step.
+        # So the noise of this value counts twice.
         requirements.append(_LookRequirement(0.0, 2 * level.noise))
     if remeasurement is Remeasurement.DUEL:
         requirements.append(_LookRequirement(math.log1p(min(verdicts.VERDICT_BAND, band)), 0.0))

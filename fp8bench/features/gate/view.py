@@ -310,12 +310,12 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
-    """Returns the largest threshold of all times as a percentage: the largest slow-down that the gate lets pass.
-    Without times, returns the largest threshold of all tested figures.
+    """Returns the largest threshold of the figures with noise, such as times, as a percentage. A slow-down below it
+    may pass the gate. Without such figures, returns the largest threshold of all tested figures.
     """
-    time_shares = [limit.threshold for limit in verdict.sights]
+    noisy_shares = [limit.threshold for limit in verdict.sights]
     all_shares = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
-    return f"{100 * max(time_shares or all_shares, default=0.0):.3g}%"
+    return f"{100 * max(noisy_shares or all_shares, default=0.0):.3g}%"
 
 
 def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:

@@ -52,10 +52,10 @@ class LossVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """One training with the layers in `low` in low precision. `draw` is the number of its random initial weights.
+    """One training in which the layers of `low` have low precision. `draw` is the number of its random initial weights.
 
-    `gradient_error` is the error of the first step's gradients. A trial with a `form` ran only the first step, with its
-    layer in this format.
+    `gradient_error` is the error of the first step's gradients. If `form` is set, the trial ran only the first step,
+    with a single layer in low precision, and `form` is the format of this layer.
     """
 
     name: str

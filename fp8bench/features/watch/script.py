@@ -35,7 +35,7 @@ class Script:
     """
 
     path: str
-    typed_path: str
+    path_as_typed: str
     arguments: tuple[str, ...]
     stream: Path
     store: Path
@@ -75,7 +75,7 @@ def _execute_script(script: Script) -> None:
     vars(main_module).update(__file__=script.path, __cached__=None, __builtins__=builtins)
     sys.modules["__main__"] = main_module
     # 2. Set what Python sets: the arguments, and the script's folder in place of fp8bench's on the path.
-    sys.argv = [script.typed_path, *script.arguments]
+    sys.argv = [script.path_as_typed, *script.arguments]
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script.path).resolve().parent)
     # 3. Run the script.

@@ -67,15 +67,15 @@ class MarkedStage(PipelineStage):
     """
 
     def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:
-        with self._stage_phase.elementwise:
+        with self._stage_phases.elementwise:
             return super().forward_one_chunk(*inputs, **named)
 
     def backward_one_chunk(self, *inputs: Any, **named: Any) -> None:
-        with self._stage_phase.elementwise:
+        with self._stage_phases.elementwise:
             super().backward_one_chunk(*inputs, **named)
 
     @property
-    def _stage_phase(self) -> Phases:
+    def _stage_phases(self) -> Phases:
         assert isinstance(self.submod, StageModel)
         return self.submod.phase
 

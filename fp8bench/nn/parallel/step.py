@@ -14,11 +14,12 @@ has a much closer limit than a distance. The table shows the figures of correct 
 | FP8, row or block scales     | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
 | FP8, tensor scales           | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
 | fewer than 8 bits            | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
-| any of these, and a router   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
+| router, added to a row above | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
 
 Weights and tokens that are sent in FP8 are cast again for products, so both roundings add up. Rounding can change
 which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
-expert that gets the token. An expert with few tokens is then far off.
+expert that gets the token. An expert with few tokens is then far off. So the limits of a router are added to those of
+the case's other row (`Limits.combine_with`), unless that is the first row.
 
 A fault in scales, or in a mean that is sent in FP8, may change results far less than rounding does. witnesses.py and
 exchanges.py find such faults.

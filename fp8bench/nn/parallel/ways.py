@@ -215,7 +215,7 @@ def refuse_experts(case: ParallelCase) -> str:
     return explain_unequal(case.config.experts, "experts", case.ranks) or refuse_uneven_batch(case)
 
 
-def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
+def refuse_block_cut(case: ParallelCase, ranks: int = 0) -> str:
     """Returns why blocks cannot be cut among this number of ranks, or ''. By default that is the case's number of
     ranks.
     """
@@ -225,14 +225,14 @@ def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
 
 
 def refuse_token_cut(case: ParallelCase) -> str:
-    return explain_unequal(case.config.sequence, "tokens", case.ranks) or refuse_cut(case)
+    return explain_unequal(case.config.sequence, "tokens", case.ranks) or refuse_block_cut(case)
 
 
 def refuse_pairs(case: ParallelCase) -> str:
     pairs, remainder = divmod(case.ranks, 2)
     if remainder or case.batch % pairs:
         return f"{case.batch} sequences have no equal share for each pair of {case.ranks} ranks"
-    return refuse_cut(case, 2)
+    return refuse_block_cut(case, 2)
 
 
 class ScaleTraffic(NamedTuple):
@@ -309,7 +309,7 @@ WAYS = {
         Way(
             "tp",
             "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
-            refuse_cut,
+            refuse_block_cut,
             _divide_by("tensor_parallel:TensorCut"),
             _AMAX_OPTION,
         ),

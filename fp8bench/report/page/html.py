@@ -264,7 +264,7 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
     """Returns the page that lists reports, in the order in which they are given."""
     listed_reports = list(reports)
 
-    def title_field(report: ListedReport) -> Field:
+    def make_title_field(report: ListedReport) -> Field:
         return Field(report.card.title, link=f"{quote(report.folder)}/report.html")
 
     def join_answers(report: ListedReport) -> str:
@@ -273,7 +273,7 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
 
     cols: Cols[ListedReport] = [
         Col("date (UTC)", "when"),
-        Col("report", title_field),
+        Col("report", make_title_field),
         Col("of", "card.kind"),
         Col("answer", join_answers),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),

@@ -25,7 +25,7 @@ _CHANGE_COLUMNS: tuple[Col[tuple[str, Change]], ...] = (
     Col("after", lambda row: show_trend_value(row[1].trend, row[1].comparison.after), number=True),
     Col("change", lambda row: show_change(row[1].comparison.ratio),
         tone=lambda row: Tone.BAD if row[1].is_worse else Tone.GOOD),
-    # If this probability rounds to zero, it is still shown as a positive number.
+    # A probability that is so small that the float is 0 is shown as '<0.01%', not as missing.
     Col("chance", lambda row: row[1].comparison.p_value,
         show=lambda chance: units.share(max(chance, sys.float_info.min))),
     Col("notes", lambda row: "\n".join(_change_notes(row[1])), below=True),

@@ -80,7 +80,7 @@ def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
 
 
 def find_answer(cases: Cases) -> Answer:
-    """Returns the answer for one precision, which sums up all its cases."""
+    """Returns the answer to the report's question about one precision. It sums up all cases of this precision."""
     speeds = list_speeds(cases)
     if len(cases) == 1 and speeds:
         speed_text = describe_speed(speeds[0])

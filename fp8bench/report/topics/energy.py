@@ -143,8 +143,8 @@ def _describe_pace(result: Result) -> Sentences:
     pace_ratio = compare_pace(figures, result.finding)
     if pace_ratio is not None:
         seconds = figures.seconds.middle
-        windows_text = f"{units.seconds(seconds)} ({units.change(pace_ratio)}) in the seconds of its energy windows"
-        yield f"a step took {windows_text}, and {units.seconds(seconds / pace_ratio)} in slots"
+        windows_text = f"{units.seconds(seconds)} ({units.change(pace_ratio)}) in its long energy windows"
+        yield f"a step took {windows_text}, and {units.seconds(seconds / pace_ratio)} in short slots"
 
 
 def explain_missing_energy(run: Run) -> list[str]:

@@ -221,9 +221,9 @@ def scales_section(material: Material) -> Elements:
 
 _STEP_ERRORS = {
     "single": ("one step", "error of a single step that starts from the exact latent"),
-    "single_floor": ("its floor", "error of a different kernel in the carrier: errors below it prove nothing"),
+    "single_floor": ("its floor", "difference between two kernels of the carrier: errors below it prove nothing"),
     "free": ("sampled", "error after sampling from noise, which includes the errors of earlier steps"),
-    "free_floor": ("its floor", "error of a different kernel in the carrier, after sampling from noise"),
+    "free_floor": ("its floor", "difference between two kernels of the carrier, after sampling from noise"),
 }  # fmt: skip
 _STEP_ERROR_NAME_PATTERN = re.compile(rf"({'|'.join(_STEP_ERRORS)})_step(\d+)_error")
 SAMPLER_LEGEND = (

@@ -216,7 +216,9 @@ def transfer_table(panel: Panel) -> Table:
 
 
 def _name_format(case: NamedCase, is_counted: bool) -> str:
-    """Returns the format of a message, as 'bf16', or 'two-shot rowwise' for fp8bench's own FP8 collectives."""
+    """Returns the format in which ranks send values, as 'bf16', or 'two-shot rowwise' for FP8 collectives of fp8bench.
+    `is_counted` is True if the sent bytes were counted.
+    """
     params = dict(case.group.case.params)
     name_parts = [str(params[name]).replace("_", "-") for name in _FP8_PARAMS if is_counted and name in params]
     return " ".join(name_parts if name_parts and case.mode == "fp8" else [case.mode, *name_parts])

@@ -37,10 +37,10 @@ SATURATION_METRIC = "saturation_percent"
 # The title and the description of the column of each metric. docs/formats.md defines the metrics.
 TENSOR_METRICS = {
     SQNR_METRIC: ("SQNR", "of the whole tensor"),
-    "sqnr_row_median_db": ("rows, median", "SQNR of the middle row"),
+    "sqnr_row_median_db": ("rows, median", "median of the rows' SQNR"),
     WORST_ROWS_METRIC: ("rows, p1", "SQNR that 1% of the rows are below"),
-    "sqnr_block_median_db": ("blocks, median", "SQNR of the middle block of 32"),
-    WORST_BLOCKS_METRIC: ("blocks, p1", "SQNR that 1% of the blocks of 32 are below"),
+    "sqnr_block_median_db": ("blocks, median", "median of the SQNR of blocks of 32 values"),
+    WORST_BLOCKS_METRIC: ("blocks, p1", "SQNR that 1% of the blocks of 32 values are below"),
     "relative_error": ("relative error", "norm of the error over that of the tensor"),
     "max_ulp": (
         "max ulp",

@@ -54,7 +54,7 @@ BEST_TIME_LEGEND = (
     "distance of the quartiles / median, over all calls; throughput: of the best case"
 )
 CACHE_LEGEND = (
-    "cache: content of the last cache when a call begins; hot (the default): as the previous call left it; cold: "
+    "cache: content of the last-level cache when a call begins; hot (the default): as the previous call left it; cold: "
     "overwritten between calls; rotating: each call takes the next of several states"
 )
 REPLAYED_LEGEND = f"replayed: {REPLAY.description}"

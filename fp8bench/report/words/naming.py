@@ -76,13 +76,13 @@ def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
         return ""
     cache_size = units.size(facts.cache_bytes)
     if cache == COLD:
-        return f"the last cache ({cache_size}) was overwritten twice before every call"
+        return f"the last-level cache ({cache_size}) was overwritten twice before every call"
     if record.rotation is None:
         return ""
     if record.rotation.states == 1:
         return "memory had room for one state only, so nothing rotated and the cache is hot"
     states_text = f"{record.rotation.states} states of {units.size(record.rotation.state_bytes)}"
-    return f"calls rotated through {states_text}; the last cache has {cache_size}"
+    return f"calls rotated through {states_text}; the last-level cache has {cache_size}"
 
 
 def describe_replays(record: Record) -> str:

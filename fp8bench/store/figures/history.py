@@ -169,7 +169,7 @@ def _load_cached_figures(store: Path) -> dict[str, CommitFigures]:
     layouts = {digest: layout.decode() for digest, layout in read_values(store, _LAYOUT_KIND).items()}
     figures = {}
     for commit, value in read_values(store, _COMMIT_KIND).items():
-        with contextlib.suppress(KeyError):  # another process may have deleted the layout
+        with contextlib.suppress(KeyError):  # another process may have deleted a layout of the commit's tables
             figures[commit] = _decode(value, layouts)
     return figures
 

@@ -71,7 +71,7 @@ class AllFacts:
 
 
 class ComparableFigures(NamedTuple):
-    """The figures of a line that can be compared with each other: their positions in the line and their values."""
+    """Figures of a trend that can be compared with each other: their row numbers in its `Line`, and their values."""
 
     places: IntegerArray
     values: Floats

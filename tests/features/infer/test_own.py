@@ -96,7 +96,7 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     state = workload.prepare(setup)
     before = FiniteState(state)
     workload.step(state, SilentPhases())
-    assert not before.find_lost(state).lost and bool(state.logits.isneginf().any())
+    assert not before.find_lost_numbers(state).lost and bool(state.logits.isneginf().any())
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 

@@ -110,7 +110,7 @@ def test_terminal() -> Told:
     for name, rotation in LAST.items():
         yield (
             f"what was done to the cache is told once for all modes: {name}",
-            on_terminal(cached(rotation), "the last cache", "nothing rotated", width=300),
+            on_terminal(cached(rotation), "the last-level cache", "nothing rotated", width=300),
         )
     several, found = gemm()
     lost = (Record(run.records[0].case, NATIVE, Status.FAILED, reason="out of memory"), *run.records[1:])

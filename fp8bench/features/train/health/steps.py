@@ -145,7 +145,7 @@ class GradientSpike(HealthRule[StepRow]):
         usual_norm = median(self._gradient_norms)
         multiple = norm / max(usual_norm, 1e-300)
         if multiple > self.norm_factor_with_loss:
-            # The largest multiple of the median until now counts as usual for this training.
+            # The largest gradient norm until now, as a multiple of the median norm, counts as usual for this training.
             largest_multiple = max(
                 max(self._gradient_norms) / max(usual_norm, 1e-300), *self._norm_multiples, math.sqrt(self.norm_factor)
             )

@@ -126,8 +126,8 @@ class ArmModel:
         """Prepares the model to repeat the last `count` steps, which then read new batches."""
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
-        """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. `is_last` adds the losses of a
-        finished training.
+        """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. If `is_last`, the training is
+        finished, and a model may also yield losses that are measured only then.
         """
         raise NotImplementedError
 

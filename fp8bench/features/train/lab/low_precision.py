@@ -335,12 +335,12 @@ def make_update_rounding(fmt: str) -> Callable[[Tensors, Tensors], None] | None:
     storage = make_scaled_storage(E4M3) if fmt == "fp8" else make_arithmetic_storage(PlainArithmetic(torch.bfloat16))
 
     @torch.no_grad()
-    def round_updates(old_weights: Tensors, new_weights: Tensors) -> None:
+    def apply_rounded_updates(old_weights: Tensors, new_weights: Tensors) -> None:
         for old, new in zip(old_weights, new_weights, strict=True):
             update = storage.restore(storage.store((new - old).to(torch.float32)))
             new.copy_(old + update.to(old.dtype))
 
-    return round_updates
+    return apply_rounded_updates
 
 
 def make_state_storages(fmt: str) -> tuple[MomentStorage, MomentStorage] | None:

@@ -332,11 +332,11 @@ def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
     """
     loss_rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if loss_rise < 0 else (0, 1.0)
-    log_step = _find_log_step([pair[better].losses for pair in pairs], sign * loss_rise)
+    log_step = _find_log_of_step([pair[better].losses for pair in pairs], sign * loss_rise)
     return None if log_step is None or (sign < 0 and log_step < _MIN_LOG_STEP) else sign * log_step
 
 
-def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float | None:
+def _find_log_of_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float | None:
     """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of this
     step divided by the endpoint's step. Returns minus infinity if it is in the first third of the training. Returns
     None if the mean does not fall in the last two thirds.

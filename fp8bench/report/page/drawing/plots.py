@@ -94,7 +94,7 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
             sheet.add_text(plot.x.start, y.to_pixels(value) - 8, level_name, "quiet")
     for name, marks in series:
         _draw_line(plot, name, marks)
-    _write_flags(plot)
+    _write_event_names(plot)
     _write_last_values(plot)
     return bottom + 26
 
@@ -112,7 +112,7 @@ def _values_and_ends(series: Series, first_place: int) -> list[float]:
     return values
 
 
-def _write_flags(plot: _LinePlot) -> None:
+def _write_event_names(plot: _LinePlot) -> None:
     """Writes the name of each mark's event next to the mark."""
     x, y = plot.x, plot.y
     texts = []

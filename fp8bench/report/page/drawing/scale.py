@@ -299,8 +299,8 @@ def _sort_drawable(bounds: Sequence[float | None], log: bool) -> list[float]:
 
 
 def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> str:
-    """Returns the hint of a mark as 'name, label: 0.512x [0.508x, 0.515x]'. The mark's own hint follows on a second
-    line.
+    """Returns the text shown when a mark is hovered over. Its first line has the names and the mark's label, value and
+    interval, as 'name, label: 0.512x [0.508x, 0.515x]'. Its second line is `mark.hint`.
     """
     text = show_value(mark.value, axis)
     if interval := interval_ends(mark):
