@@ -190,9 +190,7 @@ class PreparedCase:
         from fp8bench.numerics.operands import explain_host_dependence
 
         if len(self.states) > 1 and (held := sum(count_bytes(state.held) for state in self.states)) <= self.cache_bytes:
-            return (
-                f"its {len(self.states)} states ({held} bytes) fit in the last-level cache ({self.cache_bytes} bytes)"
-            )
+            return f"its {len(self.states)} states ({held} B) fit in the last-level cache ({self.cache_bytes} B)"
 
         def take_steps() -> None:
             for state in self.states:

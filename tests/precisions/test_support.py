@@ -80,7 +80,7 @@ def test_each_device_supports_the_listed_modes(device: str) -> None:
         ("fp8", gpu("?", None), "this device states none"),
         ("custom", H200, "no native backend for custom formats"),
         ("fp8-rowwise", MI300X, "scaled_mm), a scale a row, in this device's e4m3fnuz"),
-        ("fp8-rowwise:formats=hybrid", MI300X, "a scale a row, in e4m3fnuz and e5m2fnuz"),
+        ("fp8-rowwise:formats=hybrid", MI300X, "a scale a row, in this device's e4m3fnuz and e5m2fnuz"),
         ("fp8-rowwise:formats=e5m2", MI300X, "with a scale a row the second operand is E4M3"),
         ("fp8-block", MI300X, "scales of 128 elements is not used on AMD's devices yet"),
         ("mxfp8", MI350X, "MXFP8 is not used on AMD's devices yet"),

@@ -258,7 +258,7 @@ def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest
     bench.release("key")
     monkeypatch.setattr(prepared, "MAX_STATES", 2)
     bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
-    assert bench.capture("key") == f"its 2 states ({64 * KIB} bytes) fit in the last-level cache ({64 * KIB} bytes)"
+    assert bench.capture("key") == f"its 2 states ({64 * KIB} B) fit in the last-level cache ({64 * KIB} B)"
 
 
 def test_fewer_steps_are_marked_where_stamps_take_more_than_their_share(
