@@ -128,7 +128,7 @@ class EmulatedHardware:
 
 
 NO_EMULATION = EmulatedHardware()
-SEVERAL_RANKS_REASON = "it is not derived for several ranks"
+SEVERAL_RANKS_REASON = "the memory on a device is not derived for several ranks"
 
 
 def find_hardware(case: Case, workload: Workload, facts: DeviceFacts) -> EmulatedHardware:

@@ -129,37 +129,42 @@ def cut_overlaps(events: Iterable[Event]) -> list[Event]:
     this operator. The parts that are cut off are microseconds long.
     """
     all_events = list(events)
-    stretches = defaultdict[object, list[TracedInterval]](list)
+    intervals_by_thread = defaultdict[object, list[TracedInterval]](list)
     phase_edges = defaultdict[object, set[int]](set)
     for event in all_events:
         if _is_phase(event):
             phase_interval = _make_interval(event)
             phase_edges[event.get("tid")] |= {phase_interval.start, phase_interval.end}
         elif _has_times(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
-            stretches[event.get("tid")].append(_make_interval(event))
-    open_stretches = {thread: _find_open_intervals(stretches[thread], times) for thread, times in phase_edges.items()}
-    return [_cut_phase(event, open_stretches[event.get("tid")]) if _is_phase(event) else event for event in all_events]
+            intervals_by_thread[event.get("tid")].append(_make_interval(event))
+    open_intervals_by_thread = {
+        thread: _find_open_intervals(intervals_by_thread[thread], times) for thread, times in phase_edges.items()
+    }
+    return [
+        _cut_phase(event, open_intervals_by_thread[event.get("tid")]) if _is_phase(event) else event
+        for event in all_events
+    ]
 
 
-def _find_open_intervals(stretches: list[TracedInterval], times: Iterable[int]) -> OpenIntervals:
+def _find_open_intervals(intervals: list[TracedInterval], times: Iterable[int]) -> OpenIntervals:
     """Returns for each time the intervals that have begun before it and end after it."""
-    later_intervals = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
-    open_intervals: list[TracedInterval] = []
+    later_intervals = sorted(intervals, key=lambda interval: interval.start, reverse=True)
+    unfinished_intervals: list[TracedInterval] = []
     open_intervals_by_time = {}
     for time in sorted(times):
         while later_intervals and later_intervals[-1].start < time:
-            open_intervals.append(later_intervals.pop())
-        open_intervals = [stretch for stretch in open_intervals if stretch.end > time]
-        open_intervals_by_time[time] = open_intervals.copy()
+            unfinished_intervals.append(later_intervals.pop())
+        unfinished_intervals = [interval for interval in unfinished_intervals if interval.end > time]
+        open_intervals_by_time[time] = unfinished_intervals.copy()
     return open_intervals_by_time
 
 
-def _cut_phase(event: Event, open_stretches: OpenIntervals) -> Event:
+def _cut_phase(event: Event, open_intervals: OpenIntervals) -> Event:
     phase = _make_interval(event)
     start = max(
-        (stretch.end for stretch in open_stretches[phase.start] if stretch.end < phase.end), default=phase.start
+        (interval.end for interval in open_intervals[phase.start] if interval.end < phase.end), default=phase.start
     )
-    end = min((stretch.start for stretch in open_stretches[phase.end] if stretch.start >= start), default=phase.end)
+    end = min((interval.start for interval in open_intervals[phase.end] if interval.start >= start), default=phase.end)
     if phase == TracedInterval(start, end):
         return event
     return {**event, "ts": start / 1000, "dur": (end - start) / 1000}

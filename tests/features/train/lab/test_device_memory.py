@@ -148,4 +148,4 @@ def test_what_hardware_would_hold_is_unknown(arm: str, settings: dict[str, str],
     memory = memory_of(corpus, arm, **settings)
     assert memory.on_device is None and memory.off_device.startswith(why)
     of_ranks = replace(task_of(corpus, "fp8"), facts=replace(CPU, ranks=2))
-    assert find_hardware(of_ranks).why == "it is not derived for several ranks"
+    assert find_hardware(of_ranks).why == "the memory on a device is not derived for several ranks"
