@@ -455,7 +455,7 @@ class GroupMeasurement:
                     outcome.note(energy=replace(energy_use, phases=phase_energies[arm.key], power_limits=power_limits))
 
     def _split_session(self, session_plan: _SessionPlan) -> list[_SessionPlan]:
-        """Returns smaller sessions that replace a session that does not fit in memory; [] if there are none."""
+        """Returns smaller sessions that replace a session that does not fit in memory, or [] if it cannot be split."""
         reference, with_control, candidates = session_plan
         if reference is None:
             return []

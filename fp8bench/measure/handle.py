@@ -95,8 +95,8 @@ class Worker(ABC):
 
     @property
     def pid(self) -> int | None:
-        """The id of the process in which the bench runs: this process, unless a subclass has another one. None if that
-        process is not running.
+        """The id of the process in which the bench runs: this process, or that of a subclass. None if that process is
+        not running.
         """
         return os.getpid()
 

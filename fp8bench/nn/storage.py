@@ -203,7 +203,7 @@ class IntegerWeight:
             codes = (rounded_codes + 8).to(torch.int32)
             self.codes = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
             self.zeros = torch.zeros_like(self.scales)
-        # The weight in the form that torch's CPU kernel takes, or () if there is none for this weight.
+        # The weight in the form that torch's CPU kernel takes, or () if it takes only other formats or shapes.
         self.native: tuple[Tensor, ...] = ()
         if name == "int8" and weight.device.type == "cpu":
             self.native = self.codes, self.scales.view(-1)

@@ -48,7 +48,7 @@ class Factors:
         return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
-        """Raises `peaks`, the largest magnitudes of all blocks so far, to those of a tile's `magnitudes`."""
+        """Raises `peaks`, the largest magnitudes of all blocks until now, to those of a tile's `magnitudes`."""
         # 1. Reduce each row of the tile to one number for each block across.
         row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
         first_block = tile[1].start // self.columns if self.columns else 0

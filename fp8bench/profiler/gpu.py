@@ -227,7 +227,6 @@ def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
         return None
 
     def mark_workspace(block: HeldBlock) -> HeldBlock:
-        # `said` has the roles that were noted for a block.
         return (
             replace(block, said=(MemoryRole.WORKSPACE,))
             if block.lasting and block.address in released_addresses

@@ -69,14 +69,14 @@ def read_values(switches: Iterable[Switch]) -> tuple[Any, ...]:
 
 
 def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    """Sets switches to their values `before`. Describes each switch that had another value: both values, and whether
-    restoring failed.
+    """Sets switches to their values `before`. Describes each switch that had a different value: both values, and
+    whether restoring failed.
     """
     new_values = read_values(switches)
     if new_values == before:
         return []
     switch_values = zip(switches, before, new_values, strict=True)
-    # The first use of a library is no change: its switches read as NotInUse before.
+    # The first use of a library does not count as a change: its switches read as NotInUse before.
     comparable_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
     # read each switch again, because writing an older switch of torch sets several newer ones
     for switch, old, _ in comparable_switches:

@@ -246,7 +246,7 @@ def _list_module_and_compiler_switches() -> Iterator[Switch]:
             holder.clear()
             holder.update(old_hooks)
 
-    # Usually there are no hooks. Then the switch reads as this constant, because switches are read around every slot.
+    # Usually no module has hooks. Then the switch reads as this constant, because switches are read around every slot.
     yield Switch(
         "hooks of all modules",
         lambda: tuple(map(dict, hook_dicts)) if any(hook_dicts) else empty_hooks,

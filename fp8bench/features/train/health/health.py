@@ -49,7 +49,7 @@ class Health:
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
-                # Such an event after step 0 says that the arm has changed its precision.
+                # Such an event after step 0 means that the arm has changed its precision.
                 if line.kind == COVERAGE_EVENT and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue

@@ -128,7 +128,7 @@ class Sheet:
 
 def choose_series_looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Returns the shape and CSS class of each series. The first 40 series all look different."""
-    # Classes repeat after MAX_SERIES series, each time with another shape.
+    # Classes repeat after MAX_SERIES series, each time with the next shape.
     return {
         name: (MARKER_SHAPES[(index + index // MAX_SERIES) % len(MARKER_SHAPES)], f"s{index % MAX_SERIES + 1}")
         for index, name in enumerate(dict.fromkeys(names))
