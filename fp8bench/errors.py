@@ -165,9 +165,8 @@ class NotSent(UsageError):
 
 
 def to_original_error(fault: WorkerFault) -> Fp8benchError:
-    """Returns the error that the worker raised and that became a fault on the way here. Only errors of two kinds are
-    converted back: the worker refused the request (UsageError, NotSent), or the worker lost a child process
-    (WorkerLost, WorkerHung). Other faults are returned unchanged.
+    """Converts a fault back to the error that the worker raised, if the worker refused the request (UsageError,
+    NotSent) or lost a child process (WorkerLost, WorkerHung). Returns other faults unchanged.
     """
     message = str(fault).removeprefix(f"{fault.kind}: ")
     for kind in (WorkerLost, WorkerHung):

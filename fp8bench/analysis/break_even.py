@@ -31,7 +31,7 @@ _LEAP_RATIO = 3.0
 
 
 class SizedRatio(NamedTuple):
-    """A size, and at this size the time of a precision divided by the time of the case that it is compared with."""
+    """The ratio of a precision's time to the time of the case that it is compared with, at one size."""
 
     size: int
     ratio: Interval
@@ -245,8 +245,8 @@ def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]])
 
 
 def _find_compared_case(case: JudgedCase, candidates: Sequence[JudgedCase]) -> JudgedCase | None:
-    """Returns the case that a case is compared with: bf16 for precisions below bf16 if bf16 was timed, otherwise the
-    reference.
+    """Returns the candidate to compare a case with: bf16 if it was timed natively and the case's precision is below
+    bf16, otherwise the reference.
     """
     if case[0].case.precision not in _HIGH_PRECISIONS:
         for candidate in candidates:

@@ -90,8 +90,8 @@ def _check_no_work(record: Record) -> Iterator[Labelled]:
 
 
 def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields the gravest mismatch between the work that the suite declares, the work that was recorded, and the work
-    of the reference.
+    """Yields one label at most, for the gravest mismatch between the work that the suite declares, the recorded work,
+    and the work of the reference.
     """
     mismatches = [*_compare_declared_work(record)]
     if reference is not None:
@@ -132,8 +132,8 @@ def _compare_declared_work(record: Record) -> Iterator[Labelled]:
 
 
 def _describe_untimed_work(record: Record, tape: Tape) -> str:
-    """Describes the products of timed steps if they differ from the products of untimed steps. Returns '' if they are
-    equal. The products of timed steps are those of late steps, which run after the timing in a timed state.
+    """Describes how the products of timed steps differ from those of the untimed, recorded step, or returns ''. Timed
+    steps are represented by late steps, which run after the timing in a timed state.
     """
     if record.late_flops is not None and _flops_differ(record.late_flops, tape.flops):
         timed_text, untimed_text = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
@@ -198,8 +198,8 @@ def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
 
 
 def _describe_varying_work(record: Record, reference: Record) -> str:
-    """Describes steps that do not all do the same products, if their mean FLOPs differ from the reference's. Returns ''
-    otherwise.
+    """Describes a difference of the mean FLOPs from the reference's, if products differ between the steps of the case
+    or of the reference. Returns '' otherwise.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (
@@ -238,7 +238,7 @@ def _check_ceiling(record: Record) -> Iterator[Labelled]:
 
 
 def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[str]:
-    """Describes phases whose recorded work exceeds what the device can do in their time."""
+    """Describes phases that were too fast to do their recorded work, even at the peak rates of the device."""
     # If the timed steps vary, the recording of an untimed step does not show the work of each timed step.
     if record.tape is None or record.timing is None or (record.late is not None and record.late.varies):
         return
@@ -280,7 +280,7 @@ def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs
 
 
 def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, product_seconds: float | None) -> float:
-    """Returns the factor by which the products of a phase may exceed the measured peak."""
+    """Returns the factor by which the products of a phase may exceed the measured peak before the case is labelled."""
     operators = [operator for operator in tape.operators if operator.phase == count.phase]
     if record.case.device == "cpu":
         products = {operator.operator for operator in operators if operator.flops}
@@ -309,8 +309,8 @@ def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labell
 
 
 def _describe_unseen_products(record: Record, reference: Record | None) -> str:
-    """Names the operators without a FLOP formula that may have computed the products of a case. Returns '' if fp8bench
-    saw products with operands in the case's formats.
+    """Names the operators without a FLOP formula that may have computed the products of a case, if fp8bench saw no
+    product with operands in the case's formats. Returns '' otherwise.
     """
     products, tape = record.products, record.tape
     if products is None or products.low is not False or tape is None:
@@ -328,9 +328,8 @@ def _describe_too_small_errors(record: Record) -> str:
     """Describes errors from the suite's error() that are too small for products in the case's formats. Returns '' if
     they are large enough.
 
-    Such errors only cast doubt on the case. error() may compare with values that were rounded earlier, and a suite may
-    use values that the format represents exactly. A loss is a mean of many numbers, so it may by chance be as accurate
-    as the reference's, but not equal to the last bit.
+    Small errors only cast doubt on the case: error() may compare with rounded values, or with values that the format
+    represents exactly. A loss is a mean of many numbers, so its error may be small by chance, but not 0.
     """
     error_by_metric = {
         m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
@@ -364,8 +363,8 @@ def _estimate_rounding_error(names: Iterable[str]) -> float:
 def _describe_product_fallback(record: Record) -> str:
     """Describes products that did not run in the case's precision. Returns '' if all did.
 
-    Native products are `wide` if they received values of the case's formats in wider dtypes. `looks_like` is the
-    precision that the numbers of a product show if it is not the case's.
+    Native products are `wide` if their operands have values of the case's formats in wider dtypes. `looks_like` names
+    the precision that explains the result of a product, if it is not the case's.
     """
     products, mode = record.products, record.case.mode
     if products is None:
@@ -418,7 +417,7 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
-    """Returns the samples of all measurements except memory and the counters of a run with --counters, by metric."""
+    """Returns the samples of a case's errors by metric: all measurements except memory and counters."""
     samples_by_metric = {}
     for measurement in record.measurements:
         metric = measurement.metric

@@ -37,8 +37,8 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
     """Returns labels by case id. If a case takes no longer than a smaller case, the larger case is labelled.
 
     These labels do not remove a verdict, because both cases may share work that the counts do not show. A GPU or
-    several threads may be half idle in the smaller case. There, cases are compared only if the larger one claims more
-    than half of the device's peak. Cases with fewer rounds than an emulated case are left out.
+    several threads may be half idle in the smaller case, so there the larger case must claim more than half of the
+    device's peak. Cases with fewer rounds than an emulated case are left out.
     """
     sizes: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -57,11 +57,11 @@ def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Label
 
 
 def _is_larger(small_record: Record, large_record: Record) -> bool:
-    """Returns whether every declared count of the second case is at least twice that of the first, and no parameter is
-    smaller.
+    """Returns whether the second case declares at least twice the FLOPs and bytes (or tokens) of the first, and has no
+    smaller parameter.
 
-    If no bytes are declared, the minimum memory of the state is compared instead. That is because a product of one row
-    takes as long as a product of two rows: each reads all weights.
+    If no bytes are declared, the minimum memory of the state is compared instead, because a product of one row takes as
+    long as a product of two rows: each reads all weights.
     """
     small_work, large_work = small_record.work, large_record.work
     if not (small_work.flops or small_work.bytes or small_work.tokens) or large_work.tokens < small_work.tokens:
@@ -115,8 +115,8 @@ def _estimate_best_case_error(timing: Timing) -> float:
 
 
 def _is_device_busy(record: Record, threads: int) -> bool:
-    """Returns whether the whole device was busy. A single CPU thread always counts as busy. Otherwise the declared
-    work must be more than half of a measured peak.
+    """Returns whether a case used the whole device. A single CPU thread always does. Otherwise the declared FLOPs or
+    bytes per second must be more than half of a measured peak.
     """
     if threads == 1 and record.case.device.startswith("cpu"):
         return True
@@ -220,9 +220,9 @@ class PositionEffect(NamedTuple):
 def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     """Returns the position in a round with the most certain effect on time, or None if no position has an effect.
 
-    A slot's mean time is divided by the median of its case, and compared with the other slots of its round. So a
-    machine that slows down over many rounds causes no effect. The variance is computed as if the slots of a round
-    were shuffled. One group in 100 seems to have an effect by chance, at any of its positions.
+    The mean time of a slot (a timed turn of one case) is divided by the median of its case, and compared with the other
+    slots of its round. So a machine that slows down over many rounds causes no effect. In 1 of 100 groups, some
+    position seems to have an effect by chance.
     """
     # 1. Compute how far each slot is from the mean of the other slots of its round.
     log_time_ratios = _tabulate_slots(timings)
@@ -230,6 +230,7 @@ def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
     counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
     difference_from_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
     difference_from_other_slots = difference_from_round_mean * counts / (counts - 1)
+    # The variance is that of a round whose slots are shuffled.
     variance_by_round = np.nansum(difference_from_other_slots**2, axis=1, keepdims=True) / counts
     # 2. If rounds have two positions, check only the first, because the second has the opposite effect.
     positions = [
@@ -259,8 +260,11 @@ def _is_valid_position(position: int | None) -> TypeGuard[int]:
 
 
 def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
-    """Returns a table with a row for each round and a column for each position in the round. An entry is the logarithm
-    of a slot's mean time divided by the median of its case. Entries without a slot are NaN.
+    """Returns the relative times of slots (timed turns of a case): a row for each round, a column for each position in
+    the round.
+
+    A relative time is the logarithm of a slot's mean time divided by the median of its case. Positions without a slot
+    are NaN.
     """
     slots = _collect_slots(timings)
     round_numbers = sorted({slot.round for slot in slots})

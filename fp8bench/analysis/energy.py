@@ -171,9 +171,9 @@ def why_no_energy(record: Record) -> str:
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
     """Returns a case's energy divided by its reference's, or None for the reference and for emulated cases.
 
-    Two energies count as different only if the gap between the windows of the two cases exceeds the spread of the
-    windows of either case. Windows are first widened by their uncertainty. With three windows per case, noise alone
-    causes such a difference in fewer than 1 in 100 pairs (docs/energy.md).
+    The energies of two cases differ only if the gap between their ranges of windows is wider than either range. Ranges
+    are first widened by the uncertainty of the windows. With three windows per case, noise alone causes such a
+    difference in fewer than 1 in 100 pairs (docs/energy.md).
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
@@ -232,9 +232,10 @@ def _compute_net_energy(
     """Returns three values: the idle power, the energy of a step above idling, and the reason if this energy is
     unknown.
 
-    The idle power was measured before and after the windows. The higher of the two powers gives the lowest energy, and
-    the lower power gives the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is
-    below it, the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
+    The idle power was measured before and after the windows. Subtracting the higher idle power gives the lowest energy,
+    and subtracting the lower one gives the highest. `uncertain_joules` is the uncertainty of a step's joules. If the
+    lowest energy is not above it, the energy is unknown, because a difference of two nearly equal numbers is mostly
+    noise.
     """
     idle_watts, missing_idle = [], []
     for moment, watts in (("before", energy_use.idle_before), ("after", energy_use.idle_after)):
@@ -317,12 +318,12 @@ MAX_PHASE_TIME_DIFFERENCE = 0.10
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step.
+    """Joules of one phase of a step, measured or estimated.
 
-    If they were measured, `range` covers the windows of the phase with their uncertainty, `seconds` is the time of the
+    If they were measured, `range` covers all windows of the phase with their uncertainty, `seconds` is the time of the
     phase when it runs alone, and `seconds_width` is how much that time differs between windows. If they were estimated,
-    `range` is None and `why` is the reason. The estimate is the step's joules times the phase's share of the time. Time
-    outside all phases is the unattributed phase, which gets the remaining joules.
+    `range` is None and `why` is the reason. The estimate is the step's joules times the phase's share of the time. The
+    unattributed phase (time outside all phases) gets the remaining joules.
     """
 
     phase: str
@@ -341,9 +342,9 @@ class PhaseJoules:
 class PhaseEnergies:
     """The energy of all phases of a step.
 
-    `residual` is the step's energy outside measured phases. It is None if no phase was measured. If the measurement of
-    phases is not valid, `void_reason` is the reason. `pace` is the time of the measured phases when each runs alone,
-    divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
+    `residual` is the step's energy outside measured phases, None if no phase was measured. `void_reason` is why the
+    measurement of phases is not valid, or ''. `pace` is the time of the measured phases when each runs alone, divided
+    by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
@@ -429,11 +430,11 @@ def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
 def _check_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
-    """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this
-    energy in the remaining time.
+    """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this energy
+    in the step's time outside these phases.
 
-    The power in the remaining time must be between the idle power and the highest power of any phase. If the times
-    are too noisy to know the remaining time, the time of the unmeasured phases is used.
+    The power in that time must be between the idle power and the highest power of any phase. If the times are too noisy
+    to know it, the time of the unmeasured phases is used.
     """
     # 1. Compute the joules that the step takes outside the measured phases.
     phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]

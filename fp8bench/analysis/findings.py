@@ -63,12 +63,13 @@ _MAX_REACH = 100.0
 
 @dataclass(frozen=True)
 class _Baseline:
-    """The reference that cases are compared with: its record, its timing, the timing of its control from the same
-    rounds, and its hard labels.
+    """The reference that cases are compared with, the timing of its control (a copy of the reference), and its hard
+    labels.
 
-    `position_effect` is the effect of a slot's position in its round, if this effect exceeds noise. `claim_labels` are
-    hard labels of the reference that apply in every session. With `whole_steps`, whole steps are compared instead of
-    their parts. `best_seconds` is the best case, averaged over the reference and its control.
+    `position_effect` is how a position in the round changes the time of the case that is timed there, if this exceeds
+    noise. `claim_labels` are hard labels of the reference that apply in every session. With `whole_steps`, whole steps
+    are compared instead of their parts. `best_seconds` is the geometric mean of the best cases of the reference and its
+    control.
     """
 
     record: Record | None = None
@@ -106,10 +107,7 @@ def find(
     run_labels: Mapping[str, Sequence[Labelled]] = MappingProxyType({}),
     threads: int = 1,
 ) -> list[Finding]:
-    """Returns a finding for each record of one group.
-
-    `run_labels` are labels by case id that depend on other groups of the run. `threads` is torch's number of threads.
-    """
+    """Returns the finding (times, labels and verdict) of each record of one group."""
     reference = next((record for record in records if record.is_reference and record.timing), None)
     baseline, aa = _Baseline(), None
     if reference is not None and reference.timing is not None:
@@ -157,10 +155,10 @@ def _average_reference_best(reference: Record, uses_whole_steps: bool) -> float:
 def _scale_phases_to_ratio(
     phases: tuple[tuple[str, float], ...], record: Record, reference_seconds: float, ratio: Interval | None
 ) -> tuple[tuple[str, float], ...]:
-    """Scales the phases of a case so that its displayed time is the reference's time multiplied by the displayed ratio.
+    """Scales the phases of a case so that their sum is the reference's time multiplied by the displayed ratio.
 
-    Without scaling the two may differ: for the ratio, case and reference use equally many rounds and calls, while the
-    best case of the case alone may use more.
+    Without scaling the displayed times and ratio may disagree: for the ratio, case and reference use equally many
+    rounds and calls, while the best case of the case alone may use more.
     """
     factor = ratio.point if ratio is not None else 0.0
     seconds = sum(seconds for _, seconds in phases)
@@ -279,8 +277,8 @@ def _use_reference_of_session(record: Record, timing: Timing, baseline: _Baselin
 
 
 def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
-    """Returns a label with the reason why whole steps are compared: the fastest parts of different steps sum to less
-    than the fastest whole step, in the case or in its reference.
+    """Returns a label that explains why whole steps are compared: the fastest parts come from different steps and sum
+    to less than the fastest whole step, in the case or in its reference.
     """
     largest_share, reason = 0.0, ""
     labelled_timings = (
@@ -301,7 +299,7 @@ def _label_whole_steps(record: Record, baseline: _Baseline) -> Labelled:
 
 
 def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[Labelled]:
-    """Yields labels for a clock that was unsettled before the first round, or that differed from the reference's."""
+    """Yields labels for a clock that was still changing before the first round, or differed from the reference's."""
     yield from label_unsettled_device(record.watch)
     if record.is_reference or not record.paired or record.support.is_emulated or record.timing is None:
         return
@@ -311,8 +309,8 @@ def _label_clocks(record: Record, baseline: _Baseline) -> Iterator[Labelled]:
 
 
 def _conclude(record: Record, baseline: _Baseline) -> verdicts.Conclusion | None:
-    """Returns the conclusion from a case's samples. Returns None for a case without a speed or without rounds in
-    common with the reference.
+    """Returns the verdict and the ratios of a case. Returns None for the reference, for emulated cases, and for cases
+    that share no rounds with the reference.
     """
     if record.support.is_emulated or baseline.emulated or record.is_reference or not record.paired:
         return None
@@ -377,8 +375,8 @@ def _add_verdict(
 
 
 def half_width_of_reruns(reruns: Reruns | None) -> float:
-    """Returns how far an interval must reach from its middle to cover the differences between earlier runs, as a
-    logarithm.
+    """Returns the half-width of an interval that covers the differences between earlier runs, as a logarithm. Returns 0
+    if these differences are unknown.
     """
     # An edited file may contain any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
@@ -398,8 +396,8 @@ def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
 
 
 def _compute_noise_floor(aa: Interval | None, baseline: _Baseline) -> float | None:
-    """Returns the noise floor, which is how much identical code differs. It is the larger of two differences: within
-    these rounds, and between earlier runs.
+    """Returns the noise floor: how much the times of identical code differ, within these rounds or between earlier
+    runs, whichever is more.
     """
     reruns = baseline.record.reruns if baseline.record is not None else None
     return max(aa.reach, math.expm1(half_width_of_reruns(reruns))) if aa is not None else None
@@ -449,8 +447,8 @@ _HALF_WIDTHS_FOR_90_PERCENT = 1.5
 
 
 def _describe_visible_difference(interval: Interval, band_half_width: float, noise_floor: float) -> str:
-    """Describes the smallest difference from the reference that nine of ten runs with this much noise would show. It is
-    at least the noise floor.
+    """Describes the smallest difference from the reference that 90% of runs with this much noise would detect. It is at
+    least the noise floor.
     """
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
@@ -484,7 +482,7 @@ def _join_labels(labels: Sequence[Labelled]) -> str:
 def _list_too_short_phases(
     timing: Timing, phases: tuple[tuple[str, float], ...], overheads: Overheads | None
 ) -> tuple[str, ...]:
-    """Returns the phases that are shorter than 20 times the time it takes to mark them."""
+    """Returns the phases that are shorter than 20 times the overhead of marking their start and end."""
     if overheads is None:
         return ()
     marker_seconds = max(overheads.marker_on, overheads.event_pair or 0.0)

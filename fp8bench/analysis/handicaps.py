@@ -58,10 +58,10 @@ _PRODUCT_CALLS_RATIO = 3
 
 
 def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator[Labelled]:
-    """Yields the labels that a case gets because of its reference.
+    """Yields the labels that a case gets if its reference has different inputs or is slower than necessary.
 
-    Labels for inputs of different magnitude and for a reference that sleeps are hard. Callables of the user are
-    checked only for different inputs.
+    Labels for inputs of different magnitude and for a reference that sleeps are hard. If the user's callables are
+    measured, only inputs are compared.
     """
     yield from _label_different_inputs(record, reference)
     if Level.EMULATED in (record.support.level, reference.support.level) or not record.paired:
@@ -86,7 +86,7 @@ def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator
 
 
 def _describe_if_larger(reference_share: float, share: float, min_difference: float, words: str) -> Iterator[str]:
-    """Yields the text `words` with both shares filled in, if the reference's share exceeds the case's share by more
+    """Yields the format string `words` with both shares filled in, if the reference's share exceeds the case's by more
     than `min_difference`.
     """
     if reference_share - share > min_difference:
@@ -94,8 +94,8 @@ def _describe_if_larger(reference_share: float, share: float, min_difference: fl
 
 
 def _label_different_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Yields a label if input tensors of the case and the reference differ. A shape is compared only if both have the
-    same number of tensors with this shape.
+    """Yields a label if input tensors of the case and the reference differ. Only shapes of which both have equally many
+    tensors are compared.
     """
     if record.products is None or reference.products is None:
         return
@@ -124,8 +124,8 @@ def _find_loss_scale(record: Record) -> float:
 
 
 def _undo_loss_scale(case_tensors: GivenTensors, reference_tensors: GivenTensors, scale: float) -> GivenTensors:
-    """Returns the case's tensors with or without fp16's loss scale of gradients, whichever is nearer to the
-    reference's tensors.
+    """Returns the case's tensors, divided by fp16's loss scale of gradients if that makes their magnitude more like
+    that of the reference's tensors.
     """
     unscaled_tensors = replace(case_tensors, total=case_tensors.total / scale, squares=case_tensors.squares / scale**2)
     return min(case_tensors, unscaled_tensors, key=lambda tensors: abs(tensors.rms - reference_tensors.rms))
@@ -187,8 +187,8 @@ def _list_slots(timing: Timing | None) -> Sequence[SlotSample]:
 
 
 def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
-    """Compares how much the process's other threads work, besides the thread that runs the steps. This is only
-    meaningful if torch has one thread.
+    """Compares the work of the process's threads other than the thread that runs the steps. This is only meaningful if
+    torch has one thread.
     """
     work, base_work = _measure_other_threads(record.timing), _measure_other_threads(reference.timing)
     if work is None or base_work is None:
@@ -216,8 +216,8 @@ def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
 
 
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the share of a slot during which the process had no core. For each case, uses the slot with the
-    smallest share, because other programs may have taken the core in the other slots.
+    """Compares the time without a core, if the reference gives up its core more often than the case. For each, uses the
+    slot with the smallest share, because other programs may have taken the core in the other slots.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (
@@ -249,16 +249,16 @@ def _measure_other_threads(timing: Timing | None) -> _ThreadWork | None:
 
 
 def _find_min_thread_seconds(timing: Timing | None) -> float:
-    """Returns the fewest CPU seconds per step, in any slot, of the thread that runs the steps. Returns 0 if they were
-    not recorded.
+    """Returns the fewest CPU seconds per step, in any slot (a timed turn of the case), of the thread that runs the
+    steps. Returns 0 if they were not recorded.
     """
     recorded_slots = [slot for slot in _list_slots(timing) if slot.thread_seconds]
     return min(((slot.thread_seconds or 0.0) / len(slot.calls_ns) for slot in recorded_slots), default=0.0)
 
 
 def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the untimed steps after the rounds, in which operators were recorded: their subnormal results, their
-    switches of arithmetic, and the time of each operator.
+    """Compares late steps (untimed steps after the rounds, with recorded operators): their subnormal results, torch's
+    arithmetic switches, and the time outside and inside operators.
     """
     late_steps, base_late_steps = record.late, reference.late
     if late_steps is None or base_late_steps is None:
@@ -304,7 +304,9 @@ def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _weigh_calls(tape: Tape, name: str) -> float:
-    """Returns the weight of an operator in a step: the number of its calls plus the count of numbers that they move."""
+    """Returns the weight of an operator in a step: the number of its calls plus how many numbers these calls read and
+    write.
+    """
     return _count_moved_numbers(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
 
 
@@ -323,10 +325,10 @@ def _count_product_calls(tape: Tape) -> int:
 
 
 def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference whose tensors are scattered in memory, or whose steps use several copies of a tensor in
-    rotation.
+    """Describes a reference whose tensors are scattered in memory, or that holds more copies of a tensor than its steps
+    read.
 
-    If there are more copies than a step reads, each step reads copies that are in no cache.
+    With so many copies used in rotation, each step reads copies that are in no cache.
     """
     if record.products is None or reference.products is None:
         return
@@ -373,8 +375,8 @@ def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
 
 
 def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
-    """Returns two numbers: the share of the machine's peak that the products of a step reach, and the least seconds
-    that a product takes at that peak. Returns zeros if either is unknown.
+    """Returns two numbers: the share of the machine's peak that the products of a step reach, and the mean seconds of a
+    product at that peak. Returns zeros if either is unknown.
     """
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
     if tape is None or tape.fused or ceiling is None or timing is None:
@@ -393,8 +395,8 @@ def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
 
 
 def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
-    """Compares how many numbers the steps of the case and of the reference move, whatever the width of a number. The
-    casts of the case are included.
+    """Compares how many numbers the steps of the case and of the reference read and write, whether these are wide or
+    narrow. The casts of the case are included.
     """
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return
@@ -442,8 +444,8 @@ def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:
 def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Tape) -> Iterator[str]:
     """Describes a reference that spends a larger share of its FLOPs in casts, or in wide dtypes, than the case.
 
-    A dtype is wide if it has more bits than the narrowest main dtype of the reference. If the reference is an unchanged
-    model, only FLOPs in casts are compared.
+    A dtype is wide if it has more bits than the narrowest dtype in which the reference does much of its work. If the
+    reference is an unchanged model, only FLOPs in casts are compared.
     """
     narrowest_bits = 64
     if reference.case.precision != UNTOUCHED:

@@ -60,13 +60,12 @@ _STOLEN_SHARE = 0.5
 
 
 def count_disturbed_slots(timing: Timing, ratio: float) -> int:
-    """Counts the slots whose wall-clock time exceeds their CPU time by more than this ratio.
+    """Counts the slots (timed turns of a case) whose wall-clock time exceeds their CPU time by more than this ratio.
 
-    With one thread, the CPU time of the process shows a delay. With several threads, those that wait for a late one
-    spin, which counts as CPU time. So the CPU time of the thread that runs the steps is used instead. That thread
-    also loses time while it sleeps until the other threads finish. Its delay therefore counts only if the system
-    reports that the core was taken. Communication between ranks is subtracted, because a rank needs no core while it
-    waits.
+    With one thread, the CPU time of the process shows a delay. With several threads, those that wait for a late thread
+    spin, which counts as CPU time. So the CPU time of the thread that runs the steps is checked as well. That thread
+    also sleeps until the others finish, so its delay counts only if the system reports that its core was taken.
+    Communication between ranks is subtracted, because a waiting rank needs no core.
     """
     late_processes, late_threads = 0, []
     for slot in timing.slots:
@@ -124,8 +123,8 @@ def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
 
 
 def _expected_core_seconds(slot: SlotSample) -> float:
-    """Returns for how many seconds of a slot the process needed a core. With several ranks, the slowest rank's time in
-    communication does not count.
+    """Returns for how many seconds of a slot (a timed turn of a case) the process should have had a core. With several
+    ranks, the communication time of the slowest rank is subtracted.
     """
     slowest_rank = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if slowest_rank is None else sum(slowest_rank.communication_ns) * 1e-9)
@@ -136,8 +135,9 @@ def is_contended(timing: Timing, ratio: float = DISTURBED_RATIO) -> bool:
 
 
 def _was_preempted(slots: Sequence[SlotSample]) -> bool:
-    """Returns whether other programs took a core in these slots. They did if the thread lost its core once per slot
-    on average, or if the hypervisor took at least half of the time that the thread was late.
+    """Returns whether other programs took a core in these slots (timed turns of a case). They did if the thread lost
+    its core once per slot on average, or if the hypervisor took at least half of the time in which the thread did not
+    run.
 
     All slots are pooled, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
     """
@@ -179,8 +179,9 @@ def collect_labels(
 def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
-    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove the
-    verdict of the case. The hard labels of a reference also remove the verdicts of all cases compared with it.
+    """Returns the hard labels of a case from its samples, its clock and the A/A interval (of identical code). They
+    remove the verdict of the case. The hard labels of a reference also remove the verdicts of all cases compared with
+    it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),
@@ -197,7 +198,7 @@ def label_in_process(run: Run) -> tuple[Labelled, ...]:
 
 
 def _check_rounds(record: Record, timing: Timing, finding: Finding, aa: Interval | None) -> Iterator[Labelled]:
-    """Yields doubts about the rounds: noise, other programs on the machine, and overhead of the host."""
+    """Yields labels that cast doubt on the rounds: noise, other programs on the machine, and overhead of the host."""
     yield from _label_failed_aa(aa, timing.num_rounds)
     yield from _label_contention(timing, record.case.device)
     yield from _label_host_bound(timing, record.case.device)
@@ -210,7 +211,7 @@ def _check_rounds(record: Record, timing: Timing, finding: Finding, aa: Interval
 
 
 def _check_shape(record: Record, timing: Timing, finding: Finding, reference: Timing | None) -> Iterator[Labelled]:
-    """Yields doubts about how the times of calls and rounds are distributed."""
+    """Yields labels for suspicious distributions of the times of calls and rounds."""
     # The time of an emulated case never counts as speed.
     if record.support.is_emulated:
         return
@@ -224,7 +225,7 @@ def _check_shape(record: Record, timing: Timing, finding: Finding, reference: Ti
 
 
 def _check_device(record: Record, finding: Finding) -> Iterator[Labelled]:
-    """Yields limits that the driver reports, and doubts about energy."""
+    """Yields labels for limits that the driver reports, and for unreliable energy figures."""
     yield from label_shared_device(record.watch)
     yield from label_clock_limits(record.watch)
     if reason := explain_unresolved(record.energy):
@@ -235,7 +236,9 @@ def _check_device(record: Record, finding: Finding) -> Iterator[Labelled]:
 
 
 def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
-    """Yields doubts about the step: varying work, slow casts, full memory, leaks, and values that are not finite."""
+    """Yields labels that cast doubt on the step: varying work, uncompiled casts, full memory, leaks, and values that
+    are not finite.
+    """
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
@@ -269,9 +272,7 @@ def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
 
 
 def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
-    """Labels a case whose reference and control differ too much to count as the same, although both run identical
-    code.
-    """
+    """Labels a case whose reference and control differ too much, although both run identical code."""
     if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.distance_from_one >= SAME_BAND:
         low, high = (units.ratio(interval_end).removesuffix("x") for interval_end in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
@@ -279,7 +280,7 @@ def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
 
 def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
     """Labels a CPU case that other programs disturbed. Cases on a GPU are not labelled: their host always waits for the
-    device, so its clocks show nothing.
+    device, so its CPU time shows no disturbance.
     """
     if not device.startswith("cpu") or not is_contended(timing):
         return
@@ -364,10 +365,11 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 
 
 def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels a device whose clock was reduced. The driver's reason bits and counters show why. If the reason was heat,
-    the label is 'throttled', as in 'hw-thermal, sw-thermal 12% of the time'. The label is hard if the hardware slowed
-    itself down, or if the driver's temperature limit explains only a part of the reduced time. A power cap has a
-    separate label with the clock that it allows.
+    """Yields labels for a device whose clock was reduced, with the driver's reasons.
+
+    A power cap has a separate label with the clock that it allows. The label for all other reasons is 'throttled', as
+    in 'hw-thermal, sw-thermal 12% of the time'. It is hard if the hardware slowed itself down, or if the driver's
+    temperature limit explains only a part of the time.
     """
     if watch is None:
         return

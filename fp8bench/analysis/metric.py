@@ -25,11 +25,11 @@ class EnergyConditions(NamedTuple):
 class Metric:
     """One figure of a case. `value` is the median of all samples, and `best` is the figure of the best case.
 
-    `phase` is STEP for the whole step. For statistics of tensors it is None, and `about` has the kind and role of the
-    tensors. `interval` is the ratio to the reference. The level of this interval is 1 for an exact ratio, and 0 for the
-    range of a few rounds. `cost` is True for a time of emulation, which does not show the speed of the precision.
-    `rounds` and `count` are the numbers of rounds and of samples. `source` is the sensor of an energy figure, or ''.
-    `samples` returns the values for the history, one per round or window. `bounds` is the interval of `value`.
+    `phase` is STEP for the whole step, and None for statistics of tensors, whose kind and role are `about`. `interval`
+    is the ratio to the reference. Its level is 1 for an exact ratio, and 0 for the range of a few rounds. `cost` is
+    True for a time of emulation, which does not show the speed of the precision. `rounds` and `count` are the numbers
+    of rounds and of samples. `source` is the sensor of an energy figure, or ''. `samples` returns the values for the
+    history, one per round or window. `bounds` is the interval of `value`.
     """
 
     spec: MetricSpec
@@ -85,8 +85,8 @@ class Reference(NamedTuple):
 class MetricSources(NamedTuple):
     """The sources from which a case's metrics are computed.
 
-    `finding` is needed for best cases. `steps` returns the samples of a step's time. `sample_counts` has the numbers
-    of rounds and calls.
+    Metrics of best cases need `finding`. `steps` is a function that returns the samples of a step's time.
+    `sample_counts` has the numbers of rounds and calls.
     """
 
     record: Record
@@ -124,8 +124,8 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def explain_batch_limit(capacity: Capacity) -> str:
-    """Returns what the next larger batch (`beyond`, which does not fit) needs, or why this is unknown. An example is
-    '377: tensors need 1.63 MiB more' for a next batch of 377.
+    """Returns the next larger batch with the reason why it does not fit, or why it is unknown. An example is '377:
+    tensors need 1.63 MiB more'.
     """
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite allows no larger batch"

@@ -69,7 +69,7 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
 
 
 def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
-    """Returns the spec of a figure for one part of the step, made from the spec for the whole step."""
+    """Returns the spec of a metric of the whole step, changed into the spec for a part of the step."""
     return replace(spec, rank=Rank.DETAIL)
 
 

@@ -42,8 +42,8 @@ def find_phase_gains(
     the phases.
 
     The bounds hold for all phases together, at the level of a verdict. With `whole_steps`, the fastest steps are
-    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time,
-    and so do the case's products.
+    compared. If the reference has no phase marks (`is_reference_unmarked`), products count as unattributed time in
+    both.
     """
     # 1. Estimate the phase times of each timing. The reference's times are the mean over its timings.
     calls = count_common_calls(*timings)
@@ -77,7 +77,7 @@ def find_phase_gains(
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
     """Scales the seconds of a case so that its gains sum to the ratio that several sessions gave.
 
-    The scaled bounds include the unscaled bounds. So a phase is clear only if it is clear before and after scaling.
+    Bounds are only widened, so a phase is clear only if it is clear before and after scaling.
     """
     seconds, reference_seconds = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     factor = ratio * reference_seconds / seconds if seconds > 0 else 1.0
@@ -103,7 +103,7 @@ def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_st
 
 
 class Cause(StrEnum):
-    """The reason why a precision is faster or not, as far as its phases show it."""
+    """How the times of phases explain that a precision is faster or not."""
 
     CANCEL = "gains and losses cancel"
     CASTS = "casts take the gain"
@@ -163,9 +163,7 @@ def find_reason(gains: Sequence[PhaseGain], unclear_phases: Collection[str] = ()
 
 
 def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
-    """Returns the phases with the largest differences. If some phases gain and some lose, at least one of each kind
-    is returned.
-    """
+    """Returns the phases with the largest differences. If some phases gain and some lose, the result has both."""
     shown_gains = list(clear_gains[:_MAX_SHOWN_PHASES])
     for is_gain in (True, False):
         gains_of_same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is is_gain]

@@ -42,7 +42,7 @@ class MedianInterval(NamedTuple):
 
 
 class MissingFigure(NamedTuple):
-    """The reason why a figure is missing, and a word that is shown in its place."""
+    """The reason why a figure is missing, and the text that is shown instead of the figure."""
 
     shown_text: str
     why: str
@@ -192,8 +192,8 @@ def count_microbatches(record: Record) -> int | None:
 
 
 def measure_bubble(record: Record) -> Bubble | None:
-    """Returns the bubble of a pipeline: the median over calls, where each call counts the time of all ranks together.
-    Returns None if the case is not a pipeline.
+    """Returns the bubble of a pipeline: the communication time of all ranks divided by their computing time, as the
+    median over calls. Returns None if the case is not a pipeline.
     """
     microbatches = count_microbatches(record)
     if record.timing is None or microbatches is None:
@@ -207,11 +207,11 @@ def measure_bubble(record: Record) -> Bubble | None:
 
 
 class OverlapFigures(NamedTuple):
-    """The seconds that communication adds to the products (`exposed_seconds`), and the share of communication that is
-    hidden behind the products.
+    """The seconds by which communication lengthens the products (`exposed_seconds`), and the share of communication
+    that is hidden behind the products.
 
-    Noise may make either figure negative. `check_sum` is the time of products and communication that run one after the
-    other, divided by the sum of their separate times.
+    Noise may make either figure negative. `check_sum` should be about 1: it is the time of products and communication
+    that run one after the other, divided by the sum of their separate times.
     """
 
     exposed_seconds: MedianInterval | MissingFigure

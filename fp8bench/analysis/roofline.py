@@ -33,9 +33,9 @@ _MAX_RATE_SPREAD = 0.5
 class LimitingResource(StrEnum):
     """The resource that limits a phase.
 
-    A phase that is far below all its ceilings is limited by overhead if its operators are small. For other phases far
-    below their ceilings, the limit is unknown. It may be kernels that do not fit the phase's shapes, latency, or code
-    between operators.
+    A phase that is far slower than its peaks allow is limited by overhead if its operators are small. For other such
+    phases, the limit is unknown. It may be kernels that do not fit the phase's shapes, latency, or code between
+    operators.
     """
 
     COMPUTE = "compute-bound"
@@ -63,7 +63,7 @@ class Roofs:
         launches.
 
         Returns {} if an operator's FLOPs, a product's peak or the memory's peak is unknown, because the bottleneck
-        would be a guess. For phases that a compiler fused, only the products are known.
+        would be a guess. For phases that a compiler fused, returns only the seconds of the matrix products.
         """
         product_seconds = self.product_seconds(count.by_path)
         if count.unknown or product_seconds is None or self.memory is None:
@@ -78,8 +78,8 @@ class Roofs:
         return {resource: seconds for resource, seconds in seconds_by_resource.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
-        """Returns the least seconds of the products in `by_path`, at the peak of each dtype. Returns None if a peak
-        is unknown.
+        """Returns the least seconds that matrix products need at the device's peaks. `by_path` has pairs of a dtype or
+        recipe and its FLOPs. Returns None if a peak is unknown.
         """
         seconds = 0.0
         for path, flops in by_path:
@@ -155,10 +155,10 @@ class PhaseRoof:
 class Gain:
     """The largest possible speed-up of a precision over its reference's step, and the actual speed-up.
 
-    Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak there. The step would be
-    `max_speedup` times as fast if the precision's products ran at their peak and needed no casts. The actual speed-ups
-    are those of the products, without casts and with casts. If `is_upper_bound` is False, a peak is uncertain, so a
-    larger speed-up than `max_speedup` is possible.
+    Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak in that step. The step
+    would be `max_speedup` times as fast if the precision's products ran at their peak and needed no casts.
+    `speedup_without_casts` and `speedup_with_casts` are the actual speed-ups of the products. If `is_upper_bound` is
+    False, a peak is uncertain, so a larger speed-up than `max_speedup` is possible.
     """
 
     share: float
@@ -172,8 +172,8 @@ class Gain:
 
 
 def upper_bounds_of(ceiling: Ceiling) -> Roofs:
-    """Returns peaks that no claim may exceed: the measured peaks whose repeated runs agree, and the rate of the fastest
-    copies.
+    """Returns peaks that no claim may exceed: measured peaks of products, if repeated measurements agree, and the rate
+    of the fastest copies.
     """
     steady_rates = [rate for rate in ceiling.rates if rate.is_steady]
     roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_rates)))
@@ -234,8 +234,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
 
 
 def compute_gain(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
-    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, if peaks or
-    counts are missing, and if only the case marks its products.
+    """Returns the largest possible and the actual speed-up of a precision. Returns None for emulated precisions, if
+    peaks or counts are missing, and if only the case marks its products.
     """
     ceilings, _ = roofs_of(record.ceiling)
     roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
@@ -279,8 +279,8 @@ def _list_flops_by_path(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:
 
 
 def _find_steady_kinds(ceiling: Ceiling | None) -> dict[str, bool]:
-    """Returns for each kind of product whether its highest measured rate is certain. It is certain if the repeated
-    runs of its measurement agree.
+    """Returns for each kind of product whether its highest measured rate is certain: whether repeated measurements of
+    this rate agree.
     """
     rates = [rate for rate in ceiling.rates if rate.runs and rate.limit is Limit.PRODUCT] if ceiling is not None else []
     rates.sort(key=lambda rate: rate.value or 0.0)

@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 
 def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Caches the results of a function for the latest timings, because several figures use each timing, and all cases
-    use the timing of the reference.
+    """Caches the results of a function for the last four timings, because several figures use the same timing, and all
+    cases use the timing of the reference.
     """
     results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
@@ -58,8 +58,8 @@ def step_samples(timing: Timing) -> tuple[float, ...]:
 
 
 def mean_sample(timing: Timing) -> tuple[float, ...]:
-    """Returns the mean seconds of a step over all calls as a single sample. With one mean per round, the median would
-    hide rare slow calls.
+    """Returns the mean seconds of a step over all calls as a single sample, because the median of one mean per round
+    would hide rare slow calls.
     """
     return (_mean_seconds_of_rounds(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
 
@@ -154,8 +154,8 @@ def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
 @_cache_latest_timings
 def _cell_seconds_by_round(timing: Timing) -> Floats:
     """Returns the seconds of each part of a step (column) in each round (row), from the fastest calls. Every slot
-    contributes the same number of calls, because a minimum over more calls is lower. If the parts of a round sum to
-    more than the mean of the slot's calls without waiting, they are scaled down to that mean.
+    contributes equally many calls, because a minimum over more calls is lower. Parts that sum to more than the round's
+    mean step without waiting are scaled down to it.
     """
     fastest_cells = cell_seconds(timing, count_common_calls(timing))
     fastest_steps, mean_steps = fastest_cells.sum(axis=1), _mean_seconds_by_round(timing)
@@ -199,7 +199,7 @@ def sustained_samples(record: Record) -> tuple[float, ...]:
 
 
 def is_at_another_clock(record: Record) -> bool:
-    """Returns whether the energy windows of a native case ran under a power cap, or at another clock than its slots."""
+    """Returns whether a native case's energy was measured under a power cap, or at another clock than its times."""
     windows = record.energy.windows if record.energy is not None else ()
     if record.support.level is not Level.NATIVE or record.timing is None:
         return False
@@ -249,8 +249,8 @@ def sustained_ratio(record: Record, reference: Record | None) -> Interval | None
 
 
 def _list_valid_turns(record: Record) -> list[SustainedTurn]:
-    """Returns the sustained measurements of a case. Without such measurements, returns its energy windows in the same
-    form. Drops impossible numbers, which an edited file may contain.
+    """Returns the sustained measurements of a case, or its energy windows if it has none. Drops impossible numbers,
+    which an edited file may contain.
     """
     measurements: Sequence[SustainedTurn] = record.sustained
     if not measurements and record.energy is not None and not record.support.is_emulated:

@@ -55,7 +55,9 @@ def count_fastest_rounds(rounds: int) -> int:
 
 
 def best_by_segment(samples: Floats) -> Floats:
-    """Returns for each segment the mean of its fastest rounds. `samples` has seconds with shape (rounds, segments)."""
+    """Returns for each segment (a part of a step) the mean of its fastest rounds. `samples` has seconds with shape
+    (rounds, segments).
+    """
     fastest_count = count_fastest_rounds(len(samples))
     best: Floats = np.partition(samples, fastest_count - 1, axis=0)[:fastest_count].mean(axis=0)
     return best
@@ -96,10 +98,10 @@ def _draw_resamples(rounds: int) -> Counts:
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
     """Returns the ratio of a case's time to that of its references. Its interval is made of percentiles of the
-    resamples.
+    bootstrap resamples.
 
-    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because a
-    best case is lower if it is chosen from more rounds.
+    If one reference has several timings, their geometric mean is used. Pooling their rounds would bias it, because the
+    fastest of more rounds are faster.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
     resampled_logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
@@ -109,11 +111,11 @@ def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99)
 
 
 def replace_interval_by_range(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
-    """Replaces the interval of a ratio by the range of the ratio over rounds. `rounds` has the seconds of the case
-    and its references by round.
+    """Replaces the interval of a ratio by the lowest and highest ratio of any round. `rounds` has the seconds of the
+    case in each round, then those of its references.
 
-    The range is widened to include the ratio itself, because the fastest calls of the case and of its references may
-    be from different rounds.
+    The range is widened to include the ratio itself, because the fastest calls of the case and of its references may be
+    from different rounds.
     """
     case_logs, *reference_logs = np.log(rounds)
     logs = case_logs - np.mean(reference_logs, axis=0)
@@ -122,8 +124,8 @@ def replace_interval_by_range(ratio: Interval, rounds: Sequence[Floats]) -> Inte
 
 
 def resample_segments(samples: Floats) -> Floats:
-    """Returns the mean seconds of each segment over its own fastest rounds, for every resample. The shape is
-    (segments, resamples).
+    """Returns the mean seconds of the fastest rounds of each segment (a part of a step), for every bootstrap resample.
+    The shape is (segments, resamples).
     """
     return _resample_segments(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
@@ -152,10 +154,10 @@ def resample_fastest_steps(steps: Floats) -> Floats:
 
 
 def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
-    """Returns for each resample the sum of the fastest rounds of one segment.
+    """Returns for each bootstrap resample the sum of the fastest rounds of one segment (a part of a step).
 
-    In sorted order, the fastest rounds of a resample are the first ones that it drew. So only the fastest rounds are
-    searched at first. Resamples that did not draw enough of them are searched completely.
+    Rounds are sorted by time, and at first only the fastest ones are searched. Resamples that did not draw enough of
+    these are searched completely.
     """
     checked_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
     round_ranking = np.argsort(seconds, kind="stable")
@@ -173,8 +175,8 @@ def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
 
 
 def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
-    """Returns the sum of the values, each multiplied by its count. The counts are given as running totals. Summation by
-    parts makes single counts unnecessary.
+    """Returns the sum of the values, each multiplied by its count. `running_counts` are the cumulative sums of the
+    counts (summation by parts).
     """
     differences = values.copy()
     differences[:-1] -= values[1:]

@@ -74,7 +74,7 @@ class ProductWork:
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
-        """The additional FLOPs by metric, without metrics of zero FLOPs."""
+        """The FLOPs of rotation, padding and recomputation by metric, without those that are 0."""
         flops_by_spec = {
             specs.ROTATION_FLOPS: self.rotation_flops,
             specs.PADDING_FLOPS: self.padding_flops,
@@ -117,9 +117,9 @@ def _count_padding_flops(tape: Tape, reference: Tape) -> int:
     """Returns the FLOPs that padding adds. A padded product has slightly longer sides than its counterpart in the
     reference.
 
-    Counterparts are matched in order. The sides of some pairs may not fit, because the padded products of experts are
-    equally large, but the unpadded products are not. Then matching starts again with the largest product, and each
-    product gets the largest unmatched counterpart that it can contain.
+    Products are paired with counterparts in order. If the sides of some pair do not fit, as with experts that are
+    padded to equal size, products are paired by size: the largest first, each with the largest unpaired counterpart
+    that it can contain.
     """
     products, references = _list_calls(tape), _list_calls(reference)
     if len(products) != len(references):

@@ -109,8 +109,8 @@ def find_common_rounds(timings: Sequence[Timing]) -> list[int]:
 
 
 def share_below_fastest_step(timing: Timing, calls: int = 0, rounds: Sequence[int] | None = None) -> float:
-    """Returns how far the sum of the fastest cells is below the time of the fastest step, as a share of that time.
-    Returns 0 if it is not below.
+    """Returns how far the sum of the fastest cells (parts of a step) is below the time of the fastest step, as a share
+    of that time. Returns 0 if it is not below.
     """
     calls = calls or count_common_calls(timing)
     best_seconds = float(stats.best_by_segment(cell_seconds(timing, calls, rounds)).sum())
@@ -119,8 +119,8 @@ def share_below_fastest_step(timing: Timing, calls: int = 0, rounds: Sequence[in
 
 
 def do_cells_compensate(timings: Sequence[Timing], rounds: Sequence[int], floor: float) -> bool:
-    """Returns whether the cells of a step compensate for each other in any of the timings. They do if the sum of the
-    fastest time of each cell is below the time of the fastest step, by a larger share than `floor`.
+    """Returns whether the cells (parts of a step) of any timing compensate for each other: their fastest times sum to
+    less than the fastest step, by a larger share than `floor`.
     """
     calls = count_common_calls(*timings)
     return any(share_below_fastest_step(timing, calls, rounds) > floor for timing in timings)
@@ -136,20 +136,21 @@ def best_ratio(
 
 
 def _to_ratio(arms: Sequence[stats.Resampled], seconds: Sequence[stats.Floats], level: float) -> Interval:
-    """Returns the ratio of the first case to the other cases with an interval. With few rounds, the interval is only
-    the range.
+    """Returns the time of the first arm divided by the geometric mean of the other arms, with an interval. With few
+    rounds, the interval is only the range.
     """
     ratio = stats.ratio(arms[0], arms[1:], level)
     return stats.replace_interval_by_range(ratio, seconds) if len(seconds[0]) < LEAST_ROUNDS else ratio
 
 
 def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool | None) -> list[stats.Floats]:
-    """Returns the seconds of the cells of each timing, or the seconds of whole steps if the cells are not comparable.
+    """Returns the seconds of the cells (parts of a step) of each timing, or of whole steps if the cells are not
+    comparable.
 
-    All timings use the same number of calls per slot, because a minimum over more calls is lower. A sum of minimums
-    over more cells is also lower, so whole steps are used if one case has many more cells. For example, a model without
-    marks is one cell, but a copy of it with marked products has dozens. Whole steps are also used if `whole_steps` is
-    True, or if it is None and cells compensate for each other.
+    All timings use equally many calls per slot, because a minimum over more calls is lower. So is a sum of minimums
+    over more cells, so whole steps are used if one case has many more cells. For example, a model without marks is one
+    cell, and its copy with marked products has dozens. Whole steps are also used if `whole_steps` is True, or if it is
+    None and cells compensate for each other.
     """
     calls = count_common_calls(*timings)
     if whole_steps is None:
@@ -161,13 +162,15 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps:
 
 
 def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
-    """Returns whether the cases' numbers of cells differ so much that only whole steps are comparable."""
+    """Returns whether the numbers of cells (parts of a step) differ so much between cases that only whole steps are
+    comparable.
+    """
     cell_counts = [_effective_cell_count(sample) for sample in samples]
     return max(cell_counts) > _MAX_CELL_COUNT_RATIO * min(cell_counts)
 
 
 def _effective_cell_count(samples: stats.Floats) -> float:
-    """Returns the effective number of cells of a step: how many equally long cells would have the same entropy."""
+    """Returns how many equally long cells (parts of a step) would have the same entropy as the cells of a step."""
     cell_shares = samples.sum(axis=0)
     cell_shares = cell_shares[cell_shares > 0] / max(float(cell_shares.sum()), 1e-300)
     return float(np.exp(-(cell_shares * np.log(cell_shares)).sum()))
@@ -180,9 +183,7 @@ def mean_ratio(timings: Sequence[Timing], rounds: Sequence[int], level: float = 
 
 
 def mean_seconds(timing: Timing, rounds: Sequence[int]) -> stats.Floats:
-    """Returns the seconds of a call in each round: the mean over all calls of the slot, without time spent waiting
-    for a core.
-    """
+    """Returns the mean seconds of a call in each round, without time spent waiting for a core."""
     return np.array([_mean_call_seconds(slot) for slot in _select_slots(timing, rounds)])
 
 
@@ -207,8 +208,8 @@ def reference_timings_of(reference: Timing, control: Timing | None) -> list[Timi
 
 
 def aa_interval(reference: Timing, control: Timing | None) -> Interval | None:
-    """Returns the ratio of the control's time to the reference's, which run identical code. Returns None without a
-    control.
+    """Returns the ratio of the control's time to the reference's. Both run identical code, so the interval shows noise.
+    Returns None without a control.
     """
     if control is None or not (rounds := find_common_rounds([control, reference])):
         return None
@@ -227,8 +228,8 @@ def _estimate_noise_floor(
     """Returns the A/A interval of a reference and its control, and whether whole steps are compared. Without a control,
     the interval is None.
 
-    If cells compensate for each other, the A/A interval computed from cells is too wide. If the A/A interval computed
-    from whole steps is narrower, it decides by how much cells may compensate.
+    If cells (parts of a step) compensate for each other, the A/A interval computed from cells is too wide. Cells may
+    compensate by at most the narrower of two intervals: from cells and from whole steps.
     """
     timings = [*reference_timings, case] if case is not None else reference_timings
     if len(reference_timings) < 2:
@@ -244,7 +245,7 @@ def _estimate_noise_floor(
 
 
 def verdict_band(aa: Interval | None) -> float:
-    """Returns the half-width of the band around 1. A case inside the band is neither faster nor slower."""
+    """Returns the half-width of the band around a ratio of 1 in which a case is neither faster nor slower."""
     return max(VERDICT_BAND, aa.distance_from_one) if aa is not None else VERDICT_BAND
 
 
@@ -272,8 +273,8 @@ class Conclusion(NamedTuple):
 
 
 def is_uneven(ratio: Interval, mean_ratio: Interval) -> bool:
-    """Returns whether the interval of the ratio of means is more than UNEVEN_RATIO away from the interval of the ratio
-    of the fastest calls, or on the other side of 1.
+    """Returns whether the mean over all calls contradicts the fastest calls: the intervals of their ratios are more
+    than UNEVEN_RATIO apart, or on opposite sides of 1.
     """
     ratio_distance = max(mean_ratio.low / ratio.high, ratio.low / mean_ratio.high)
     return ratio_distance > 1 + UNEVEN_RATIO or _are_opposite(ratio, mean_ratio)
@@ -366,7 +367,9 @@ def _merge_intervals(ratios: Sequence[Interval]) -> Interval:
 
 
 def log_of_best_ratio(case: Timing, reference: Timing, control: Timing | None) -> float | None:
-    """Returns the logarithm of the ratio behind a verdict, or None if there are too few rounds for an interval."""
+    """Returns the logarithm of a case's best-case ratio to its reference, or None if there are too few rounds for an
+    interval.
+    """
     reference_timings = reference_timings_of(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
     if len(rounds) < LEAST_ROUNDS:
@@ -394,8 +397,9 @@ def _widen_interval(ratio: Interval, min_half_width: float, earlier_log_ratios: 
 def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:
     """Returns the best-case seconds of each phase, which sum to the best case of the step.
 
-    With `whole_steps`, all cells are taken from the fastest steps, otherwise each cell is taken from its own fastest
-    rounds. If `whole_steps` is None, whole steps are used if no step was as fast as the sum of the fastest cells.
+    With `whole_steps`, all phases are taken from the fastest steps, otherwise each cell (a part of a step) is taken
+    from its own fastest rounds. If `whole_steps` is None, whole steps are used if the fastest cells sum to clearly less
+    than the fastest step.
     """
     calls = count_common_calls(timing)
     if whole_steps is None:
@@ -416,14 +420,16 @@ def best_seconds(timing: Timing, whole_steps: bool | None = None) -> float:
 
 
 def fastest_step_cells(timing: Timing, calls: int, rounds: Sequence[int] | None = None) -> stats.Floats:
-    """Returns the seconds of each cell in the fastest step of each round, with shape (rounds, cells)."""
+    """Returns the seconds of each cell (a part of a step) in the fastest step of each round, with shape (rounds,
+    cells).
+    """
     steps = [min(slot.calls_ns[:calls], key=sum) for slot in _select_slots(timing, rounds)]
     return np.array(steps, dtype=np.float64) * 1e-9
 
 
 def find_fastest(candidates: Sequence[Timing], reference: Timing, control: Timing | None) -> int | None:
-    """Returns the index of the candidate with the smallest best case, or None if no candidate is faster than the
-    reference.
+    """Returns the index of the candidate with the lowest best-case time relative to the reference, or None if no
+    candidate is faster than the reference.
     """
     reference_timings = reference_timings_of(reference, control)
     fastest_index, smallest_ratio = None, 1.0

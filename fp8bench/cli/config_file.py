@@ -53,7 +53,7 @@ def read_mapping(option: str, file: Path, content: str) -> dict[str, Any]:
 
 
 class TrainerKey(NamedTuple):
-    """The meaning of a key that files of a training framework use.
+    """The option that is set by a key from files of a training framework, like `use_wandb`.
 
     `targets` are options or 'set AXIS', each with a translation of the key's values. The first target that the command
     has is used. An empty translation leaves values unchanged. If no target fits, the key is refused with the advice
@@ -103,9 +103,9 @@ def parse_with_config(
 ) -> argparse.Namespace:
     """Parses the command line with the values of a file as defaults. The command line overrides the file.
 
-    The values of a repeatable option on the command line are added to those in the file. However, an axis on the
-    command line replaces the values that the file has for the same axis. `parser` and its sub-parser `command` keep
-    the file's values as their defaults.
+    The values of a repeatable option on the command line are added to those in the file. However, NAME=VALUE on the
+    command line replaces what the file has for NAME. `parser` and its sub-parser `command` keep the file's values as
+    their defaults.
     """
     values = read_config(file, command)
     command.set_defaults(**values)
@@ -192,9 +192,9 @@ def _find_fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
 
 
 def _find_compiled_mode(mode: str) -> str:
-    """Returns the FP8 mode with the same formats that torch.compile can compile.
+    """Returns the FP8 mode that torch.compile supports, with the same formats.
 
-    Raises UsageError if `mode` has options about its history of casts.
+    Raises UsageError if `mode` has other options than formats, because these belong to delayed scaling.
     """
     _, *options = mode.split(":")
     history_options = [option for option in options if not option.startswith("formats=")]
@@ -243,7 +243,7 @@ def _parse_value(command: argparse.ArgumentParser, action: argparse.Action, valu
 
 
 def _list_value_words(action: argparse.Action, value: Any) -> list[str]:
-    """Returns the words that stand for a value of a file on the command line."""
+    """Returns the words of a command line that set an option to a value of a file."""
     if isinstance(value, dict) and _is_mapping_option(action):
         return [f"{_require_text(name)}={','.join(_list_values(texts))}" for name, texts in value.items()]
     if isinstance(value, list) and (_is_repeatable(action) or "," in str(action.metavar)):

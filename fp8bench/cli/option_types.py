@@ -116,9 +116,7 @@ def text_parser(rule: Rule) -> Callable[[str], str]:
 
 
 def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
-    """Returns a parser of texts like 'NAME=NUMBER,...'. The parser checks the pairs of names and numbers by the
-    rule.
-    """
+    """Returns a parser of texts like 'NAME=NUMBER,...'. It applies the rule to the pairs of names and numbers."""
     return lambda text: _check_rule(
         rule, text, tuple((name, parse_number(value)) for name, value in parse_layers(text))
     )

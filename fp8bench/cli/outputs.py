@@ -41,10 +41,10 @@ _MAX_WIDTH = 160
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommandResult:
-    """The result of a command: a page for people, a JSON value and rows for programs, and an exit code.
+    """The result of a command: a page for people, a JSON value and CSV rows for programs, and an exit code.
 
-    `found` is the object that the page, the value and the rows show. `files` has a path and a text for each option that
-    names a file. `whole` is the page for Markdown if it is longer than `page`.
+    The page, the value and the rows are made from the object `found`. `files` has a path and a text for each option
+    that names a file. `whole` is the page for Markdown if it is longer than `page`.
     """
 
     found: Any

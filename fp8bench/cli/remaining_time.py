@@ -30,9 +30,9 @@ _MIN_REMAINING_SHARE = 0.1
 
 @dataclass
 class RemainingTime:
-    """Predicts the remaining time of a run of this number of `groups`. Planning the run took `start_seconds`.
+    """Predicts the remaining time of a run with `groups` groups of cases. Planning the run took `start_seconds`.
 
-    If planning was slow, untimed work is expected to be slow as well. The rounds of a group end with their budget, so
+    If planning was slow, untimed work is expected to be slow as well. The rounds of a group have a time budget, so
     their progress is known. The time of the untimed passes after the rounds is predicted from the time of the group's
     preparation and of its first passes.
     """

@@ -92,9 +92,9 @@ class Cpu(Device):
 
     @contextlib.contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """Lets the process allocate twice the limit plus 256 MiB (RLIMIT_DATA), because the kernel counts more than
-        tensors. This keeps the machine from running out of memory. A caller that needs an exact limit must count
-        tensors.
+        """Limits what the process may still allocate to twice `limit` plus 256 MiB (RLIMIT_DATA), so that the machine
+        does not run out of memory. The kernel counts more than tensors, so a caller that needs an exact limit must
+        count tensors.
         """
         if sys.platform != "linux":
             raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")

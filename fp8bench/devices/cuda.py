@@ -189,15 +189,15 @@ class Cuda(Gpu):
             filler.launch()
 
     def why_idle(self, index: int) -> str:
-        """Returns why products could not be captured, so that `occupy` lets the GPU spin. Returns '' if they could be,
-        or were not needed yet.
+        """Returns why `occupy` cannot fill the queue with captured products, and lets the GPU spin. Returns '' if it
+        can, or if no products were needed yet.
         """
         filler = self._filler_by_index.get(index, "")
         return filler if isinstance(filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
-        """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if
-        that fails. Passes that count the operators of a step do not see the products of a launched graph.
+        """Captures products of random numbers in a graph and times one launch of the graph. Returns the reason if that
+        fails. Products in a graph are not counted as operators of the step.
         """
         import torch
 

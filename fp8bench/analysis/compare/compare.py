@@ -114,7 +114,9 @@ def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> s
 
 
 def _average_disturbed_share(side: Sequence[Sighting]) -> float:
-    """Returns the share of slots whose wall-clock time far exceeds their CPU time, averaged over the runs of a side."""
+    """Returns the share of slots (timed turns of a case) whose wall-clock time far exceeds their CPU time, as the mean
+    over the runs of a side.
+    """
     shares = []
     for sighting in side:
         timing = sighting.record.timing
@@ -126,10 +128,10 @@ def _average_disturbed_share(side: Sequence[Sighting]) -> float:
 def _withhold_disturbed_time(
     comparison: Comparison, old: Sequence[Sighting], new: Sequence[Sighting], busier: str
 ) -> Comparison:
-    """Makes a difference in time UNSURE if other programs may have caused it by disturbing one side.
+    """Makes a difference in time UNSURE if other programs may have caused it by slowing down the runs of one side.
 
-    A comparison with a p-value does not consider how long steps waited for a core, because the spread of many runs
-    already includes that. Such a comparison becomes UNSURE only if one side was busier.
+    Without a p-value, the difference is also UNSURE if it is no larger than the delay of steps that waited for a core.
+    With a p-value, the spread of many runs already includes this delay.
     """
     waiting_factor = (
         max(_compute_waiting_factor(old), _compute_waiting_factor(new)) if comparison.p_value is None else 1.0
@@ -300,8 +302,8 @@ def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tupl
 
 
 def _move_to_reported_ratio(difference: RunDifference, reported_seconds: tuple[float, float] | None) -> RunDifference:
-    """Replaces the ratio of a difference by the ratio of the times that the runs of both sides reported. The interval
-    is widened to contain both ratios.
+    """Replaces the ratio of old and new side by the ratio of the times that the reports of both sides show. The
+    interval is widened to contain both ratios.
     """
     if reported_seconds is None:
         return difference

@@ -45,7 +45,7 @@ _COMPARED_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isola
 
 @dataclass(frozen=True)
 class Sighting:
-    """The measurement of one case by one run. `reference` is the mode of the reference in the case's group, or ''."""
+    """The measurement of one case by one run. `reference` is the mode (precision) of the case's reference, or ''."""
 
     run: Run
     record: Record
@@ -315,7 +315,7 @@ _CostByName = Mapping[str, Metric]
 
 
 def _collect_costs(sighting: Sighting) -> _CostByName:
-    """Returns the main figures of a measured step for which low values are good, by name. The time of the step is left
+    """Returns the main figures of a measured step by name, if lower values are better. The time of the step is left
     out.
     """
     costs: dict[str, Metric] = {}
@@ -372,8 +372,8 @@ def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]
 
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
-    """Returns an estimate for each ratio that `read` takes from a finding. The standard error of an estimate follows
-    from the ratio's interval. Estimates are logarithms, and so is the half width of an interval.
+    """Returns the ratio that `read` takes from each finding as an estimate: the ratio's logarithm, with a standard
+    error that follows from the ratio's interval.
     """
     deviations = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []

@@ -48,8 +48,8 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     Dynamic programming finds the cuts with the lowest cost. The cost is the sum of squares around the means of the
     pieces, plus 1 per cut, plus `length_price` times the logarithm of each piece's length. Longer pieces cost more,
     because noise finds many places to cut in the middle of a long series, but few near the end, where new steps are. A
-    short level costs 1 more. The search goes from left to right: whatever follows a cut, the best cuts before it are
-    those of the values before it.
+    short level costs 1 more. The search goes from left to right, because the best cuts before a cut do not depend on
+    the values after it.
     """
     series_count, longest_length = batch.values.shape
     rows = np.arange(series_count)
@@ -133,7 +133,7 @@ def estimate_noise(batch: Batch) -> Floats:
 def replace_outliers(batch: Batch, spread: Floats) -> Batch:
     """Replaces each outlier by the median of its neighbours.
 
-    At either end of a series, this is the median of the five outermost values, so that three values of a new level are
+    At either end of a series, the outermost five values are these neighbours, so that three values of a new level are
     not replaced.
     """
     window_centre = np.clip(
@@ -268,9 +268,11 @@ def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the logarithm of the smallest step that would be found after the newest level, and the logarithm's
-    standard error. A step is found if it meets three conditions. It is large enough to be worth a cut, it is still
-    found without the most distant value of the new level, and its p-value is at most `chance`.
+    """Returns the logarithm of the smallest step that would be found after the newest level, and the standard error of
+    this logarithm.
+
+    Such a step is worth the price of a cut, is still found without the most distant value of the new level, and has a
+    p-value of at most `chance`.
     """
     new_values, old_values = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
     if old_values < MIN_LEVEL_LENGTH:
@@ -378,8 +380,8 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
 
 
 def _variance_reductions(values: Floats) -> Floats:
-    """Returns by how much each possible cut of a piece reduces the sum of squares. The first cut is before the second
-    value.
+    """Returns by how much each possible cut of a piece reduces its sum of squared deviations from the mean. The first
+    cut is before the second value.
     """
     count = len(values)
     first_lengths = np.arange(1, count)

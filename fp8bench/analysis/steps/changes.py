@@ -115,8 +115,10 @@ class FoundChanges:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Figures of a trend that can be compared with each other: their `indices` in the trend, and their values, which
-    may be infinite or NaN. `read` returns the trend. `is_counted` is True for exact counts.
+    """Figures of a trend that can be compared with each other.
+
+    `indices` are their positions in the trend, and `values` may be infinite or NaN. `read` returns the whole trend.
+    `is_counted` is True for exact counts.
     """
 
     read: Callable[[], Trend]
@@ -135,8 +137,8 @@ def find_changes(trends: Iterable[Trend]) -> FoundChanges:
 
 
 def find_changes_in_stretches(stretches: Iterable[Sequence[Stretch]], search: FindSteps) -> FoundChanges:
-    """Returns the changes of trends. Each item of `stretches` has the stretches of one trend. `search` finds steps in
-    series. A whole trend is read only if it has steps.
+    """Returns the changes of trends. Each item of `stretches` has the comparable figures of one trend. `search` finds
+    steps in series. A whole trend is read only if it has steps.
     """
     skipped: Counter[str] = Counter()
     searchable_stretches: list[Stretch] = []
@@ -189,10 +191,9 @@ def _find_exact_steps(values: Floats) -> tuple[Step, ...]:
 
 
 def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
-    """Yields the changes, and marks a change of the fastest calls if the mean over all calls contradicts it.
+    """Yields the changes, without those of the mean over all calls that repeat a change of the fastest calls.
 
-    If the mean agrees, its own change is dropped. Otherwise the change of the mean is yielded too, because the mean
-    includes every call.
+    If mean and fastest calls of a case contradict each other, both changes are yielded and marked.
     """
     repeated_ids = set[int]()
     opposite_changes_by_id: dict[int, Change] = {}
@@ -217,8 +218,8 @@ def _check_against_means(changes: Sequence[Change]) -> Iterator[Change]:
 
 
 def _is_same_step(mean_change: Change, fastest_change: Change) -> bool:
-    """Returns whether a change of the mean and a change of the fastest calls belong to the same case and may come from
-    the same commit.
+    """Returns whether a change of the mean and a change of the fastest calls concern the same case and may have the
+    same cause: a commit in both ranges.
     """
     if fastest_change.trend.series.metric != _FASTEST_CALLS[mean_change.trend.series.metric]:
         return False
@@ -247,7 +248,9 @@ def _mark_uneven(change: Change, opposite_change: Change) -> Change:
 
 
 def _split_into_stretches(trend: Trend) -> list[Stretch]:
-    """Returns the comparable figures of a trend as one stretch for each version and each set of conditions."""
+    """Splits a trend into stretches of comparable figures, which have the same version of the measured work and the
+    same conditions.
+    """
     values: dict[tuple[str, Conditions], dict[int, float]] = {}
     for index, figure in enumerate(trend.figures):
         if (value := _comparable_value_of(figure)) is not None:

@@ -267,11 +267,10 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns a text with the time that energy windows or turns of --sustained will take. Returns '' if the plan has
-    neither, or if their time is unknown.
+    """Returns a text with the time that measuring energy, or measuring for seconds with --sustained, will take. Returns
+    '' if the plan has neither, or if their time is unknown.
 
-    The time of energy windows is predicted only for GPUs: it is unknown whether a CPU has energy counters until the
-    device is opened.
+    The time of energy windows is predicted only for GPUs, because a CPU may have no energy counters.
     """
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:

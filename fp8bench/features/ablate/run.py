@@ -227,8 +227,8 @@ def _build_ablation(
 
 
 def describe_other_work(record: Record, first: Record, token_ratio: float) -> str:
-    """Returns a sentence if the products of an arm have more or fewer FLOPs than those of the first arm, for the same
-    number of tokens. Returns '' if the FLOPs agree or are unknown.
+    """Returns a sentence if the matrix products of an arm do more or fewer FLOPs per token than those of the first arm.
+    Returns '' if the FLOPs agree or are unknown.
     """
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):

@@ -64,8 +64,8 @@ class Savings:
         return _resample_ratio(first.rounds, arm.rounds)
 
     def _sum_arms(self, factors: Mapping[tuple[str, ...], int]) -> Interval | None:
-        """Adds up the seconds of the arms with these options, each times its factor. Returns None if any arm is not
-        timed.
+        """Returns the weighted sum of the seconds of arms, or None if any arm is not timed. `factors` has the weight of
+        each arm by its options.
         """
         point, resampled_sum, seconds_by_round = 0.0, np.zeros(1), np.zeros(1)
         for options, factor in factors.items():

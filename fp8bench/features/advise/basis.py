@@ -1,9 +1,10 @@
-"""The evidence for advice: the cases of a run with their references, and the studies and trainings in the store.
+"""The evidence for advice: the cases of a run with their references, and the sensitivity studies and trainings in the
+store.
 
-Shares of a step have intervals over rounds, like verdicts. Ratios of the times of two parts of steps have such
-intervals too. A rule of the checklist asks one question about a precision (mode) in a setting. The answer `yes` always
-favours the lower precision. No rule uses a figure from another machine. A figure that was not measured here is reported
-as missing, with the command that would measure it.
+Shares of a step, and ratios between the times of two parts of steps, have intervals over rounds, like verdicts. A rule
+of the checklist asks one question about a precision (mode) in a setting. The answer `yes` always favours the lower
+precision. Figures from other machines are not used. A figure that was not measured here is reported as missing, with
+the command that would measure it.
 """
 
 from __future__ import annotations
@@ -92,10 +93,10 @@ class ComparedCase:
 
     @cached_property
     def affected_phases(self) -> frozenset[str]:
-        """The phases that this precision may change. Time outside of all phases always counts, because it may belong
-        to any of them.
+        """The phases whose time this precision may change. Time outside of all phases is always included, because it
+        may belong to any of them.
 
-        A tape is the recorded work of a step by phase. If both cases have tapes, the phases are those whose work
+        If the case and its reference have tapes (recorded work of a step by phase), the phases are those whose work
         differs. Otherwise they are products and casts, or all phases if the reference does not mark products.
         """
         assert self.reference is not None
@@ -174,8 +175,8 @@ _USER_MODEL_SUITE = "model"
 
 
 def _changes_products_alone(pair: ComparedCase) -> bool:
-    """Returns whether the precision changes only products. This is the case in a user's model, and if values between
-    products keep the reference's dtype.
+    """Returns whether the precision changes nothing except products. This is the case in a user's model, and if values
+    between products keep the reference's dtype.
     """
     assert pair.reference is not None
     # In a user's model, only layers with products are converted.
@@ -255,9 +256,11 @@ def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float
 
 @dataclass(frozen=True)
 class AdviceBasis:
-    """A run with its findings, and other measurements on the same device. `serving_answers` holds those answers of
-    `fp8bench infer` to which this run belongs. `min_gain` is the smallest gain, as a share, that makes a precision
-    worthwhile. `store_options` are the options with which suggested commands find the run.
+    """A run with its findings, and stored studies and a training that were measured on the same device.
+
+    `serving_answers` are the answers of `fp8bench infer` that use this run. `min_gain` is the smallest gain, as a
+    share, that makes a precision worthwhile. `store_options` are the options with which suggested commands find the
+    run.
     """
 
     run: Run
@@ -298,10 +301,10 @@ AskRule = Callable[[ComparedCase, AdviceBasis], RuleReply | str | None]
 
 @dataclass(frozen=True)
 class AdviceRule:
-    """One question of the checklist. `measure` is the command that would answer it.
+    """One question of the checklist. `measure` is the command that would answer it, where {again} stands for the
+    command that measured the case.
 
-    In `measure`, {again} stands for the command that measured the case. For an emulated precision, only the question
-    about learning can be measured.
+    Emulated precisions have no speed, so only the question whether they learn can be measured.
     """
 
     name: str
@@ -330,7 +333,7 @@ def dtype_option(case: Case) -> str:
 
 
 def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
-    """Returns the texts that replace {again}, {study}, {train} and {store} in the command of an `AdviceRule`. The texts
+    """Returns the commands and options that replace {again}, {study}, {train} and {store} in `AdviceRule.measure`. They
     differ between a case of a suite and a case of a user's model.
     """
     case = pair.record.case
