@@ -129,8 +129,8 @@ def _interpolate_bounds(sorted_points: Sequence[SizedRatio]) -> tuple[list[float
 
 
 def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
-    """Returns how far the curve may deviate from a straight line between two neighbouring sizes. The estimate follows
-    from how much the curve bends at both sizes.
+    """Returns how far the logarithm of the speed-up may deviate from a straight line between two neighbouring sizes.
+    The estimate follows from how much the curve bends at both sizes.
 
     If the speed-up leaps between the two sizes, the deviation is the whole height of the leap, because a library may
     switch kernels at any size in between.

@@ -184,9 +184,7 @@ def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[
 
 
 def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
-    """Yields a doubt about a case that cast its weights during preparation, because the timed steps then do without
-    this cast.
-    """
+    """Yields a label for a case that cast its weights during preparation, so that the timed steps lack this cast."""
     weight_count = record.products.cast_before if record.products is not None else 0
     if weight_count:
         weights_text = f"{weight_count} weights that were" if weight_count > 1 else "a weight that was"

@@ -328,7 +328,7 @@ def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iter
     """Describes a reference whose tensors are scattered in memory, or that holds more copies of a tensor than its steps
     read.
 
-    With so many copies used in rotation, each step reads copies that are in no cache.
+    If a step uses different copies than the step before, it reads copies that are in no cache.
     """
     if record.products is None or reference.products is None:
         return
@@ -360,7 +360,7 @@ def _count_reads_by_size(tape: Tape) -> dict[int, int]:
 
 
 def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
-    """Describes a reference whose products are far below the peak of the machine. Products of attention are left out,
+    """Describes a reference whose products are far slower than the machine's peak. Products of attention are left out,
     because attention is a separate phase.
     """
     timing = reference.timing

@@ -1,4 +1,4 @@
-"""Labels that cast doubt on a case, from its samples, the clocks of its slots and the driver of its device."""
+"""Labels that cast doubt on a case, from its samples, its clocks and the driver of its device."""
 
 from __future__ import annotations
 
@@ -259,8 +259,8 @@ def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
 
 
 def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
-    """Labels a case whose mean over all calls differs from its fastest calls. The label removes the verdict, unless
-    mean and fastest calls are both faster than the reference, or both slower.
+    """Labels a case if its mean over all calls and its fastest calls compare differently with the reference. The label
+    removes the verdict, unless mean and fastest calls are both faster than the reference, or both slower.
     """
     ratio, mean_ratio = finding.ratio, finding.typical
     if ratio is None or mean_ratio is None or not is_uneven(ratio, mean_ratio):

@@ -72,7 +72,7 @@ UNPAIRED = MissingFigure(units.NONE, "one rank alone and all ranks were not meas
 
 def find_median_interval(values: Sequence[float]) -> MedianInterval | MissingFigure:
     """Returns the median of the values with an interval that contains the true median with at least the probability
-    CONFIDENCE. Returns the reason if there are too few values or any value is not finite.
+    CONFIDENCE. Returns why they are missing if there are too few values or any value is not finite.
 
     The ends of the interval are two of the values, so it needs no assumption about the distribution. With 5 values they
     are the smallest and the largest (94%), with 8 values the second from either end (93%).

@@ -1,16 +1,15 @@
 """The samples of a case that a history stores, one per round.
 
-A round's sample is computed from the fastest of its calls, separately for each part of a step. So the phases of a
-round sum to its step. Calls in one slot follow each other within microseconds, so they are correlated. If each call
-were a sample, intervals of medians would be too narrow.
+A round's sample is computed from the fastest of its calls, separately for each part of a step. So the phases of a round
+sum to its step. Calls in one slot (a timed turn of the case) follow each other within microseconds, so they are
+correlated. If each call were a sample, intervals of medians would be too narrow.
 
 On a busy machine, even the fastest call may have waited for a core, while the mean over all calls is corrected for
 waiting. In one slot, the fastest call took 21.5 ms and the corrected mean was 3.51 ms. So a round's sample is at most
 the mean of its calls.
 
-The sustained time of a case is the time of a step when steps run for several seconds without a pause, at the clock
-that the device then has. Without such a measurement, energy windows take its place if they ran under a power cap or
-at another clock than slots.
+The sustained time of a case is the time of a step when steps run for several seconds without a pause. If this was not
+measured, the time in energy windows is used, if they ran under a power cap or at another clock than slots.
 """
 
 from __future__ import annotations
@@ -174,12 +173,10 @@ MIN_TURNS = 3
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement, with
-    clock and power.
+    """The median, the lowest and the highest seconds per step in measurements of several seconds, with clock and power.
 
-    `turns` is the number of measurements. `settled_turns` is the number of them before which clock and temperature had
-    settled, None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few
-    milliseconds.
+    `turns` is the number of measurements. `settled_turns` counts those before which clock and temperature had settled;
+    None if unknown. `ratio_to_slots` is the step's sustained time divided by its time in slots of a few milliseconds.
     """
 
     seconds: float

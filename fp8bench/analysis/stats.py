@@ -144,8 +144,8 @@ def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
 
 
 def resample_fastest_steps(steps: Floats) -> Floats:
-    """Returns the mean seconds of each segment over the fastest whole steps, for every resample. The shape is
-    (segments, resamples).
+    """Returns the mean seconds of each segment (a part of a step) over the fastest whole steps, for every bootstrap
+    resample. The shape is (segments, resamples).
     """
     fastest_count = count_fastest_rounds(len(steps))
     step_ranking = np.argsort(steps.sum(axis=1), kind="stable")

@@ -162,8 +162,8 @@ def to_comparable(timings: Sequence[Timing], rounds: Sequence[int], whole_steps:
 
 
 def are_cut_unevenly(samples: Sequence[stats.Floats]) -> bool:
-    """Returns whether the numbers of cells (parts of a step) differ so much between cases that only whole steps are
-    comparable.
+    """Returns whether the numbers of cells (parts of a step) differ too much between cases to compare anything except
+    whole steps.
     """
     cell_counts = [_effective_cell_count(sample) for sample in samples]
     return max(cell_counts) > _MAX_CELL_COUNT_RATIO * min(cell_counts)

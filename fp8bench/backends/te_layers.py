@@ -276,8 +276,8 @@ _HISTORY_COLUMNS = {"scaling_fwd": (3, ("input", "weight")), "scaling_bwd": (2, 
 
 
 def _read_history_scales(module: nn.Module) -> list[tuple[str, str, float, float]]:
-    """Returns four values for each amax history of a module: part, role, largest magnitude and scale. The list is
-    empty without delayed scaling.
+    """Returns four values for each amax history of a module: the name of the layer, the role of the tensor, its largest
+    magnitude, and its scale. The list is empty without delayed scaling.
     """
     scales = []
     for part, layer in module.named_modules():

@@ -240,7 +240,7 @@ def python_type(action: argparse.Action) -> str:
 
 
 def _name_parser_type(action: argparse.Action) -> str:
-    """Returns the name of the type of the values that an option's parser returns."""
+    """Returns the name of the type to which an option's values are parsed."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned_type = parser.__annotations__["return"] if parser is not None else name

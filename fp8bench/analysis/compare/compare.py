@@ -130,7 +130,7 @@ def _withhold_disturbed_time(
 ) -> Comparison:
     """Makes a difference in time UNSURE if other programs may have caused it by slowing down the runs of one side.
 
-    Without a p-value, the difference is also UNSURE if it is no larger than the delay of steps that waited for a core.
+    Without a p-value, the difference is also UNSURE if it is not larger than the delay of steps that waited for a core.
     With a p-value, the spread of many runs already includes this delay.
     """
     waiting_factor = (

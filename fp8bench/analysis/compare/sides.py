@@ -68,7 +68,7 @@ class Side:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the newest measurement of any case succeeded."""
+        """Whether the newest measurement of at least one case succeeded."""
         return any(sightings[-1].record.is_ok for sightings in self.sightings.values())
 
 

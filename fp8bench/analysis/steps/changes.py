@@ -354,7 +354,7 @@ def _make_change(stretch: Stretch, step: Step, level: float, new_level: float) -
 
 
 def format_case(trend: Trend) -> str:
-    """Formats the cell of a trend like a case, with the machine in place of the device: 'gemm[shape=512]@box/bf16'."""
+    """Formats the case of a trend like 'gemm[shape=512]@box/bf16', with the machine in place of the device."""
     precision, *values = trend.cell
     parameters = ",".join(f"{name}={value}" for name, value in zip(trend.series.param_names[1:], values, strict=True))
     return f"{trend.series.workload}[{parameters}]@{trend.machine['machine']}/{precision}"

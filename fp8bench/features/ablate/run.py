@@ -245,8 +245,8 @@ def describe_other_work(record: Record, first: Record, token_ratio: float) -> st
 
 
 def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: float) -> tuple[float, ...]:
-    """Returns the seconds of complete steps in these rounds, multiplied by `token_ratio`. An emulated arm has few
-    rounds, so all of its rounds are used.
+    """Returns the seconds of complete steps in these rounds, multiplied by `token_ratio`. For an emulated arm, returns
+    all of its few rounds.
     """
     if record.timing is None:
         return ()
