@@ -196,8 +196,8 @@ def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
 
 
 def _describe_varying_work(record: Record, reference: Record) -> str:
-    """Describes a difference of the mean FLOPs from the reference's, if products differ between the steps of the case
-    or of the reference. Returns '' otherwise.
+    """Describes a case whose mean FLOPs per step differ from the reference's, if the products of either vary from step
+    to step. Returns '' otherwise.
     """
     late_steps, base_late_steps = record.late, reference.late
     if (

@@ -123,8 +123,8 @@ def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
 
 
 def _expected_core_seconds(slot: SlotSample) -> float:
-    """Returns for how many seconds of a slot (a timed turn of a case) the process should have had a core. With several
-    ranks, the communication time of the slowest rank is subtracted.
+    """Returns for how many seconds of a slot the process should have had a core. With several ranks, the communication
+    time of the slowest rank is subtracted.
     """
     slowest_rank = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
     return slot.wall_seconds - (0.0 if slowest_rank is None else sum(slowest_rank.communication_ns) * 1e-9)
@@ -180,8 +180,7 @@ def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
     """Returns the hard labels of a case from its samples, its clock and the A/A interval (of identical code). They
-    remove the verdict of the case. The hard labels of a reference also remove the verdicts of all cases compared with
-    it.
+    remove the verdicts of the case and, if it is a reference, of all cases compared with it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),

@@ -124,8 +124,8 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
 
 
 def explain_batch_limit(capacity: Capacity) -> str:
-    """Returns the next larger batch with the reason why it does not fit, or why it is unknown. An example is '377:
-    tensors need 1.63 MiB more'.
+    """Returns the next larger batch and why it does not fit, like '377: tensors need 1.63 MiB more', or why this batch
+    is unknown.
     """
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite allows no larger batch"

@@ -57,8 +57,8 @@ def step_samples(timing: Timing) -> tuple[float, ...]:
 
 
 def mean_sample(timing: Timing) -> tuple[float, ...]:
-    """Returns the mean seconds of a step over all calls as a single sample, because the median of one mean per round
-    would hide rare slow calls.
+    """Returns the mean seconds of a step over all calls as a single sample. A median over rounds would hide rare slow
+    calls.
     """
     return (_mean_seconds_of_rounds(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
 
