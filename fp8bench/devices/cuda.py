@@ -189,8 +189,8 @@ class Cuda(Gpu):
             filler.launch()
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` cannot fill the queue with captured products, and lets the GPU spin. Returns '' if it
-        can, or if no products were needed yet.
+        """Returns why `occupy` spins instead of launching captured products. Returns '' if products could be captured,
+        or were not needed yet.
         """
         filler = self._filler_by_index.get(index, "")
         return filler if isinstance(filler, str) else ""
