@@ -16,7 +16,7 @@ from fp8bench.store.runs.listing import find_store_of_run, load_stored_run
 
 
 def collect_basis(run_name: str, store: Path, training: str | None, min_gain: float) -> tuple[AdviceBasis, list[str]]:
-    """Returns the named run with everything that the store has about it, and a sentence on each unreadable file."""
+    """Returns what the store has for advice on the named run, and a sentence on each unreadable file."""
     run = load_stored_run(run_name, store)
     if run.request.suite == BENCH:
         raise UsageError(f"the run {run.id} compares callables, but advice is about precisions. Give a suite's run.")

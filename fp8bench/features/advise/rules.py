@@ -76,9 +76,7 @@ def _judge_step(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
 
 
 def amdahl_bound(pair: ComparedCase) -> Interval | None:
-    """Returns the largest possible speed-up of the reference's step: everything that the precision may change takes
-    no time.
-    """
+    """Returns the speed-up of the reference's step if everything that the precision may change took no time."""
     if pair.reference is None or pair.reference.support.is_emulated or pair.reference.timing is None:
         return None
     affected_share = pair.affected_share()
@@ -234,8 +232,8 @@ def _judge_energy(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
 
 
 def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
-    """Describes each error by its size. A large error rules the precision out. Only a training shows whether a smaller
-    error matters.
+    """Describes each numerical error of a case as small or large. A large error rules the precision out. Only a
+    training shows whether a smaller error matters.
     """
     errors = [error for error in pair.record.measurements if error.metric.endswith("_error") and error.samples]
     problem = pair.record.reason if not pair.record.is_ok else ""
@@ -258,7 +256,7 @@ def _judge_errors(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str:
 
 
 def find_study(pair: ComparedCase, basis: AdviceBasis) -> Study | None:
-    """Returns the newest study of this suite, device and precision, and of the same model if the suite has several."""
+    """Returns the newest sensitivity study of the case's suite, device, precision and model; None without a study."""
     case = pair.record.case
     params = dict(case.params)
     matching_studies = []
@@ -272,7 +270,7 @@ def find_study(pair: ComparedCase, basis: AdviceBasis) -> Study | None:
 
 
 def find_trial(pair: ComparedCase, study: Study) -> LayerTrial:
-    """Returns the candidate with the precision map of the case, or else the candidate with all layers low."""
+    """Returns the candidate with the precisions of the case's layers, or else the candidate with all layers low."""
     return next(
         (candidate for candidate in study.candidates if candidate.precision_map == pair.record.case.precision_map),
         study.candidates[0],
@@ -298,8 +296,8 @@ def _judge_layers(pair: ComparedCase, basis: AdviceBasis) -> RuleReply | str | N
 
 
 def find_arm(pair: ComparedCase, basis: AdviceBasis) -> ArmVerdict | None:
-    """Returns the training's verdict on an arm in this mode. If several arms have this mode, the one with the fewest
-    changed settings is used.
+    """Returns the verdict on the training's arm with the precision of this case. If several arms have it, the one with
+    the fewest changed settings is used.
     """
     if basis.training is None:
         return None

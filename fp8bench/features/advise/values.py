@@ -1,4 +1,4 @@
-"""The values of advice. A gain is the speed-up of a step: above 1 is faster."""
+"""The value types of advice. A gain is the speed-up of a step: above 1 is faster."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Advice:
     """One recommendation about a mode in all of `settings`.
 
     `gain` is the speed-up of the step; None if the advice is not about speed, or if the speed was not measured.
-    `recipe` has the options to use, '' for none. `doubtful` advice is based on a case with a label that casts doubt
-    on its times.
+    `recipe` has the options to use, '' for none. `doubtful` is True if a case on which the advice is based has a label
+    that questions its times.
     """
 
     rule: str

@@ -120,8 +120,8 @@ def question_tables(advised: AdviceResult, everything: bool) -> Iterator[Table]:
 
 
 def _group_answers(advised: AdviceResult, question: AdviceQuestion) -> Rows:
-    """Groups answers by suite, device, precision and rule. All questions that cannot be answered because of emulation
-    are one group.
+    """Groups answers by suite, device, precision and rule. Answers that an emulation cannot give form one group for
+    each suite, device and precision.
     """
 
     def name_row(answer: RuleAnswer) -> tuple[str, ...]:
@@ -146,8 +146,8 @@ def _is_emulated(answer: RuleAnswer) -> bool:
 
 
 def _suggest_commands(advised: AdviceResult) -> Iterator[Element]:
-    """Yields the number of unanswered questions of the checklist. Then yields one command for each of the three topics
-    with unanswered questions: the one that would answer the first of them.
+    """Yields the number of unanswered questions of the checklist. Then yields, for each of its three topics, the
+    command that would answer the first of these questions.
     """
     missing_answers = []
     for question in AdviceQuestion:
@@ -165,8 +165,8 @@ def _suggest_commands(advised: AdviceResult) -> Iterator[Element]:
 
 
 def _make_answer_columns(advised: AdviceResult) -> list[Col[Sequence[RuleAnswer]]]:
-    """Returns the columns of a table of answers to one question. They show the most frequent answer, and the first
-    case with this answer.
+    """Returns the columns of a table of answers to one question. A row shows the most frequent answer of several cases,
+    and the first case with this answer.
     """
     shorten_name = make_name_shortener(advised)
     suites_and_devices = {_suite_and_device(answer) for answer in advised.answers}

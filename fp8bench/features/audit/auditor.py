@@ -62,8 +62,8 @@ _ATTENTION_BATCH = 2
 
 
 class Shape(NamedTuple):
-    """The sizes of an input. For a matrix product, they are those of (M, K) times the transpose of (N, K). Attention
-    has M positions and N heads of size K."""
+    """The sizes of an input. A matrix product multiplies (M, K) by the transpose of (N, K). Attention has M positions
+    and N heads of size K."""
 
     m: int
     n: int
@@ -82,10 +82,10 @@ _SAMPLED_ROWS, _SAMPLED_ELEMENTS = 24, 1024
 
 class AuditSubject(ABC):
     """The callable under audit. A subclass draws its inputs and computes its expected results, always on the CPU. The
-    callable must accept `shapes`, but may refuse `odd_shapes` and `real_shapes`. `timed_shape` is the first shape
-    that is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums are
-    larger than bfloat16 can count. `real_shapes` come from real models and from decoding. Only a sample of their
-    results is judged."""
+    callable must accept `shapes`, but may refuse `odd_shapes` and `real_shapes`. `timed_shape` is the first shape that
+    is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums have more terms
+    than bfloat16 can count. `real_shapes` come from real models and from decoding; only a sample of their results is
+    judged."""
 
     kind: ClassVar[AuditKind]
     # Three shapes: one with three different sides, a square one that would hide a transposition, and one with long
@@ -350,8 +350,8 @@ class Auditor:
     def record_changed_arguments(
         self, audit_input: AuditInput | None, sent_arguments: Sequence[PackedTensor], digests: Sequence[int]
     ) -> None:
-        """Records a finding if the kernel changed its arguments. It is about the first argument whose memory has a
-        different checksum after the call."""
+        """Records a finding if the kernel changed the memory of an argument. The finding names the first argument whose
+        checksum differs after the call."""
         for index, (packed_argument, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
             if compute_digest(packed_argument) != digest and self.argument_change is None:
                 reason = f"the call changed the memory of argument {index + 1}"
@@ -437,9 +437,9 @@ class Auditor:
 
 
 class AuditCheck(NamedTuple):
-    """One check of an audit. `run` yields failures and remarks. If it raises an exception, the findings that it
-    yielded before still count. One check `judges_numbers`. If it found wrong results, checks with
-    `needs_right_numbers` are skipped."""
+    """One check of an audit. `run` yields failures and remarks. If it raises an exception, the findings that it yielded
+    before still count. If the check that `judges_numbers` finds wrong results, all checks with `needs_right_numbers`
+    are skipped."""
 
     name: str
     run: Callable[[Auditor], Iterable[AuditFinding]]

@@ -1,6 +1,5 @@
-"""Calls the audited kernel in a separate process, and answers with numbers, strings and bytes. The calls come from
-the judge's process (audit/times.py), which never imports the kernel. Only that process has the expected results and
-the verdicts.
+"""Calls the audited kernel in a separate process, and answers with numbers, strings and bytes. The judge's process
+(audit/times.py) sends these calls. It never imports the kernel, and it alone has the expected results and the verdicts.
 """
 
 from __future__ import annotations
@@ -93,8 +92,8 @@ def describe_stop(error: BaseException) -> AuditFinding:
 
 
 def raise_deception(error: BaseException) -> None:
-    """Raises the error again if it shows a deception, such as a lazy result. Does nothing if the kernel honestly
-    refuses an input.
+    """Raises the error again if it shows that the kernel cheats, for example by a lazy result. Does nothing if the
+    kernel only refuses an input.
     """
     if describe_stop(error).has_failed:
         raise error
@@ -265,8 +264,8 @@ class KernelHost:
                 tensor.detach().fill_(math.nan)
 
     def call_on_busy_stream(self, slot: int, source: int) -> PackedResults | None:
-        """Calls the kernel on a stream that is still busy. Before the call, a write of the source slot's values into
-        a slot is queued on that stream. Returns None if the device has no streams.
+        """Calls the kernel on a busy CUDA stream, on which a write of new argument values (`source`) into the slot was
+        just queued. Returns None if the device has no streams.
         """
         with busy_stream(self._device) as has_stream:
             if not has_stream:
@@ -324,7 +323,7 @@ class KernelHost:
         return pack_results(self._timed[index])
 
     def free_memory(self) -> None:
-        """Frees all slots and stored results."""
+        """Frees the arguments in all slots, and all stored results."""
         self._slots = {}
         self._latest = {}
         self._kept = {}

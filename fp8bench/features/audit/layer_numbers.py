@@ -301,7 +301,7 @@ def _report_unsteady_precision(call_mode: str, runs: str, other_runs: str) -> La
 
 
 def describe_casts(runs: str) -> str:
-    """Returns a phrase on how a layer multiplies. It follows the verb "multiply"."""
+    """Returns the end of a sentence that begins with "layers multiply", such as 'in bf16'."""
     if runs == UNCAST:
         return "operands that are not cast"
     if runs in WIDE_DTYPES:
@@ -328,8 +328,8 @@ def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> boo
 def _describe_wrong_gradient(
     gradient: Tensor, exact: Tensor, size: Tensor, error_limit: float, expected_gain: float
 ) -> str:
-    """Describes what is wrong with a gradient; '' if it is right. The gain is the factor by which a gradient is too
-    large. It must be between 1 and `expected_gain`, because casts that saturate shrink gradients.
+    """Describes what is wrong with a gradient; '' if it is right. The gain of the gradient over the exact one must be
+    between 1 and `expected_gain`, which is below 1 if casts saturate and so shrink gradients.
     """
     shape = exact.flatten(1).shape if exact.dim() > 1 else (1, exact.numel())
     gradient, exact, size = (tensor.reshape(shape) for tensor in (gradient, exact, size))
@@ -387,9 +387,7 @@ def _describe_fault(
 
 
 def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns random numbers of the same magnitude as a tensor. None is larger than the tensor's largest absolute
-    value.
-    """
+    """Returns random numbers of the same magnitude as a tensor, limited to its largest absolute value."""
     float_tensor = tensor.detach().float()
     size = float(float_tensor.square().mean().sqrt())
     largest = float(float_tensor.abs().max())

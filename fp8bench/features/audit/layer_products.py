@@ -24,8 +24,8 @@ ROWS, IMAGES = 512, 8
 
 
 class RelativeDifferences(NamedTuple):
-    """Differences, as root mean squares over all elements, over each row, and over each column. They are relative to
-    the typical size of a sum of products with random signs. `worst` is the value of the worst row or column, less
+    """Differences of a result, as root mean squares over all elements, over each row, and over each column. The unit is
+    the typical size of a sum of products with random signs. `worst` is the largest value of any row or column, less
     what chance explains.
     """
 

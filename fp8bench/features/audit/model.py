@@ -123,8 +123,8 @@ def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> 
 
 
 def _find_layers_after_stop(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the layers that follow an unaligned Linear in the same module, each with the path of that Linear. It is
-    unaligned if a side is not a multiple of 16. Accelerate's convert_model stops there.
+    """Yields the layers that Accelerate's convert_model skips because they follow an unaligned Linear in the same
+    module, each with the path of that Linear. A Linear is unaligned if a side of its weight is not a multiple of 16.
     """
     unaligned_layer = ""
     for name, child in model.named_children():
@@ -170,9 +170,9 @@ class ModelCheck:
         self._precision_by_class: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
-        """Runs the model on a batch. Raises UsageError if the model fails. Then runs it again to check the chosen
-        layers that it did not call: a hook in a layer that the model calls runs them, so that the model's autocast
-        applies to them.
+        """Runs the model on a batch, and checks the chosen layers that it calls. Then runs it again to check the
+        remaining ones from a hook of a called layer, so that the model's autocast applies to them. Raises UsageError if
+        the model fails.
         """
         hook_handles = [
             layer.module.register_forward_hook(partial(self._inspect_call, layer), with_kwargs=True)
@@ -238,7 +238,7 @@ class ModelCheck:
             self._precision_by_class.setdefault(_class_and_shape(layer), verdict.runs)
 
     def write_verdicts(self) -> None:
-        """Checks the layers that the model never called, and writes all verdicts into the rows."""
+        """Checks the layers that the model never called, and writes all verdicts into the rows of the report."""
         self.check_uncalled()
         low_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
         for layer in self.layers:
@@ -358,8 +358,8 @@ def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterato
 
 
 def _explain_numbers(row: AuditedLayer, precision: str) -> tuple[str, str]:
-    """Returns the code of the fault that the numbers of a converted layer show, and the predicate of a sentence whose
-    subject is such layers. Both are '' if the layer runs as promised.
+    """Returns a fault code for a converted layer, and the end of a sentence that begins with "N converted layers" and
+    describes the fault. Both are '' if the layer runs as promised.
     """
     if precision and row.runs == WEIGHTS_ONLY and not row.code:
         return "not-cast", f" cast only their weights, but {precision} was promised"

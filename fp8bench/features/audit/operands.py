@@ -157,8 +157,8 @@ class RoundedOperand:
 
 
 def round_operand(x: Tensor, treatment: Treatment | None) -> RoundedOperand:
-    """Rounds a matrix to nearest by a recipe, with blocks along the last dimension. Without a treatment, its values
-    stay unchanged.
+    """Rounds a matrix to nearest by a recipe (`treatment`), with blocks along the last dimension. Without a recipe, the
+    values stay unchanged.
     """
     if treatment is None:
         return RoundedOperand(x.float(), torch.ones(1, 1), None, unrounded=x)

@@ -84,8 +84,8 @@ class ExpectedResult(Protocol):
     """The values, format and scales that a result of the kernel should have."""
 
     def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
-        """Returns the finding for one result. Without `search_mistakes`, no mistake is named for results whose error
-        is right."""
+        """Returns the finding for one result. Without `search_mistakes`, names no mistake if the size of the error is
+        acceptable."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class ResultSample:
 
 @dataclass(frozen=True)
 class ExpectedProduct:
-    """The expected product of a (M, K) and transposed b (N, K), both rounded by their recipe. `emulated_result` is
-    the emulation's result. It is set only if casts rotate operands or use random numbers. Then errors are compared,
-    not values. `accepts_hopper_sums` accepts the short sums of Hopper's FP8 units. With `sample`, a and b hold only
+    """The expected product of a (M, K) and the transpose of b (N, K), both rounded by their recipe. `emulated_result`
+    is set only if casts rotate operands or use random numbers. Then errors are compared, not values.
+    `accepts_hopper_sums` also accepts the less precise sums of Hopper's FP8 units. With `sample`, a and b hold only
     some rows of the operands, and only the sampled part of the result is judged."""
 
     a: RoundedOperand
@@ -133,13 +133,13 @@ class ExpectedProduct:
         return finding if finding.has_failed else AuditFinding(error=error, expected=expected_error)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether the error of stochastic casts depends on chance: few results are judged or few numbers
-        cast."""
+        """Returns whether the error of stochastic casts depends on chance: few results are judged, or the product is
+        small in one dimension."""
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
-        """Judges a result if some expected sums overflow its dtype. These sums may become infinite or the largest
-        number. The other sums must be right up to ties and last bits of scales, or have the expected error."""
+        """Judges a result if some expected sums overflow its dtype. Such sums may become infinite or the largest
+        number. All other sums must be correct up to ties and last bits of scales, or have the expected error."""
         float64_result = result.double()
         result_with_infinities = torch.where(
             float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result
@@ -225,20 +225,20 @@ class ExpectedProduct:
         return find_value_range(self.a), find_value_range(self.b)
 
     def _mark_wrong_beyond_ties(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that stay wrong if ties are rounded the other way and scales differ in their last bits."""
+        """Marks results that are wrong even if ties may round either way and scales may differ in their last bits."""
         slack_by_operand = map(_measure_slack, (self.a, self.b), self._value_ranges)
         return self._mark_unreachable(float64_result, sums, slack_by_operand)
 
     def _mark_outliers(self, float64_result: Tensor, sums: ConformitySums) -> Tensor:
-        """Marks results that stay wrong if each operand element is randomly off by `_GRID_STEPS` steps of its grid."""
+        """Marks results that random errors of `_GRID_STEPS` grid steps in each operand element do not explain."""
         slack_by_operand = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
         return self._mark_unreachable(float64_result, sums, slack_by_operand, at_random=True)
 
     def _mark_unreachable(
         self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], at_random: bool = False
     ) -> Tensor:
-        """Marks results that are not a rounded sum of products, even if every operand element may be wrong by up to
-        its `slack`. With `at_random`, these errors are random and partly cancel in a sum."""
+        """Marks results that are not a rounded sum of products, even if every operand element may be off by up to its
+        `slack`. With `at_random`, these errors are random and partly cancel in a sum."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
         operand_slack = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
         if at_random:
@@ -261,8 +261,8 @@ class ExpectedProduct:
         return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
     def _describe_gain(self, float64_result: Tensor, sums: ConformitySums) -> str:
-        """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the mean is right, or if
-        ties explain the difference."""
+        """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the average is not certainly
+        wrong, or if ties explain its error."""
         a = self.a.values.double()
         b = self.b.values.double()
         effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
@@ -307,8 +307,8 @@ class ExpectedProduct:
         return relative_frobenius(result, exact) if exact.any() else None
 
     def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
-        """Returns the code and description of the first mistake that explains every element. If there is none,
-        describes the kind of difference, or a mistake whose result is much nearer than the expected one."""
+        """Returns the code and description of the first mistake that explains every element. Without one, describes how
+        the elements differ, or names the nearest mistake if it is much nearer than the expected result."""
         nearest = (math.inf, "", "")
         for mistake_code, description, a, b in self._iterate_guesses():
             guessed_sums = ConformitySums(a.double(), b.double(), result.dtype)
@@ -343,7 +343,7 @@ class ExpectedProduct:
 
 @dataclass(frozen=True)
 class ExpectedAttention:
-    """The expected attention of queries, keys and values. `uncast_operands` are these three before their cast."""
+    """The expected result of attention. `uncast_operands` are the queries, keys and values before their cast."""
 
     uncast_operands: Matrices
     treatment: Treatment | None
@@ -385,9 +385,8 @@ class ExpectedAttention:
         return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
 
     def _compute_attention(self, casts_weights: bool = False, stores_scores: bool = False) -> Tensor:
-        """Returns the expected result with intermediate values in float64, or rounded as unfused operators do.
-        `casts_weights` casts the weights of the softmax; `stores_scores` rounds the scores to the dtype of the
-        inputs."""
+        """Returns the expected result. `casts_weights` casts the weights of the softmax, and `stores_scores` rounds the
+        scores to the dtype of the inputs, as unfused operators do. Other intermediate values are in float64."""
         q, k, v = self._cast_operands
         carrier = self.uncast_operands[0].dtype
         scores = _compute_scores(q, k)
@@ -454,8 +453,7 @@ def _measure_slack(operand: RoundedOperand, value_range: Matrices) -> Tensor:
 
 
 def _measure_grid_steps(operand: RoundedOperand) -> Tensor:
-    """Returns how far each value is from its neighbour on the format's grid. Returns 0 for an operand that is not
-    cast."""
+    """Returns the distance from each value to the next value of its format; 0 for an operand that is not cast."""
     if operand.treatment is None or operand.unrounded is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt

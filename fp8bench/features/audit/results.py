@@ -101,7 +101,7 @@ _SECOND_SLOT = 1
 
 
 def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel repeatedly, with changes of memory between calls. Finds remembered or overwritten results."""
+    """Calls the kernel repeatedly at old and new addresses. Finds stale and overwritten results."""
     auditor.current = auditor.first_input
     host = auditor.subject.host
     auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
@@ -128,8 +128,8 @@ def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFindi
 
 
 def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, ResultsByName]]:
-    """Calls the kernel repeatedly. For each call, yields the code and the description of the failure that a wrong
-    result would show, then the call's matrices and its results.
+    """Calls the kernel repeatedly, with changes that reveal cached results. For each call, yields the failure to report
+    if the results are wrong (code and description), then the call's matrices and its results.
     """
     host = auditor.subject.host
 
@@ -363,7 +363,7 @@ def _set_element(matrices: Matrices, operand: int, index: int, number: float) ->
 
 
 def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel with values far from one, with tall and long matrices, and with some rows of zeros."""
+    """Calls the kernel with very large and small values, with tall and long matrices, and with some rows of zeros."""
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
         auditor.current = audit_input
@@ -461,8 +461,8 @@ def _make_slice(x: Tensor) -> Tensor:
 
 
 def _transpose_in_memory(x: Tensor) -> Tensor:
-    """Returns a tensor with the same values in another order in memory. Rows and columns of a matrix are exchanged
-    there, or positions and heads.
+    """Returns a tensor with the same shape and values, but a transposed memory layout: rows and columns of a matrix are
+    exchanged in memory, or positions and heads.
     """
     swapped_dimensions = (1, 2) if x.dim() > 2 else (0, 1)
     return x.transpose(*swapped_dimensions).contiguous().transpose(*swapped_dimensions)

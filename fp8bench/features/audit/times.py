@@ -89,9 +89,9 @@ def _synchronize(device: str) -> None:
 def iterate_shortest_times(
     ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved_bytes: int, device: str
 ) -> Iterator[tuple[float, str]]:
-    """Yields two limits, each with its description: the shortest plausible seconds of a call by the bytes that it
-    moves, and by its FLOPs. Each limit comes from the fastest known copy or product: torch's speed now, or this
-    device's stored ceilings (copies in any cache, products in this precision or a wider one).
+    """Yields the shortest plausible seconds of a call, first by the bytes that it moves, then by its FLOPs, each with a
+    description. The limits use the fastest known copy and product: torch's speed now, or the stored ceilings of this
+    device (copies in any cache, products in this precision or a wider one).
     """
     rank = precisions.get(precision).rank
     rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
@@ -343,7 +343,7 @@ def _measure_seconds(auditor: Auditor, shape: Shape) -> float:
 
 
 def _confirm_by_repeating(repeat_check: Callable[[], str], reason: str) -> str:
-    """Repeats a check and returns its reason only if every repetition gives one."""
+    """Repeats a check that gave a reason to fail. Returns '' if any repetition gives none."""
     for _ in range(_CONFIRMING_REPETITIONS - 1):
         reason = reason and repeat_check()
     return reason

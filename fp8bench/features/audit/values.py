@@ -19,9 +19,9 @@ class AuditOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """The result of one check. `code` is '' if there is nothing to report. A code with PASS is a remark. `input` is
-    the input that shows the finding. `error` is the distance of the results from the exact product of the
-    inputs, and `expected` is the distance that the emulation has. Either is None if it does not apply.
+    """The result of one check. `code` is '' if there is nothing to report. A PASS with a code is only a remark. `input`
+    is the input that shows the finding. `error` is the distance of the results from the exact product of the inputs,
+    and `expected` is the distance of emulated results. Either is None if it does not apply.
     """
 
     check: str = ""
@@ -61,11 +61,10 @@ def find_worst_outcome(findings: Iterable[AuditFinding]) -> AuditOutcome:
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """A layer of a converted model, as it is reported. `what` is its class now, and `low` whether that class promises
-    low precision. `runs` is the precision in which its product runs ('' if unknown). `flops` counts its forward
-    products. `code` names a fault or peculiarity of its numbers, and `wrong` describes it. For a layer that was not
-    converted, `reason` is the likely reason, and `rule` the name of that reason. `also` lists further paths to the
-    same layer.
+    """A layer of a converted model, for the report. `what` is its current class, and `low` whether this class promises
+    low precision. `runs` is the precision of its product ('' if unknown). `flops` counts its forward products. `code`
+    names a fault or peculiarity of its numbers, and `wrong` describes it. For a layer that was not converted, `reason`
+    is the likely reason, and `rule` the name of that reason. `also` lists further paths to the same layer.
     """
 
     name: str
@@ -83,8 +82,8 @@ class AuditedLayer:
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings on one callable and device. `tried` counts the judged results. Only audits of models have
-    `layers`. `not_run` are the checks that a failure of an earlier check made useless."""
+    """All findings on one callable and device. `tried` is the number of judged results. Only audits of models have
+    `layers`. `not_run` names the checks that were skipped because an earlier check failed."""
 
     target: str
     signature: Signature

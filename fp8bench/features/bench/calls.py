@@ -114,8 +114,8 @@ def _make_inputs_by_function(source: str, setup: Setup) -> Any:
 
 def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
     """Calls a callable and returns copies of the tensors in its result. Raises UsageError if the callable raises an
-    exception or returns no tensor. Also raises it for side effects: printing, changing its inputs or a switch of the
-    process, or leaving a thread or process running.
+    exception or returns no tensor. Also raises it for side effects: printing, changing its inputs or a global switch
+    (such as torch's default dtype), or leaving a thread or process running.
     """
     function = named(target)
     tensors = inputs.tensors
@@ -186,8 +186,8 @@ def measure_difference(results: Sequence[Tensor], expected_results: Sequence[Ten
 
 
 def exceeds_rounding(result: Tensor, expected_result: Tensor) -> bool:
-    """Returns whether a floating-point result differs from the expected one by more than rounding can. All of it,
-    or one of its columns, then differs by more than half of its size.
+    """Returns whether a floating-point result differs from the expected one by more than rounding explains: by more
+    than half of the norm of the result, or of one of its columns.
     """
     if not (result.is_floating_point() or result.is_complex()):
         return False
@@ -209,8 +209,8 @@ def find_magnified_rounding(target: str, inputs: CallInputs, expected_results: S
 
 
 def find_wrong_column(result: Tensor, expected_result: Tensor) -> tuple[int, float] | None:
-    """Returns the column with the largest difference, and its share of the sum of squares. Returns None if its
-    difference is less than half of the column's size, or of the size of a usual column.
+    """Returns the column with the largest difference, and its share of the sum of squared differences. Returns None if
+    the difference is at most half of the norm of this column, or of an average column.
     """
     result = _widen_bytes(result)
     expected_result = _widen_bytes(expected_result)

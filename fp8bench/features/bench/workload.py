@@ -31,7 +31,7 @@ def _normalize_shapes(text: str) -> str:
 
 
 class CallablePrecision(PlainPrecision):
-    """Stands for a callable where other cases have a precision. The mode of the case is the name of the callable."""
+    """Takes the place of a precision in cases that compare callables. The mode of such a case names its callable."""
 
     name = "callable"
     summary = "An unchanged callable, in the dtypes and switches that it sets."

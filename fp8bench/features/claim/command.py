@@ -160,7 +160,7 @@ def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
 
 
 def _choose_claims(arguments: argparse.Namespace) -> tuple[ClaimsFile, list[Claim]]:
-    """Returns a claims file, and the claims of it to answer. The file also has the claims of which these consist."""
+    """Returns a claims file, and the claims in it to answer. The file also has the claims that are parts of these."""
     names: list[str] = arguments.what
     catalogue = load_catalogue()
     if arguments.all or arguments.published:
@@ -184,8 +184,8 @@ def _normalize_words(sentence: str) -> str:
 
 
 def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
-    """Raises an error for a sentence that the catalogue does not have. The message lists the nearest sentences, but
-    none of them is answered instead.
+    """Raises an error for an id or sentence that the catalogue does not have. For a sentence, the message lists the
+    most similar claims of the catalogue.
     """
     requested_words = set(_normalize_words(name).split())
 

@@ -107,7 +107,9 @@ def _compare_published(measured_answer: ClaimAnswer, run: StoredRun) -> ClaimAns
 
 
 def _describe_differences(claim: Claim, run: StoredRun) -> Iterator[str]:
-    """Yields how the card or its power limit differs from that of the published figure, or that it is unknown."""
+    """Yields the differences in card and power limit between the run and the published figure. Unknown counts as
+    different.
+    """
     device = _find_device(run)
     sheet = find_datasheet(device.name)
     card_name = sheet.name if sheet else device.name

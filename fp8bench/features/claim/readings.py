@@ -1,4 +1,4 @@
-"""Reads the figure of a claim from a stored run or training. A figure that decides nothing raises CannotDecide."""
+"""Reads the figure of a claim from a stored run or training. Raises CannotDecide if the figure decides nothing."""
 
 from __future__ import annotations
 
@@ -136,7 +136,9 @@ def _read_reference_value(claim: Claim, run: Run, record: Record) -> float:
 
 
 def _find_other_baseline(sentence: str, reference: str) -> str:
-    """Returns the precision with which a sentence compares. Returns '' if that is the run's reference."""
+    """Returns the precision with which a sentence compares, such as bf16 in 'faster than bf16'. Returns '' if the
+    sentence names none but the run's reference.
+    """
     for name in re.findall(r"\b(?:than|over|against|versus|vs\.?) (?:the )?([\w-]+)", sentence):
         if name.lower() in precisions.names() and name.lower() != reference.partition(":")[0]:
             return str(name)
@@ -146,7 +148,9 @@ def _find_other_baseline(sentence: str, reference: str) -> str:
 def _read_ratio(
     claim: Claim, metric: Metric, record: Record, finding: Finding | None, run: Run, relative_error: float, value: float
 ) -> FigureReading:
-    """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one."""
+    """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one, or
+    else plus or minus `relative_error`.
+    """
     name = claim.metric
     reference = _find_reference(record, run)
     is_cost = not metric.spec.of_workload and name not in _DEVICE_FIGURES
@@ -192,7 +196,7 @@ def _find_reference(record: Record, run: Run) -> Record | None:
 
 
 def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dict[str, Metric]:
-    """Returns the metrics of a complete step by name. If several metrics have one name, the first one counts."""
+    """Returns the metrics of whole steps (not of phases) by name. Omits all but the first metric of a name."""
     reference_record = _find_reference(record, run)
     metrics: dict[str, Metric] = {}
     for metric in metrics_of(record, finding, Reference(reference_record) if reference_record is not None else None):
@@ -202,8 +206,8 @@ def _list_step_metrics(record: Record, finding: Finding | None, run: Run) -> dic
 
 
 def _read_speedup(claim: Claim, metric: Metric, finding: Finding | None) -> FigureReading:
-    """Returns the speed-up with its interval. The interval is widened by the difference that this run shows between
-    identical code.
+    """Returns the speed-up with its interval. The interval is widened by the noise floor of the run, which is how much
+    identical code differs.
     """
     if metric.interval is None or finding is None:
         raise CannotDecide(metric.why or _TOO_FEW_ROUNDS, suggest_more_rounds(claim))

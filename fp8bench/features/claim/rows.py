@@ -228,8 +228,8 @@ def _check_sentence_promises(claim: Claim) -> None:
 
 
 def _check_resolution(claim: Claim, spec: MetricSpec | None) -> None:
-    """Raises UsageError if the figure is not precise enough for the claim's bound. Also raises it if the claim asks
-    for a sum or a limit that has no meaning for the figure.
+    """Raises UsageError if the figure is not precise enough for the claim's bound, if `sum` adds a figure that cannot
+    be added, or if `limit` does not suit the figure or the device.
     """
     resolution = find_resolution(claim, spec)
     message_start = f"{claim.figure} has a resolution of {100 * resolution:g}%, which cannot"
@@ -284,7 +284,9 @@ _TRAINING_RESOLUTION = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0
 
 
 def find_resolution(claim: Claim, spec: MetricSpec | None) -> float:
-    """Returns by which share the figure may differ for reasons unrelated to the claim; 0 for an exact figure."""
+    """Returns the relative resolution of the claim's figure: smaller differences mean nothing. Returns 0 for an exact
+    figure.
+    """
     if claim.figure in SPEEDUPS:
         return 0.01
     if spec is None:

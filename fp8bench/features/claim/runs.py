@@ -184,7 +184,9 @@ def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None,
 
 
 def is_reusable(environment: Environment, start_time: str) -> bool:
-    """Returns whether a run was measured on this machine, with these versions, within the last week."""
+    """Returns whether a run was measured on this machine within the last week, with these versions of torch and
+    fp8bench.
+    """
     current_facts = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
     is_same = all(environment.get(name) == value for name, value in current_facts.items())
     return is_same and datetime.now(UTC) - datetime.fromisoformat(start_time) < _MAX_RUN_AGE

@@ -22,9 +22,7 @@ class ClaimKind(StrEnum):
 
 
 class Answer(StrEnum):
-    """The answer to a claim. The last four answers are for claims that compare a published figure with a measured
-    one.
-    """
+    """The answer to a claim. The last four members compare a published figure with a measured one."""
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
@@ -52,11 +50,11 @@ class Source:
 @dataclass(frozen=True)
 class Claim:
     """One row of a claims file. For arithmetic, `figure` is an expression over facts. For a measured claim, it is a
-    column of the run's CSV: a speed-up, `NAME`, or `NAME ratio` (relative to the reference). `case` selects one case
-    of a run or one arm of a training. With `sum`, it may select several, which are added up. `device` holds `any`,
-    `cpu`, `cuda` or names of cards. `limit` is an expression for the highest possible rate or the shortest possible
-    time, in the figure's unit. `seconds` is the approximate duration of the run. A `published` row may name the
-    `card`, its `power` limit in watts and the `library` of the published measurement.
+    column of the run's CSV: a speed-up, a metric (`NAME`), or its ratio to the reference (`NAME ratio`). `case` selects
+    one case of a run or one arm of a training. With `sum`, it may select several cases, whose figures are added.
+    `device` holds `any`, `cpu`, `cuda` or names of cards. `limit` is an expression for the highest possible rate or the
+    shortest possible time, in the figure's unit. `seconds` is the approximate duration of the run. A `published` row
+    may name the `card`, its `power` limit in watts and the `library` of the published measurement.
     """
 
     id: str
@@ -153,7 +151,7 @@ class ClaimAnswer:
 
 
 class AnswerStanding(StrEnum):
-    """Whether a stored answer still follows from its claim and its runs."""
+    """Whether a stored answer is the same if it is computed again from its claim and its runs."""
 
     ANSWER_HOLDS = "holds"
     ANSWER_FAILS = "does not hold"

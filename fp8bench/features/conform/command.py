@@ -105,8 +105,8 @@ def compare_precisions(
 
 
 def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
-    """Renders the verdict, a row for each precision, the differences, and what was skipped for which reason. Without
-    `everything`, the page is shorter: it only counts acceptable differences, and only names emulated precisions that
+    """Renders the verdict, a row for each precision, the results that differ, and why casts or products were not
+    compared. Without `everything`, the page only counts acceptable differences, and only names emulated precisions that
     conform.
     """
     # The verdict covers all modes, also those that are not shown.
@@ -138,7 +138,9 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
 
 
 def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
-    """Yields a line for each reason, such as 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
+    """Yields a line for each reason why casts or products were not compared, such as 'mxfp4, mxfp8 and nvfp4, 3 casts
+    and products: ...'.
+    """
     modes_by_reason: dict[str, list[Conformity]] = {}
     for mode in conformities:
         for case in mode.found:
@@ -154,7 +156,7 @@ def _choose_tone(conforms: bool) -> Tone:
 
 
 def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> str:
-    """Counts the casts and products of a mode whose difference between kernel and emulation is of these kinds."""
+    """Counts the casts and products of a mode whose kernel differs from the emulation in one of these ways."""
     count = sum(case.difference in kinds for case in mode.found)
     return str(count) if count else units.NONE
 

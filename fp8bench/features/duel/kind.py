@@ -61,7 +61,7 @@ def _require_valid_result(result: CaseResult) -> CaseResult:
 
 
 class DuelKind(Kind[Duel]):
-    """Reads and shows stored duels. They have no rows for CSV, and no history."""
+    """Reads and shows stored duels. Duels cannot be exported as CSV, and have no history."""
 
     name = "duel"
     holds = Duel

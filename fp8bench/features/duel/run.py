@@ -233,8 +233,8 @@ class CaseRunner:
             return
 
     def _try_other_side(self, failed_side: str, case: CaseProgress, seed: int) -> None:
-        """Tests whether a failed case also fails on the other side. Without this test, chance would decide which side
-        is reported as failing.
+        """Tests whether a failed case also fails on the other side, so that chance does not decide which side is
+        reported as failing.
         """
         side, outcome = (self.pair[1], case.after) if failed_side == BEFORE else (self.pair[0], case.before)
         entry = self._make_entry(side, outcome.planned, 0)
@@ -424,9 +424,7 @@ def _choose_stopping_rule(request: Request, session_seconds: float | None) -> St
 
 
 def _describe_side(side: SideWorkers, request: Request) -> DuelSide:
-    """Returns a side with its environment: the facts that the side's worker reported, and those of this process for
-    everything else.
-    """
+    """Returns a side with its environment. Facts that the side's worker did not report are those of this process."""
     worker = side.workers[0]
     start = side.start
     # This process computes the digests of imports from the files of this working tree. The digests are not valid for

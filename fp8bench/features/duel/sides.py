@@ -120,7 +120,7 @@ def find_revision(repository: Path, revision: str, option: str) -> str:
 @contextmanager
 def worktree(repository: Path, commit: str, folder: Path, option: str) -> Iterator[Path]:
     """Checks out the commit in a scratch folder, and removes it after the `with` block. Git hooks do not run, because
-    a hook that installs something would also change this tree."""
+    they might change files outside this folder."""
     # Make git forget the working trees of killed duels, whose folders were removed.
     for line in _run_git(repository, "worktree", "list", "--porcelain").stdout.splitlines():
         path = Path(line.removeprefix("worktree "))

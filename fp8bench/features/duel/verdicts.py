@@ -62,13 +62,15 @@ _NEGLIGIBLE_SHIFT = 1e-9
 @dataclass(frozen=True)
 class DuelVerdict:
     """The verdict on the times of one case. `before` and `after` are the seconds of side A and side B, and `ratio` is
-    their quotient. A slow-down that both sides share in a session is removed from both. `mean_ratio` is the ratio of
-    the means over all calls. `process_spread` is how much slower the slowest process of a side was than its fastest, as
-    a share; the larger share of the two sides. `permutation_p_value` is the fraction of name assignments that put the
-    sides at least as far apart, and `smallest_p_value` is the smallest possible fraction. `error` is the standard
-    deviation of the logarithm of the ratio over all assignments. `standardized_distance` is the measured logarithm in
-    such deviations, with `freedom` degrees of freedom. `rounds` is the number of rounds in the session with the fewest.
-    `uses_whole_steps` is True if complete steps were compared, not parts of steps.
+    `after` divided by `before`. A slow-down that both sides share in a session is removed from both. `mean_ratio` is
+    the ratio of the means over all calls. `process_spread` is how much slower the slowest process of a side was than
+    its fastest, as a share; the larger share of the two sides.
+
+    The permutation test assigns the names A and B to processes. `permutation_p_value` is the fraction of assignments
+    that put the sides at least as far apart, and `smallest_p_value` its smallest possible value. `error` is the
+    standard deviation of the logarithm of the ratio over all assignments. `standardized_distance` is the measured
+    logarithm divided by `error`, with `freedom` degrees of freedom. `rounds` is that of the session with the fewest
+    rounds. `uses_whole_steps` is False if parts of steps were compared.
     """
 
     verdict: Verdict
@@ -259,10 +261,9 @@ class _NameAssignments:
         return self._measure_distances(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """Returns the ratio of B to A with its interval at a confidence level. The interval is unbounded if there are
-        too few name assignments for this level. Its bounds are the smallest and the largest shift (logarithm of the
-        ratio) that chance explains. Some shifts between these bounds may not be explained by chance, so bisection
-        approaches each bound from outside.
+        """Returns the ratio of B to A with its interval at a confidence level. The interval is unbounded if the sides
+        have too few processes for this level. Its bounds are the smallest and the largest ratio that chance explains.
+        Some ratios between the bounds may not be explained by chance, so bisection approaches each bound from outside.
         """
         log_ratio = self.log_ratio
         low = -math.inf
@@ -315,8 +316,8 @@ class _NameAssignments:
 def _mark_processes_named_b(
     sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
 ) -> NDArray[np.bool_]:
-    """Returns one row of booleans per assignment: True for each process that has the name B. `sizes` has the numbers of
-    processes with the names A and B in each session.
+    """Returns one row of booleans per assignment of the names A and B to processes: True for each process named B.
+    `sizes` has the numbers of A and B processes in each session.
     """
     session_ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
     rows = np.zeros((len(assignments), session_ends[-1]), dtype=np.bool_)
@@ -388,8 +389,8 @@ def _compare_times(result: CaseResult) -> Comparison:
 
 
 def compute_p_value(times: DuelVerdict) -> float | None:
-    """Returns the probability of such a large difference if nothing had changed. Returns None if there are too few
-    processes. For probabilities below the resolution of the permutation test, Student's t is used.
+    """Returns the probability of at least the measured difference if both sides were equally fast; None if there are
+    too few processes. Below the resolution of the permutation test, Student's t is used.
     """
     if not times.is_resolved:
         return None

@@ -143,10 +143,10 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
 
 @dataclass(frozen=True)
 class WorkerOrder:
-    """An order to start `workers` processes that measure the cells of a plan. None is the engine's default number.
+    """An order to start processes that measure the cells (parts) of a plan.
 
-    `file` is the path of the plan, and `options` are options of the engine. If `waits_for_workers`, the caller waits
-    for all workers.
+    `workers` is the number of processes; None for the engine's default. `file` is the path of the plan, and `options`
+    are options of the engine. If `waits_for_workers`, the caller waits for all workers.
     """
 
     plan: FleetPlan

@@ -67,7 +67,9 @@ class MachineKind:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: its kinds, the number of its complete cells (`whole`) and failed cases, and its latest deviation."""
+    """One machine: its kinds, the number of its completely measured settings (`whole`) and failed cases, and its latest
+    deviation from its kind.
+    """
 
     name: str
     kinds: tuple[str, ...]
@@ -145,8 +147,8 @@ _CAPABILITY_PREFIX = "CPU capability usage: "
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `complete_settings` are the settings of completely measured groups, and `incomplete_settings` those of incompletely
-    measured ones. `times` are seconds by case, and `failure_reasons` are reasons by case.
+    `complete_settings` are the settings of groups that were measured completely, and `incomplete_settings` are those of
+    the remaining groups. `times` are seconds by case, and `failure_reasons` are reasons by case.
     """
 
     run: str

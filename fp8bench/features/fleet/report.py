@@ -54,9 +54,9 @@ class _StoreReading:
 
 
 def make_fleet_report(source: Path, store: Path, expected_machines: Collection[str] = ()) -> FleetReport:
-    """Reports on the runs of a plan, or of a store. `source` is the file of the plan, or the store. For a store, the
-    report covers its plans. If it has no plan, the report covers all its runs. Raises UsageError if no run counts and
-    no machines are expected.
+    """Reports on the runs of a plan or of a store. `source` is the file of a plan, or a store. For a store, the report
+    covers the runs of its plans, or all of its runs if it has no plan. Raises UsageError if no run can be used and no
+    machines are expected.
     """
     if source.is_dir():
         store, plans = source, load_plans(source)
@@ -230,7 +230,7 @@ def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
 
 
 def _complete_settings(runs: Iterable[MachineRun]) -> dict[str, None]:
-    """Returns the completely measured settings as keys, always in the same order."""
+    """Returns the completely measured settings as the keys of a dictionary, in the order of the runs."""
     return dict.fromkeys(chain.from_iterable(run.complete_settings for run in runs))
 
 
@@ -254,8 +254,8 @@ def _group_by_machine(runs: Sequence[MachineRun]) -> dict[str, list[MachineRun]]
 
 
 def _find_software_deviations(kinds: Sequence[MachineKind]) -> Iterator[MachineAlarm]:
-    """Yields machines whose software or settings are unusual. A larger group of machines with the same hardware has
-    different ones.
+    """Yields machines whose software or settings differ from those of a larger group of machines with the same
+    hardware.
     """
     for number, kind in enumerate(kinds):
         larger_kind = next((larger for larger in kinds[:number] if larger.hardware == kind.hardware), None)

@@ -162,11 +162,11 @@ def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
 
 
 def _select_judged_changes(found_steps: FoundChanges, newest_run: Run, history: History) -> dict[FigureKey, Change]:
-    """Returns the open changes on the newest run's machine, one for each series. If a series has two changes, the
-    worsening is chosen, or else the larger change.
+    """Returns the unacknowledged changes on the newest run's machine, at most one for each series. If a series has
+    several, a worsening takes precedence, then the larger change.
 
-    A time is left out if the series of its ratio to the reference exists, because a time also depends on how fast the
-    machine was. A time per FLOP is left out because the time itself is judged.
+    A time is left out if the history also has its ratio to the reference, which depends less on how fast the machine
+    was. A time per FLOP is left out because the time itself is judged.
     """
     identity = parse_identity(newest_run.environment.facts)
     open_changes = [
@@ -233,7 +233,7 @@ def _make_case_key(trend: Trend) -> tuple[object, ...]:
 
 
 def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
-    """Returns the keys of those cases for which the history has a series of the time relative to the reference."""
+    """Returns the keys of the cases whose time relative to the reference has a series in the history."""
     lines = [line for line in history.lines if line.trend.series.metric == RELATIVE_TIME]
     return {_make_case_key(line.trend) for line in lines if line.comparable}
 

@@ -45,8 +45,8 @@ _QUARTILE_BIAS = 0.888
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """How times move between two sets of runs, as logarithms of ratios of times. All cases have the `shift` in
-    common. `deviation` is the standard deviation of a single case around it.
+    """How times of unchanged cases move between two sets of runs, as logarithms of ratios. `shift` is the movement that
+    all cases have in common, and `deviation` the standard deviation of a single case around `shift`.
     """
 
     shift: float
@@ -295,8 +295,8 @@ def suggest_decisive_runs(change: Comparison) -> str:
 
 
 def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
-    """Returns whether a second measurement (`second`) shows that the suspected slow-down is not real. Not confirming
-    the slow-down is not enough for this, because it may still be possible.
+    """Returns whether a second measurement (`second`) shows that the suspected slow-down is not real. A second
+    measurement that could hide the slow-down does not show this.
     """
     if second.direction is Direction.DIFFERS:
         return False

@@ -1,8 +1,8 @@
 """Computes the smallest slow-down that the gate would detect, from the gate's rules and the noise of this comparison.
 
-A slow-down is detected if both looks (the first measurement and the second one) show it. For this, the logarithm of
-the measured ratio must exceed a minimum. The minimum depends on the interval, on the p-value and on the number of
-figures. Each look measures the true slow-down plus noise.
+The gate measures a suspected slow-down twice, and both measurements (looks) must show it: the logarithm of the measured
+ratio must exceed a minimum. The minimum depends on the interval, on the p-value and on the number of figures. Each look
+measures the true slow-down plus noise.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STANDARD_NORMAL = NormalDist()
 
 
 class Remeasurement(StrEnum):
-    """How suspects are measured for the second look."""
+    """How suspects (figures that seem worse) are measured a second time."""
 
     NONE = "not"
     MEASURED_AGAIN = "measured again"
@@ -57,9 +57,9 @@ class _LookRequirement(NamedTuple):
 
 
 def _make_requirement(fixed_log: float, evidence_log: float, error: float, freedom: float) -> _LookRequirement:
-    """Returns what a look (one measurement) requires: the logarithm of the ratio must exceed both `fixed_log` and
-    `evidence_log`. `evidence_log` is a multiple of the estimated noise. With few degrees of `freedom`, the estimate is
-    uncertain, so the standard deviation of the requirement is larger.
+    """Returns the minimum logarithm of the ratio that shows a slow-down in one measurement, with its standard
+    deviation. The minimum is the larger of `fixed_log` and `evidence_log`, which is a multiple of the estimated noise.
+    An estimate with few degrees of `freedom` is uncertain, so the standard deviation is larger.
     """
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
     if evidence_log <= fixed_log:
@@ -119,9 +119,9 @@ def _smallest_failing_share(threshold: Threshold, baseline: float | None) -> flo
 
 
 def _smallest_detectable(requirements: Sequence[_LookRequirement]) -> float:
-    """Returns the smallest slow-down that is shown by all looks (measurements) with the probability
-    `DETECTION_PROBABILITY`. The allowed probability of missing the slow-down is divided equally among the noisy looks.
-    This bounds the probability that any look misses it, even if looks are correlated.
+    """Returns the smallest slow-down that all measurements detect with the probability `DETECTION_PROBABILITY`. The
+    allowed probability of missing it is divided equally among the noisy measurements, which is valid even if they are
+    correlated.
     """
     noisy_look_count = sum(requirement.error > 0 for requirement in requirements)
     deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_look_count))
@@ -161,8 +161,7 @@ def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Reme
 
 def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[float, float, float, float]:
     """Returns four numbers for a comparison of few runs. The first two are the logarithms of the ratio that the first
-    and the second look (measurement) must exceed. The last two are the standard errors of the first and of the second
-    look.
+    and the second measurement must exceed. The last two are the standard errors of these measurements.
     """
     change = figure.comparison
     spread = figure.spread
@@ -195,8 +194,8 @@ def _compute_many_runs_limits(change: Comparison, p_limit: float) -> tuple[float
 
 
 def _second_look_error(error: float, noise: Noise) -> float:
-    """Returns the standard error of the second look. That look compares all runs of the first side with one new run,
-    and `error` is the standard error of the first look.
+    """Returns the standard error of the second measurement, which compares all runs of the first side with one new run.
+    `error` is the standard error of the first measurement.
     """
     first_side_share = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
     return error * math.sqrt(first_side_share + (1 - first_side_share) * noise.after)
@@ -208,8 +207,8 @@ def _half_width_of_log(change: Comparison) -> float:
 
 
 class SeriesState(NamedTuple):
-    """The latest values of a series of the history, as a comparison. `level` is the level since the last step of the
-    series. It is None if the series has too few values to look for steps.
+    """The latest level of a series of the history. `comparison` has it on both sides. `level` is None if the series has
+    too few values to look for steps (changes of level).
     """
 
     comparison: Comparison

@@ -64,10 +64,10 @@ MAX_LOOKS = 4
 class GateSource:
     """The comparisons to judge, and how to measure suspects (figures that seem worse) again.
 
-    `confirm` measures suspects again, by the method `remeasurement`. If nothing can be judged, `problem` is the
-    reason, and `code` its exit code. `lost_cases` are those that the first side measured and that cannot be compared
-    now. `duel` is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about
-    `look_seconds` per look. Both numbers are None if unknown.
+    `confirm` measures suspects again, and `remeasurement` is its method. If nothing can be judged, `problem` is the
+    reason, and `code` its exit code. `lost_cases` were measured on the first side, but cannot be compared now. `duel`
+    is set if a duel is judged. Measuring again ends after `budget` seconds, and takes about `look_seconds` each time.
+    Both numbers are None if unknown.
 
     For a history, `comparisons` has only the changes, and `series_states` has the latest state of each series.
     `unchanged_figures` has the figures of all series, so that a thresholds rule that matches only unchanged figures is
@@ -94,9 +94,7 @@ def make_failed_comparison(case: str, suite: str, evidence: Evidence, reason: st
 
 
 def find_unmeasured_cases(runs: Sequence[Run], evidence: Evidence) -> Iterator[Comparison]:
-    """Yields a failed comparison for each case that was never measured: an unfinished run has planned it, and no run
-    has a record of it.
-    """
+    """Yields a failed comparison for each case that an unfinished run has planned, and of which no run has a record."""
     planned: dict[str, tuple[str, Run]] = {}
     for run in runs:
         for group in () if run.finished else run.plan:
@@ -167,8 +165,8 @@ def _settle_suspects(
 
 
 def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
-    """Adds a note to each suspected time whose case has equal counts on both sides: that both sides do the same
-    work."""
+    """Adds a note to each suspected time if all counts of the case (such as FLOPs and bytes) are equal on both sides:
+    that both sides do the same work."""
     has_same_work: dict[str, bool] = {}
     for figure in figures:
         change = figure.comparison
@@ -219,8 +217,8 @@ class Remeasurer:
         return SecondLook(figures, f"in duel {duel.id}", adds_up=True)
 
     def add_earlier_sessions(self, result: CaseResult, commit: str) -> CaseResult:
-        """Returns the result of a case, with the sessions of all earlier duels with this commit before its sessions.
-        Remembers all of them for the next duel.
+        """Returns the result of a case, preceded by its sessions in all earlier duels with this commit. Remembers all
+        of these sessions for the next duel.
         """
         key = commit, result.after.case.id
         if not result.is_measured:
@@ -231,8 +229,8 @@ class Remeasurer:
         return result
 
     def duel_with_commit(self, commit: str, request: Request, suspects: Sequence[Comparison]) -> SecondLook | None:
-        """Measures suspects of the current code in a duel with a commit. Returns None if the repository does not have
-        the commit.
+        """Measures suspects (figures that seem worse) of the current code in a duel with a commit. Returns None if the
+        repository does not have the commit.
         """
         if find_commit(commit, Path()) is None:
             return None

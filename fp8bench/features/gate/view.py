@@ -225,8 +225,8 @@ _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The outcome with which the comment on a pull request begins. If several apply, the first one in this order is
-    shown."""
+    """The outcome that a comment on a pull request shows first. If several outcomes apply, the member that is defined
+    first is shown."""
 
     QUALITY_BLOCKED = "quality blocked"
     REGRESSION = "regression"
@@ -310,8 +310,8 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> DuelReview:
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:
-    """Returns the largest threshold of the figures with noise, such as times, as a percentage. A slow-down below it
-    may pass the gate. Without such figures, returns the largest threshold of all tested figures.
+    """Returns the largest threshold of the noisy figures (such as times), as a percentage. The gate may pass smaller
+    slow-downs. Without noisy figures, returns the largest threshold of all tested figures.
     """
     noisy_shares = [limit.threshold for limit in verdict.sights]
     all_shares = [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
@@ -319,8 +319,8 @@ def _show_largest_threshold(verdict: GateVerdict) -> str:
 
 
 def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
-    """Returns the status of a case if its two sides were not measured in the same way, else None. A failed record
-    without detail means that the worker process died.
+    """Returns the status of a case that a side failed to measure, or that the sides support differently, else None. A
+    failed record without detail means that the worker process died.
     """
     failed_records = [record for record in (result.before, result.after) if record.status is Status.FAILED]
     if len(failed_records) == 2 or any(not record.detail for record in failed_records):

@@ -137,8 +137,8 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
 
 
 def _choose_model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
-    """Returns the size of the model to time, or the name of the function that makes a user's model, and the model on
-    which quality is measured. The second value is None for the default model.
+    """Returns the model to time (a size, or the function that makes a user's model), and the model on which quality is
+    measured. The second is None for the default model or a user's model.
     """
     from fp8bench.jobs.profile import check_function_name
 

@@ -61,7 +61,7 @@ class LineDraws:
 
 
 def fastest(samples: Sequence[float]) -> float:
-    """Returns the best case of some rounds in seconds. Lines are fitted to best cases, so a printed time fits the
+    """Returns the best-case seconds of some rounds. Lines are fitted to the same statistic, so a printed time fits the
     printed line.
     """
     return math.exp(resample_best_case(np.array(samples, dtype=np.float64)[:, None]).point)
@@ -91,25 +91,23 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
 
 
 def spread_factor(rounds: int) -> float:
-    """Returns the factor by which the spread of resamples must be widened for this number of rounds.
-
-    It is a product of three factors. The first is the quantile of Student's t, divided by 1.96, that of the normal
-    distribution. The second corrects the spread that resampling n values loses. The third corrects that the fastest of
-    few rounds are slower than the fastest of many; it comes from a simulation.
-    """
+    """Returns the factor by which the spread of resamples must be widened for this number of rounds."""
     freedom = max(1, rounds - 1)
     # this approximation is accurate to 1% from 2 degrees of freedom on
     student_t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3
+    # The quantile of Student's t is relative to 1.96, that of the normal distribution. The square root corrects that
+    # resamples of few values vary too little. The last factor, from a simulation, corrects that the fastest of few
+    # rounds are slower than the fastest of many.
     return student_t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
 
 
 def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
-    """Returns the context at which the arm's line crosses the reference's line. Searches only between the shortest and
-    the longest measured context.
+    """Returns the context length at which the arm's line crosses the reference's line, between the shortest and the
+    longest measured context.
 
-    The interval contains every context at which resamples do not agree which arm is faster. The times of an arm that
-    reads its cache in whole pages rise in steps, which a line cannot show. So the interval also contains contexts at
-    which the arms differ by less than such a step.
+    The interval contains every context at which resamples do not agree which arm is faster. It also contains contexts
+    at which the lines differ by less than the height of a step: the times of an arm that reads its cache in whole pages
+    rise in steps, which a line cannot show.
     """
     measured_contexts = np.array(sorted(contexts))
     shortest, longest = int(measured_contexts[0]), int(measured_contexts[-1])
@@ -143,7 +141,8 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
 
 
 def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
-    """Returns for each context 1 if the arm is certainly faster by more than the margin, -1 if slower, else 0.
+    """Returns for each context 1 if the arm is certainly faster by more than the margin, -1 if it is certainly slower
+    by more than the margin, else 0.
 
     `differences` are the seconds of the arm minus those of the reference (resamples, contexts).
     """
@@ -152,18 +151,16 @@ def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
 
 
 def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured_contexts: Any, grid: Floats) -> Floats:
-    """Returns, for each context of `grid`, by how many seconds either arm may differ from its line, because times rise
-    in steps.
-
-    The seconds are `_STEP_MARGIN` times the range of the measured distances between times and lines, because few
-    contexts seldom hit both ends of a step. At shorter contexts, steps are assumed to be as high as at long ones. If
-    all measured contexts are multiples of a number, steps shorter than this number could not be measured. Their height
-    is added.
+    """Returns, for each context of `grid`, by how many seconds the difference between the arms may deviate from their
+    lines, because times rise in steps.
     """
     expected_seconds = reference.point[0] + reference.point[1] * measured_contexts
     relative_distances = (arm.seconds_above - reference.seconds_above) / expected_seconds
     seconds_at_largest = expected_seconds[np.abs(relative_distances).argmax()]
+    # Steps at shorter contexts are assumed to be as high as at long ones.
     reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
+    # The margin is needed because few contexts seldom hit both ends of a step.
     measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
+    # If all measured contexts are multiples of a number, steps shorter than this number could not be measured.
     hidden_steps = (math.gcd(*map(int, measured_contexts)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return measured_steps + hidden_steps

@@ -174,8 +174,8 @@ def held_out_text(tokens: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _cut_windows(ids: Sequence[int], length: int, tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Cuts windows of `length` token ids out of a text. They are spread over the whole text, because the beginning of
-    a module has only imports.
+    """Cuts windows of `length` + 1 token ids out of a text. They are spread over the whole text, because its beginning
+    is unusual: a module begins with imports.
     """
     window_count = min(max(2, tokens // length), (len(ids) - 1) // length)
     starts = [number * ((len(ids) - length - 1) // window_count) for number in range(window_count)]
@@ -246,8 +246,8 @@ def _measure_times(
 
 
 def mean_experts_read(decode: Run, question: ServingQuestion) -> float | None:
-    """Returns how many experts each layer reads in a decode step, on average over layers. It is the reference's step
-    at the longest context.
+    """Returns how many experts each layer reads in a decode step of the reference at the longest context, on average
+    over layers. Returns None if this is unknown.
     """
     for record in decode.records:
         experts = record.measurement("distinct_experts")
@@ -315,9 +315,9 @@ _SIZE_WITH_EXPERTS = "nano-moe"
 
 
 def find_trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel, str]:
-    """Returns the checkpoint that 'ID' or 'ID:ARM' names, and the size of the model to time. Without ARM, it is the
-    checkpoint of the training's reference. Raises UsageError if the training has no checkpoint, or if its model has
-    no cache of keys and values.
+    """Returns the checkpoint of a training, and the size of the model to time. `word` is the training's 'ID', which
+    selects the weights of its reference, or 'ID:ARM'. Raises UsageError if the training has no checkpoint, or if its
+    model has no cache of keys and values.
     """
     # 1. Find the training and its arm.
     training_name, _, arm_name = word.partition(":")

@@ -134,8 +134,8 @@ def measure_rollout_gap(
 
 
 def summarize_gaps(gaps: Tensor) -> RolloutGap:
-    """Returns the statistics of gaps (texts, tokens). A gap is the trainer's log-probability of a token minus that of
-    the arm that sampled the token.
+    """Returns the statistics of gaps, an array of shape (texts, tokens). A gap is the trainer's log-probability of a
+    token minus that of the arm that sampled the token.
     """
     importance_ratios = gaps.exp()
     is_clipped = importance_ratios.clamp(*_PPO_CLIP_RANGE) != importance_ratios  # NaN counts as clipped
@@ -158,8 +158,8 @@ def summarize_gaps(gaps: Tensor) -> RolloutGap:
 
 
 def _serve_user_model(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmModel, Tensor, str]:
-    """Returns a function that serves a copy of the user's model. Also returns the text, and a caution. If the user's
-    function gives no token ids, the text is random, and the caution explains this.
+    """Returns a function that serves copies of the user's model, the tokens of a text, and a warning. If the user's
+    function gives no token ids, the tokens are random, which the warning mentions.
     """
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)

@@ -89,8 +89,8 @@ class ServingQuestion:
 class ServedModel:
     """The model whose quality is measured. Without a config, `name` is a user's 'module:function'.
 
-    `weights` is a file of bf16 numbers, or the folder of a checkpoint that has the weights of `arm`. If it is '', the
-    weights are random.
+    `weights` is a file of bf16 numbers, or with `arm`, the folder of the checkpoint that has this arm's weights. If it
+    is '', the weights are random.
     """
 
     name: str
@@ -102,8 +102,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class QualityTask:
-    """The input of the quality worker. `tokens` is the number of random tokens for a model that comes without text.
-    The first `rolls_out` arms also sample texts.
+    """The input of the quality worker. `tokens` is the number of random tokens for a model that comes without text. The
+    first arms, `rolls_out` in number, also sample texts.
     """
 
     model: ServedModel
@@ -156,10 +156,10 @@ class RolloutGap:
 @dataclass(frozen=True)
 class ServingQuality:
     """The quality of all arms. `itself` compares the reference with a repetition of the reference, which must not
-    differ. `floor` compares the reference with itself under a different attention kernel.
+    differ. `floor` is the noise floor: it compares the reference with itself under a different attention kernel.
 
-    `arms` and `rollouts` have the order of the question's arms. Only `rollouts` include the reference. `caution`
-    explains why the figures show only the effect of arithmetic, for example because weights are random.
+    `arms` and `rollouts` have the order of the question's arms. Only `rollouts` include the reference. `caution` warns
+    if weights or tokens are random, so that the figures show only the effect of arithmetic.
     """
 
     model: str

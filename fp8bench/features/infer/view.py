@@ -1,4 +1,4 @@
-"""Shows the answer of `infer`: from which context on each arm is faster, and tables of times, bytes and quality."""
+"""Shows the answer of `infer`: at which context lengths each arm is faster, and tables of times, bytes and quality."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _arm_answers(answer: ServingAnswer) -> list[Answer]:
 
 
 def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
-    """Returns at which contexts an arm is faster, the tone of this verdict, and objections to it. Serious labels of
-    the runs prevent a verdict.
+    """Returns at which contexts an arm is faster, the tone (color) of this text, and objections to it. An arm whose
+    runs have serious labels gets no verdict.
     """
     crossing = time.crossing
     # 1. Give no verdict to an arm without a line. Such an arm was emulated, refused or interrupted.

@@ -43,9 +43,9 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ShapeFinding:
-    """Whether one product of a layer fits, in one mode on one class of devices. `exists` is False if these devices
-    have no such product for any shape. The product fits if `why` is empty. `padded` is the size to which it could be
-    padded; None if no padding helps or none is needed.
+    """Whether the shape of one product of a layer fits, in one mode on one class of devices. `exists` is False if these
+    devices have no such product for any shape. `why` is '' if the shape fits, else the reason. `padded` is a padded
+    shape that fits; None if no padding helps or none is needed.
     """
 
     layer: str
@@ -137,7 +137,7 @@ def find_layer_shapes(model: str, tokens: int | None) -> list[LinearShape]:
 def judge_all(
     shapes: Sequence[LinearShape], modes: Sequence[RecipePrecision], devices: Sequence[DeviceClass]
 ) -> list[ShapeFinding]:
-    """Judges every product of every layer. Leaves out weight gradients that a recipe computes in bf16."""
+    """Checks whether each product of each layer fits each mode and device. Omits weight gradients that stay in bf16."""
     findings: list[ShapeFinding] = []
     for shape, kind, mode in itertools.product(shapes, OPERAND_ROLES, modes):
         if kind != "weight-gradient" or not mode.recipe.high_weight_gradient:
@@ -166,7 +166,7 @@ def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: 
 
 
 def find_unfit_products(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
-    """Returns the products whose shapes no device accepts without padding, each with the modes in which that is so."""
+    """Returns the products whose shapes no device accepts without padding, each with the modes for which this holds."""
     fits_by_product = together(
         ((f"{finding.layer} {finding.product}", finding.mode), finding.fits) for finding in findings
     )

@@ -55,7 +55,7 @@ class DecoderModel:
 
     @property
     def embedding_weights(self) -> int:
-        """The number of weights of the embedding, which is also that of the head."""
+        """The number of weights in the embedding. The head has the same number."""
         return self.vocabulary * self.width
 
     @property
@@ -116,10 +116,10 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class StepLoad:
-    """The work of one step. The GPUs that share sequences process `local` sequences, in `micro_batches`.
+    """The work of one step. GPUs that work on the same sequences process `local` sequences, in `micro_batches`.
 
-    With `narrow_gather`, FSDP gathers weights in FP8. With `hidden_tensor`, half of TP's traffic overlaps with
-    products (async TP). With `fused_loss`, the loss is compiled and writes no fp32 values. `states` is one of STATES.
+    With `narrow_gather`, FSDP gathers weights in FP8. With `hidden_tensor`, half of TP's traffic overlaps with products
+    (async TP). With `fused_loss`, the loss is compiled and writes no fp32 values. `states` is a key of STATE_BYTES.
     With `rlhf`, memory holds three more models of this size: a trained critic, a reference and a reward model. With
     `zero_one`, copies shard the optimizer's states (ZeRO-1).
     """
@@ -143,16 +143,16 @@ class StepLoad:
 
     @property
     def gathered_bytes(self) -> int:
-        """The bytes of a weight that FSDP gathers."""
+        """The bytes per weight that FSDP sends to gather weights."""
         return _FP8_BYTES if self.narrow_gather else self.state_bytes.weight_copy
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """How many bytes per weight a training stores. `weight` is for the master weight, and `first_moment` and
-    `second_moment` are for the two moments. `weight_copy` is for the copy that products read, as ranks send it.
-    `resident_copy` is for that copy in memory: FP8 takes two bytes, because Hopper multiplies FP8 in only one
-    orientation, and both are stored.
+    """The bytes per weight of each tensor that a training stores. `weight` is the master weight, and the two moments
+    belong to the optimizer. `weight_copy` is the copy of the weight that products read, as sent between ranks.
+    `resident_copy` is the same copy in memory. In FP8 it takes two bytes: Hopper multiplies FP8 in only one
+    orientation, so the copy is stored in both.
     """
 
     weight: int
@@ -295,9 +295,9 @@ _RECOMPUTED_SCORES = 0.5
 
 @dataclass(frozen=True)
 class StepPace:
-    """The seconds of a step, by cause. Products include attention, and wait for the traffic of `tensor` and `context`
-    parallelism. The traffic of `shards` and `copies` overlaps with products, except for `exposed` seconds. `bubble` is
-    the idle time of a pipeline, divided by its working time.
+    """The seconds of a step, by cause. `products` includes attention. Traffic of `tensor` and `context` parallelism
+    delays products. Traffic of `shards` and `copies` overlaps with products; `exposed` is the part that does not.
+    `bubble` is the idle time of a pipeline, divided by its working time.
     """
 
     products: float
@@ -388,7 +388,7 @@ def tokens_per_second(layout: ParallelLayout, load: StepLoad, pace: StepPace) ->
 def _product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: StepLoad, topology: Topology, tokens: float
 ) -> tuple[float, float]:
-    """Returns the seconds of all forward passes of a step, and of all backward passes with recomputation."""
+    """Returns the seconds of products in a step's forward passes, and in its backward passes with recomputation."""
     recomputed_share = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,

@@ -99,8 +99,8 @@ def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
 
 
 def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Adds the sizes that can be seen when the user's model runs one step on a CPU. The number of heads cannot be
-    seen in any product.
+    """Adds the sizes of a user's model to `fields`, as seen in one step on a CPU. The number of heads must be given,
+    because no layer shows it.
     """
     from fp8bench.jobs.profile import check_function_name, find_model_coverage  # this import is slow
 
@@ -121,7 +121,7 @@ def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_decoder_sizes(weight_holders: Sequence[Holder]) -> dict[str, Any] | None:
-    """Derives the sizes of a decoder from its layers (`weight_holders`). One of them is `keys`, the width of all keys
+    """Derives the sizes of a decoder from its layers (`weight_holders`). The size `keys` is the width of all keys
     together. Returns None if the blocks of the decoder are not all equal.
     """
     shapes_by_part: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}

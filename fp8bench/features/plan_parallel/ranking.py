@@ -90,8 +90,8 @@ class MeasuredTraining:
 
 
 def calibrate_topology(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
-    """Returns the topology with different rates of products. With these rates, the formulas give the measured pace.
-    Raises UsageError if no rates do.
+    """Returns the topology with the rates of products for which the formulas predict the measured pace. Raises
+    UsageError if such rates do not exist.
     """
     low_rate, high_rate = _MIN_RATE, _MAX_RATE
     for _ in range(_HALVINGS):
@@ -121,8 +121,9 @@ def predict_training_pace(topology: Topology, training: MeasuredTraining) -> flo
 def pace_band(
     training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: StepLoad, recipe: str
 ) -> float | None:
-    """Returns the largest error of paces that were predicted for this kind of layout from a training with the measured
-    kind of layout, on machines that were held out. Returns None if no machine was held out for such a pair.
+    """Returns the error band of a predicted pace; None if it is unknown. The band is the largest error on held-out
+    machines, among predictions for the same kind of layout that were calibrated by a training with the same kind of
+    layout as `training`.
     """
     if training is None:
         return None
@@ -202,8 +203,8 @@ def memory_band(layout: ParallelLayout) -> float:
 
 
 def rank_layouts(question: ParallelQuestion) -> tuple[PlannedLayout, ...]:
-    """Returns all layouts that divide evenly. Layouts that fit come first, the fastest at the top. Then come layouts
-    that do not fit, by memory.
+    """Ranks all layouts that divide the training evenly. Layouts that fit into memory come first, the fastest at the
+    top. Then come layouts that do not fit, by memory.
     """
     plans = [best for layout in list_layouts(question) if (best := _choose_micro_batches(question, layout)) is not None]
 
@@ -247,8 +248,8 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
 
 
 def _makes_equal_stages(layers: int, pipeline: int, stages_per_gpu: int) -> bool:
-    """Returns whether all stages of a pipeline are equally long. The embedding and the head may each take the place
-    of a layer.
+    """Returns whether all stages of a pipeline have the same number of layers. The embedding and the head may each
+    count as one layer.
     """
     stage_count = pipeline * stages_per_gpu
     return stage_count == 1 or (pipeline > 1 and stage_count <= layers and -layers % stage_count <= 2)
@@ -301,7 +302,7 @@ class ParallelismVerdict:
 
 
 def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, ...]:
-    """Judges each kind of parallelism by rules of thumb. The figures are in the ranking."""
+    """Judges by rules of thumb whether each kind of parallelism is worthwhile."""
     model, topology, load = question.model, question.topology, question.load
     usable, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
     one_sequence = replace(load, local=1, micro_batches=1)
@@ -370,7 +371,7 @@ def judge_parallelism(question: ParallelQuestion) -> tuple[ParallelismVerdict, .
 
 
 def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[PlannedLayout, ...]]:
-    """Ranks the layouts with as little checkpointing as possible, so that at least one fits. If none fits, ranks them
+    """Ranks the layouts with the least checkpointing at which one of them fits into memory. If none fits, ranks them
     with full checkpointing.
     """
     for level in Checkpointing:
@@ -382,8 +383,8 @@ def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQ
 
 
 def list_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
-    """Describes the sizes that are outside the range of all published trainings. Outside this range, the error bands
-    of predictions are only a guess."""
+    """Describes which sizes lie outside the range of all published trainings. Outside this range, the error bands of
+    predictions are only a guess."""
     sizes = []
     for name, value, (low, high) in (
         ("GPUs", gpus, PUBLISHED_GPUS),
