@@ -241,7 +241,9 @@ class KernelHost:
             self._overwrite_slot(slot, new_tensors)
 
     def call_kernel(self, slot: int) -> tuple[PackedResults, tuple[int, ...]]:
-        """Calls the kernel on a slot. Returns the results, and checksums of the arguments' memory after the call."""
+        """Calls the kernel on the arguments in a slot. Returns the results, and checksums of the arguments' memory
+        after the call.
+        """
         with filled_memory():
             self._prime_allocator(slot)
             self._latest = self._call_raw(slot)
@@ -274,8 +276,8 @@ class KernelHost:
             return self.call_kernel(slot)[0]
 
     def call_pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
-        """Runs a linear layer forward on two slots, then backward in the given order. Returns the results in the
-        order of the slots."""
+        """Runs a linear layer forward on the arguments in two slots, then backward in the given order. Returns the
+        results in the order of the slots."""
         outputs = [self._call_forward(slot) for slot in slots]
         results_by_slot = {which: self._call_backward(slots[which], outputs[which]) for which in order}
         return tuple(pack_results(results_by_slot[which]) for which in sorted(results_by_slot))
@@ -283,8 +285,8 @@ class KernelHost:
     def repeat_calls(
         self, slots: Sequence[int], calls: int, seconds: float
     ) -> tuple[int, list[tuple[int, int, PackedResults]]]:
-        """Calls the kernel on the slots in turn, up to `calls` times or for `seconds`. Returns the number of calls,
-        and every distinct result. With each result, returns the slot and the number of the first call that gave it.
+        """Calls the kernel on the arguments in the slots in turn, up to `calls` times or for `seconds`. Returns the
+        number of calls, and each distinct result with the slot and the number of the first call that gave it.
         """
         different_results = []
         distinct_results = set[tuple[int, PackedResults]]()
@@ -300,9 +302,9 @@ class KernelHost:
         return number, different_results
 
     def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
-        """Times one call on each slot. Returns the seconds of each call by wall clock and by process time. They
-        include a copy of the results and a synchronization of the device. If a kernel returns before its work is
-        done, the copies miss that work, and `read_timed_results` shows it.
+        """Times one call on the arguments in each slot. Returns the seconds of each call by wall clock and by process
+        time, including a copy of the results and a synchronization of the device. If a kernel returns before its work
+        is done, these copies miss that work, which `read_timed_results` reveals.
         """
         seconds = []
         for slot in slots:

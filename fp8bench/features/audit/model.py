@@ -48,9 +48,7 @@ _SHOWN_NAMES = 4
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module that multiplies by a weight. `row` collects the facts to report, and `verdict` is the verdict on its
-    numbers.
-    """
+    """A module that multiplies by a weight. `row` has its facts for the report, and `verdict` judges its numbers."""
 
     module: nn.Module
     weight: Tensor
@@ -93,7 +91,9 @@ def has_low_precision_class(module: nn.Module) -> bool:
 
 
 def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
-    """Returns a function that tells why a layer was probably not converted: the name of a rule, and a sentence."""
+    """Returns a function that finds the likely reason why a layer was not converted: the name of a rule, and a
+    sentence.
+    """
     low_layers = [layer for layer in layers if layer.row.low]
     name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
     converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}

@@ -218,7 +218,7 @@ def _group_by_kind(runs: Sequence[MachineRun]) -> dict[tuple[EnvironmentFields, 
 
 
 def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
-    """Returns for each case the median seconds of each machine."""
+    """Returns the median seconds of each case on each machine."""
     samples: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         for case, seconds in run.times.items():

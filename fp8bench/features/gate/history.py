@@ -1,7 +1,7 @@
 """Judges the steps (changes of level) in a store's history that nobody has acknowledged, on the machine of the newest
 run.
 
-A step is suspected until a second look confirms it. If the repository has the last commit before the step, the
+A step is suspected until a second measurement confirms it. If the repository has the last commit before the step, the
 current code is measured in a duel with that commit. Otherwise the suspected case is measured again. The step is
 confirmed if the new value is nearer to the new level than to the old one.
 """
@@ -205,7 +205,7 @@ def _make_blank_comparison(trend: Trend) -> Comparison:
 
 def _select_newest_series(history: History, newest_run: Run) -> list[Line]:
     """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
-    returns all series of the machine. Counts are left out, because any change of a count is detected.
+    returns all series of the machine. Series of counts are left out, because any change of a count is detected.
     """
     identity = parse_identity(newest_run.environment.facts)
     commit = newest_run.environment.get("commit")

@@ -107,8 +107,8 @@ FigureKey = tuple[str, str]
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and outcome. `again` is the comparison of the second look, if there was one. If
-    there are too few runs to estimate the noise of the figure, `spread` is how far the other cases of the same runs
+    """A figure with its threshold and outcome. `again` is the comparison of the second measurement, if there was one.
+    If there are too few runs to estimate the noise of the figure, `spread` is how far the other cases of the same runs
     moved.
     """
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Checkpointing(StrEnum):
-    """How much of the forward pass backward computes again: nothing, every other product of a block, or the whole
+    """How much of the forward pass is recomputed during backward: nothing, every other product of a block, or the whole
     block.
     """
 
