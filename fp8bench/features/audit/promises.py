@@ -139,7 +139,8 @@ class ExpectedProduct:
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
         """Judges a result if some expected sums overflow its dtype. Such sums may become infinite or the largest
-        number. All other sums must be correct up to ties and last bits of scales, or have the expected error."""
+        number. All other sums must be correct (ties may round either way, and scales may differ in their last bits), or
+        have the expected error."""
         float64_result = result.double()
         result_with_infinities = torch.where(
             float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result

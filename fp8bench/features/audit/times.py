@@ -343,7 +343,7 @@ def _measure_seconds(auditor: Auditor, shape: Shape) -> float:
 
 
 def _confirm_by_repeating(repeat_check: Callable[[], str], reason: str) -> str:
-    """Repeats a check that gave a reason to fail. Returns '' if any repetition gives none."""
+    """Repeats a check that failed for `reason`. Returns '' if a repetition passes, else the reason of the last one."""
     for _ in range(_CONFIRMING_REPETITIONS - 1):
         reason = reason and repeat_check()
     return reason

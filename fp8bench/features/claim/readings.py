@@ -148,8 +148,8 @@ def _find_other_baseline(sentence: str, reference: str) -> str:
 def _read_ratio(
     claim: Claim, metric: Metric, record: Record, finding: Finding | None, run: Run, relative_error: float, value: float
 ) -> FigureReading:
-    """Returns the case's figure divided by the reference's figure. The interval is over rounds, if there is one, or
-    else plus or minus `relative_error`.
+    """Returns the case's figure divided by the reference's figure. The interval is that over rounds; without one, it is
+    `relative_error` around the ratio.
     """
     name = claim.metric
     reference = _find_reference(record, run)

@@ -165,8 +165,8 @@ def _settle_suspects(
 
 
 def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
-    """Adds a note to each suspected time if all counts of the case (such as FLOPs and bytes) are equal on both sides:
-    that both sides do the same work."""
+    """Notes at each suspected time that both sides do the same work, if all counts of its case (such as FLOPs and
+    bytes) are equal."""
     has_same_work: dict[str, bool] = {}
     for figure in figures:
         change = figure.comparison
