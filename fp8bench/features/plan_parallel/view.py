@@ -128,8 +128,8 @@ def _remark_on_memory(question: ParallelQuestion, plan: PlannedLayout) -> Iterat
 
 
 def _scale_traffic(question: ParallelQuestion, plan: PlannedLayout) -> ScaleTraffic:
-    """Returns the traffic of scales per GPU and step. FP8 with one scale per tensor causes it, because tensor
-    parallelism divides the tensor among GPUs.
+    """Returns the traffic of scales per GPU and step. Only FP8 with one scale per tensor has any, because the GPUs that
+    share a tensor have to agree on its scale.
     """
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)

@@ -1,4 +1,4 @@
-"""Checks rounding, verdicts and phases of the harness on this machine, in about a minute."""
+"""Checks the harness on this machine, in about a minute: rounding, verdicts, and times of phases."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SelfCheck:
 
 
 def run_selfchecks(device: str = "cpu") -> Iterator[SelfCheck]:
-    """Runs the checks and yields the result of each. Times are measured on `device`."""
+    """Yields the results of checks of rounding, verdicts and phases. `device` runs the timed checks."""
     yield check_rounding()
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
@@ -73,8 +73,8 @@ def check_rounding() -> SelfCheck:
 
 
 def make_base_params(workload: str, **params: str | int) -> Params:
-    """Returns parameters for the workload `_planted`. It runs the named workload with `params`, and adds extra work
-    to slow it down."""
+    """Returns parameters for the workload `_planted`: it runs `workload` with `params`, and adds extra work to slow it
+    down."""
     return ("base", workload), *((f"base.{name}", value) for name, value in params.items())
 
 

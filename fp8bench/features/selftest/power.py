@@ -1,10 +1,10 @@
 """Measures how often verdicts are right: real steps are slowed down by a known amount, and the usual estimator judges
 them.
 
-Each trial interleaves several arms in the rounds of one worker: the reference, its control, an identical candidate,
-and candidates with about 1, 2.5, 5 and 10% of extra work. Any difference that is found for the identical candidate is
-a false alarm. A comparison has three arms: the reference, the control and one candidate. Only the seconds of these
-three arms count towards its time limit. States are created again every few trials, to vary the memory layout.
+Each trial interleaves several arms in the rounds of one worker: the reference, its control, an identical candidate, and
+candidates with about 1, 2.5, 5 and 10% of extra work. Any difference that is found for the identical candidate is a
+false alarm. A comparison has three arms (the reference, the control and one candidate), whose seconds count towards its
+time limit. States are created again every few trials, to vary the memory layout.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _RECORDED_FACTS = ("machine", "system", "python", "torch", "cpu_count", "threads
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that is slowed down. `key` is its name on the command line. `seconds` is the time limit of one
-    comparison.
+    """An operation that is slowed down to test verdicts. `key` is its name on the command line. `seconds` is the time
+    limit of one comparison.
     """
 
     key: str
@@ -60,8 +60,8 @@ class Operation:
 
 
 def list_operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
-    """Returns two products and a training step of a transformer. On a CPU core of 2023, the products take 0.3 and 2
-    ms."""
+    """Returns the operations to slow down: two matrix products and a transformer's training step. On a CPU core of
+    2023, the products take 0.3 and 2 ms."""
     if facts.accelerated:
         return (
             Operation("small", f"product of {GPU_SIDE}", "fp32", make_product_params(GPU_SIDE), 2.0),
@@ -115,7 +115,7 @@ class OperationResult:
     seconds: float = 0.0
 
     def count_tiny_calls(self, effect: float) -> int:
-        """Returns how many tiny calls make one call slower by the share `effect`."""
+        """Returns how many tiny calls of extra work make a step slower by the share `effect`."""
         return round(effect * self.step_seconds / self.tiny_seconds)
 
 
@@ -151,7 +151,9 @@ class PowerResult:
 def run_power(
     names: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> PowerResult:
-    """Runs the experiment on the named operations, or on all. Writes the figures to `path` after every trial."""
+    """Measures how often verdicts are right, on the named operations or on all. Writes the figures to `path` after
+    every trial.
+    """
     # 1. Reject unknown operations before a worker starts.
     for word in names or ():
         if word not in OPERATION_NAMES:
@@ -192,8 +194,8 @@ def measure_power(
     seed: int,
     after_trial: Callable[[OperationResult], None] = lambda result: None,
 ) -> OperationResult:
-    """Measures in `trials` trials how often verdicts on one operation are right. Creates new states of the operation
-    every few trials.
+    """Runs `trials` trials of one operation to measure how often verdicts are right. Creates new states of the
+    operation every few trials.
     """
     start_seconds = time.monotonic()
     result = OperationResult(operation.name)

@@ -1,5 +1,5 @@
-"""Trains with one layer or kind low at a time, then with maps that leave out the worst layers until one keeps the
-loss.
+"""Trains with one layer or kind in low precision at a time, then with maps that keep the worst ones in high precision,
+until one map keeps the loss.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StudyQuestion:
     """The settings of a study. `request` has two cases: one in the low precision, one in the reference precision. `by`
-    is what is lowered at a time. `tolerance` is the largest loss gap, and `gradient_tolerance` the largest error of the
-    first gradients, both as shares.
+    is the part of the model to lower at a time. `tolerance` is the largest acceptable loss gap, and
+    `gradient_tolerance` the largest acceptable error of first gradients, both as shares.
     """
 
     request: Request
@@ -184,7 +184,9 @@ def open_study(
 
 
 def _find_layers(planned_case: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
-    """Returns the layers of a suite by its parameters. For a user's model they are the layers that can be converted."""
+    """Returns the layers whose precision can be set: those that a suite has for its parameters, or those of a user's
+    model that can be converted.
+    """
     workload = workloads.get(planned_case.case.workload)
     if not workload.examined:
         return checked_products(workload, dict(planned_case.case.params))
@@ -205,9 +207,9 @@ _ALL_LAYERS = "all layers"
 
 @dataclass
 class StudyRunner:
-    """Runs one training after the other in the worker, and adds each to `study`.
+    """Runs the trainings of a study one by one in the worker, and adds each to `study`.
 
-    `low_case` and `reference_case` are the cases in which all layers have the low or the reference precision.
+    `low_case` and `reference_case` are the cases that have all layers in the low or in the reference precision.
     `high_mode` is the precision of those layers that the suite keeps in high precision by default.
     """
 
@@ -226,8 +228,8 @@ class StudyRunner:
         self.study = replace(self.study, **changes)
 
     def append(self, part: str, trial: LayerTrial) -> None:
-        """Appends a trial to one list of the study: `draws` (other initial weights), `probes` (one layer or kind
-        low) or `candidates` (maps)."""
+        """Appends a trial to `draws` (the reference from other initial weights), `probes` (one layer or kind in low
+        precision) or `candidates` (precision maps) of the study."""
         self.add(**{part: (*getattr(self.study, part), trial)})
 
     def run(self, report_progress: ReportProgress) -> None:
@@ -294,8 +296,8 @@ class StudyRunner:
                 yield name, tuple(low_layers)
 
     def _lower_layer_or_kind(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
-        """Returns the precision and the map with which only `key`, the name of one layer or kind, has the given
-        mode. `names` are its layers."""
+        """Returns the precision and the precision map with which only one layer or kind of layer, `key`, runs in
+        `mode`. `names` are the layers of `key`."""
         reference = self.reference_case.precision
         if reference != UNTOUCHED:
             return reference, make_map_of_one(self.layers, key, names, (mode, reference))
@@ -318,7 +320,7 @@ class StudyRunner:
         return replace(trial, losses=losses, failure=_explain_invalid_losses(losses, steps))
 
     def _measure_gradients(self, trial: LayerTrial) -> LayerTrial:
-        """Returns the trial with the error of its first gradients, or with the reason why the error is missing."""
+        """Returns the trial with its `gradient_error`, or with the reason why this error is missing."""
         try:
             error = self._limited_worker.gradient_error(self._make_case(trial), self.reference_case, self.facts)
         except WorkerError as fault:

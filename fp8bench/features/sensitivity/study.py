@@ -1,4 +1,5 @@
-"""Values of `sensitivity`: trainings that differ in which layers are low, their verdicts, and precision maps.
+"""Values of `sensitivity`: trainings that differ in which layers have low precision, their verdicts, and precision
+maps.
 
 The loss of a training is the mean over the last fifth of its steps. A gap is the difference from the reference's loss
 with the same initial weights and data, as a share of that loss: above 0 is worse.
@@ -22,8 +23,8 @@ _EQUAL_LOSSES = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """The part of a model that a study sets to low precision at a time: one layer, or all layers of a kind. FORMAT also
-    sets one layer at a time, in each of the formats in FORMATS.
+    """What a study sets to low precision at a time: one layer (LAYER), all layers of a kind (KIND), or one layer in
+    each of the formats in FORMATS (FORMAT).
     """
 
     LAYER = "layer"
@@ -52,10 +53,10 @@ class LossVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class LayerTrial:
-    """One training in which the layers of `low` have low precision. `draw` is the number of its random initial weights.
+    """One training with the layers `low` in low precision. `draw` is the number of its random initial weights.
 
-    `gradient_error` is the error of the first step's gradients. If `form` is set, the trial ran only the first step,
-    with a single layer in low precision, and `form` is the format of this layer.
+    `gradient_error` is the error of the first step's gradients relative to the reference's. If `form` is set, the trial
+    ran only this step, with a single layer in the format `form`.
     """
 
     name: str
@@ -80,8 +81,8 @@ class LayerTrial:
 
 @dataclass(frozen=True)
 class Study:
-    """All trainings of a study. `candidates` are trainings with maps: the first has all layers low, and each further
-    one has fewer low layers.
+    """All trainings of a study. `candidates` are trainings with precision maps: the first has all layers in low
+    precision, and each further one has fewer.
 
     A suggested map has a gap of at most `tolerance`, and an error of first gradients of at most `gradient_tolerance`.
     """
@@ -119,10 +120,11 @@ class Study:
 
     @property
     def noise(self) -> float | None:
-        """The largest absolute gap between the reference and trainings of the reference from other initial weights.
+        """The largest absolute loss gap between the reference and its `draws`, which repeat it from other initial
+        weights.
 
-        None without such a training. Also None if all losses are equal, because the user's model sets a seed or
-        loads its weights.
+        None without draws. Also None if all losses are equal, because the user's model sets a seed or loads its
+        weights.
         """
         gaps = [abs(gap) for draw in self.draws if (gap := self.gap(draw)) is not None]
         largest = max(gaps, default=0.0)
@@ -141,8 +143,8 @@ class Study:
 
     @property
     def ranking(self) -> tuple[LayerTrial, ...]:
-        """The trials with a single layer or kind in low precision, worst first. Failed trials come first, then gaps
-        beyond the noise by their size. The others are ordered by the error of their first gradients.
+        """The trials with one layer or kind in low precision, worst first: failed trials, then loss gaps beyond the
+        noise from the largest down, then all other trials by the error of their first gradients.
         """
 
         def sort_key(trial: LayerTrial) -> tuple[bool, float, float]:
@@ -189,8 +191,8 @@ class Study:
         return format_by_layer
 
     def explicit_map(self, trial: LayerTrial) -> PrecisionMap:
-        """Returns the precision map of a candidate. If it would be empty because the suite keeps the same layers high
-        by default, it names these layers.
+        """Returns the precision map of a candidate. A map that is empty because it equals the suite's defaults is
+        replaced by a map that names each layer in high precision.
         """
         all_layers = self.candidates[0].low
         return trial.precision_map or tuple((name, self.reference) for name in all_layers if name not in trial.low)
@@ -248,8 +250,8 @@ def make_map_of_one(
 def _add_exceptions(
     layers: Sequence[Layer], keys: dict[str, str], requested_modes: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
-    """Adds an entry for each layer to which the entries `keys` do not give the requested mode. This happens if a layer
-    has the same name as the kind of a different layer.
+    """Returns the map `keys` with an entry added for each layer that would not get its requested mode. This happens if
+    a layer has the same name as the kind of a different layer.
     """
     # Each iteration adds entries for more layers, so the loop ends.
     while True:

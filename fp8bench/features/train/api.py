@@ -153,8 +153,8 @@ def train(
 
 
 def name_maker(make: Callable[..., Any]) -> str:
-    """Returns the name by which a worker can import `make`. If no worker can import it, as a lambda or a function that
-    was defined in a session, returns only the name of the function.
+    """Returns the name by which a worker can import `make`. If no worker can import it (a lambda, or a function from an
+    interactive session), returns only the name of the function.
     """
     module = getattr(make, "__module__", "")
     function_name = getattr(make, "__qualname__", type(make).__name__)

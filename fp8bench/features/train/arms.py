@@ -301,8 +301,8 @@ def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator
 
 
 def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
-    """Returns the batch of an arm with a different number of micro-batches. With this batch, a step of the arm reads
-    the same sequences as a step of the reference.
+    """Returns the batch size with which `micro_batches` micro-batches have the same sequences as a step of the
+    reference.
     """
     sequences = make_config(settings, 1).batch * settings.micro_batches
     if sequences % micro_batches:

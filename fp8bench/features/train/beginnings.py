@@ -171,8 +171,8 @@ def _read_documents(folder: Path) -> Iterator[str]:
 
 
 def _find_token_files(data: Path) -> tuple[Path, Path | None] | None:
-    """Returns the token file at a path, and the file with its held-out part. Both are named as in nanoGPT. The second
-    is None if it does not exist. Returns None if the path has no token file.
+    """Returns the file of training tokens that `data` names, and the file of held-out tokens or None. `data` is a .bin
+    file, or a folder with nanoGPT's train.bin and perhaps val.bin. Otherwise returns None.
     """
     train = data / "train.bin" if (data / "train.bin").is_file() else data
     if train.suffix != ".bin" or train.is_dir():

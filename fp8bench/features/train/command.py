@@ -89,7 +89,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_length_options(group: argparse._ArgumentGroup) -> None:
-    """Adds --steps and --seeds, whose defaults --quick changes, and --margin, which is in percent."""
+    """Adds --steps, --seeds, --margin (the largest tolerated loss gap, in percent) and --quick."""
     for name, help_text in (
         ("steps", "optimizer steps of an arm"),
         ("seeds", "trainings of an arm, each with other weights and batches"),

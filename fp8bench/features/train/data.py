@@ -52,8 +52,8 @@ def list_arm_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[st
 
 
 def list_csv_rows(judged: JudgedTraining) -> Rows:
-    """Returns the rows of the CSV with full precision. The figures of each arm over all seeds come first, then the
-    figures of every line.
+    """Returns the CSV's columns and rows in full precision. The figures of each arm over all seeds come first, then
+    those of each line of the stream.
     """
     return CSV_COLUMNS, _yield_csv_rows(judged)
 
@@ -102,7 +102,7 @@ def list_scalars(training: Training, lines: Iterable[StreamLine]) -> Iterator[Lo
 
 
 def _find_curve_name(row: Row) -> str:
-    """Returns the name under which a board shows a figure over steps; '' if the board does not show it."""
+    """Returns the name of a figure's curve in TensorBoard or wandb; '' if the figure has no curve."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
             return ""  # tokens and seconds are shown as a speed

@@ -32,8 +32,8 @@ STEP_SPEED = "steps_per_second"
 
 
 class Row(NamedTuple):
-    """One row of the table. `line` is the kind of line in which the figure was stored. `of` names the text on which a
-    validation was computed.
+    """One figure in the long table. `line` is the type of the stream's line with this figure, such as 'StepRow'. `of`
+    names what a validation was computed on.
     """
 
     arm: str
@@ -49,11 +49,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is shown. Without a `title` it has no chart. Each point of a chart covers the steps since the
-    previous point, and `pick` computes one value from the values of these steps. `window` describes this value in the
-    caption. `unit` is the unit of the axis. A `folded` chart shows only its title until a reader opens it. `shared`
-    means that all arms together have one value. Without a `heading` the terminal has no column for the figure. `show`
-    formats the values in this column. `over_ranks` combines the values of all ranks.
+    """How a figure is shown. Only a figure with a `title` has a chart. Each point of the chart covers the steps since
+    the previous point, and `pick` reduces their values to one, as `window` describes in the caption. `unit` is the unit
+    of the axis. A `folded` chart shows only its title until a reader opens it. `shared` means that all arms together
+    have one value. Only a figure with a `heading` has a column on the terminal, whose values `show` formats.
+    `over_ranks` combines the values of all ranks.
     """
 
     name: str
@@ -97,7 +97,7 @@ _FIGURE_FIELDS: Mapping[type, Sequence[str]] = {
 
 
 def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
-    """Yields a row for every known figure of every line, and a row with the speed of each timed step. Only native
+    """Yields a row for every known figure of the given lines, and a row with the speed of each timed step. Only native
     arms have speeds, because the speed of emulation is meaningless.
     """
     native_arms = {arm.name for arm in arms if arm.native}

@@ -122,7 +122,7 @@ class TrainingWriter(LineWriter):
             self._write_points((*first_point, *checkpoints, point))
 
     def go_back(self, point: ResumePoint) -> None:
-        """Cuts the stream at a point. Events about the training itself, such as 'resumed', stay in the stream."""
+        """Truncates the stream at a resume point. Keeps later events about the training itself, such as 'resumed'."""
         points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
         with convert_write_errors(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # later points belong to steps that will be repeated
@@ -173,8 +173,8 @@ def reopen_training(path: Path) -> TrainingWriter:
 
 
 def _read_points(path: Path) -> tuple[ResumePoint, ...]:
-    """Returns the points of a training where it can be resumed: those up to which the stream is unchanged. If there are
-    none, returns a point before the first step of the first seed.
+    """Returns the resume points of a training before which the stream is unchanged. If there are none, returns a point
+    before the first step of the first seed.
     """
     file = path.with_name(_PLACES_FILE)
     try:
@@ -207,8 +207,8 @@ def _checkpoints_folder(path: Path) -> Path:
 
 
 def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
-    """Removes the checkpoints that no point in `places` uses: old ones, and those that a killed process left
-    incomplete.
+    """Removes all checkpoint folders that no resume point in `places` refers to: old ones, and incomplete ones of a
+    killed process.
     """
     used_folders = {place.folder for place in places}
     for path in (folder / _CHECKPOINTS_FOLDER).glob("*"):
@@ -373,8 +373,8 @@ class StreamKind(TrainingKind):
         return load_loops([[path]])
 
     def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
-        """Returns recorded loops as the arms of one training. Each word is the file of a loop or, for several seeds,
-        the files of a loop with commas between them. Returns None if a word is not such a file.
+        """Returns loops recorded by `fp8bench.watch` as the arms of one training. Each word is the file of a loop or,
+        for several seeds, their files, separated by commas. Returns None if a word is not such a file.
         """
         files = [list(map(Path, word.split(","))) for word in words]
         return load_loops(files) if all(is_stream(paths[0]) for paths in files) else None

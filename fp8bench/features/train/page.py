@@ -1,7 +1,8 @@
-"""Renders a training as an HTML page: the table of arms, curves over steps, tensors by layer, and events. Each point of
-a loss curve is the mean over the last steps up to this point. The number of these steps is that of the final loss, so
-that the last point equals the final loss. Only the first points are means over fewer steps. Each point of the gap shows
-the gap if the training had ended there.
+"""Renders a training as an HTML page: the table of arms, curves over steps, tensors by layer, and events.
+
+Each point of a loss curve is a running mean over as many steps as the final loss (fewer at the start), so the last
+point equals the final loss. A point of the gap curve is the loss gap that the training would have if it had ended
+there.
 """
 
 from __future__ import annotations
@@ -371,8 +372,8 @@ def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
 
 
 def _mark_gaps(gaps: Sequence[float]) -> Mark | None:
-    """Returns a point of the chart of gaps: the mean gap over seeds in percent. With several seeds, the point has an
-    interval around this mean.
+    """Returns a mark for the chart of loss gaps: the mean gap over seeds in percent, with an interval if there are
+    several seeds. Returns None if no gap is finite.
     """
     gap = average_gaps([100 * gap for gap in gaps if math.isfinite(gap)])
     if gap is None:

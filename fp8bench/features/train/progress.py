@@ -81,8 +81,8 @@ class _ProgressObserver(TrainingObserver):
         self._print_line(sentence)
 
     def _align_losses(self) -> None:
-        """Shows the newest losses once all running arms have done the same step. Between their turns, arms are in
-        different steps.
+        """Shows the newest losses once all running arms have done the same step. Arms train in turns, so they are often
+        in different steps.
         """
         running_arms = [
             arm_progress for arm_progress in self._arms.values() if arm_progress.steps and not arm_progress.ended
@@ -222,7 +222,7 @@ class ArmProgress:
 
     @property
     def health(self) -> str:
-        """Returns the reason why the arm ended early, or otherwise its number of alarms."""
+        """Returns the reason why the arm ended early, or otherwise a text on its alarms."""
         if self.ended or not self.alarms:
             return self.ended or "no alarm"
         return f"{many(self.alarms, 'alarm')}, last in {self.last_alarm}"
@@ -281,7 +281,9 @@ def with_outputs(
 
 
 class _OutputObserver(TrainingObserver):
-    """Writes an output while a training runs. `store_or_stream` is the store, or the stream of a recorded loop."""
+    """Base class of outputs that are written during a training. `store_or_stream` is the store, or the stream of a
+    recorded loop.
+    """
 
     _training: Training | None = None
 
@@ -302,7 +304,7 @@ class _OutputObserver(TrainingObserver):
         return None if path is None else load_training(path)
 
     def close(self) -> None:
-        """Ends the outputs. Called once the training has ended, whether it succeeded or failed."""
+        """Finishes the output. Called once the training has ended, whether it succeeded or failed."""
 
 
 class _ForwardingObserver(TrainingObserver):

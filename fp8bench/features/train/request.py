@@ -83,7 +83,7 @@ def _are_rates(rates: tuple[Any, ...]) -> bool:
 
 
 def parse_change(then: str) -> tuple[str, float]:
-    """Returns the dtype in `--then`, and the share of the steps before it begins; '' and 1 if `then` is empty."""
+    """Splits a --then such as 'bf16@80%' into the dtype and the share of steps before it, 0.8; '' becomes '' and 1."""
     word, _, percent_text = then.rpartition("@")
     return word, parse_number(percent_text.removesuffix("%")) / 100 if then else 1.0
 
@@ -192,8 +192,8 @@ def _reuse_option(default: Any, name: str, help_text: str = "", group: str = LEN
 
 
 def find_start_file(start: str) -> Path | None:
-    """Returns the file that --start names, also if '::' and a digest follow. Returns None if --start names a training
-    or a checkpoint.
+    """Returns the path of the file that --start names, without a '::DIGEST' after it. Returns None if --start names a
+    training or a checkpoint.
     """
     path = Path(start.partition("::")[0])
     return path if start and is_not_folder(path) else None

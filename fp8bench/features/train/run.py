@@ -101,7 +101,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
-    """Returns a training before its first step, and the state of its reference."""
+    """Returns a training that has not started, and the initial state of its reference."""
     request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text)
@@ -123,7 +123,7 @@ def _list_differences(training: Training, today: Training) -> Iterator[str]:
 
 @contextmanager
 def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
-    """Does all checks that need no worker. Then yields a worker and the text of the training."""
+    """Checks a request, then yields a worker for the training and the text that it reads."""
     # Modules of the user may register precisions that the request names.
     import_user_modules(request.imports)
     check_training(request)
@@ -250,7 +250,7 @@ class _CompleteRun(TrainingRun):
         return load_training(self.writer.path).select_lines(kind)
 
     def _list_unmeasured_arms(self, is_measured: Callable[[ArmCost], object]) -> list[Arm]:
-        """Returns the trained arms that have no stored cost for which `is_measured` is true. Arms that repeat the
+        """Returns the arms whose cost still has to be measured: no stored cost satisfies `is_measured`. Repeats of the
         reference are left out, because they cost as much as the reference.
         """
         measured_names = {cost.arm for cost in self._load_lines(ArmCost) if is_measured(cost)}
@@ -292,8 +292,8 @@ class _CompleteRun(TrainingRun):
                 self._store_costs(ArmCost(arm.name, self.training.request.seed, capacity=capacity))
 
     def _measure_energy(self) -> None:
-        """Measures the energy of each arm, unless it is stored already. The arms are still in memory after the last
-        seed, and take further steps in separate windows.
+        """Measures the energy of each arm, unless it is stored already. The arms, still in memory after the last seed,
+        take further steps in separate time windows.
         """
         request = self.training.request
         unmeasured_arms = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []

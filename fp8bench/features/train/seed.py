@@ -230,7 +230,9 @@ class SeedRun(TrainingRun):
             self.writer.store_point(self.number, step, folder, tuple(self.excluded.items()))
 
     def _restart_worker(self, lost: _WorkerLost) -> None:
-        """Starts a fresh worker. If the same arm has failed before, excludes it. The reference cannot be excluded."""
+        """Starts a fresh worker. Excludes an arm that fails for the second time. If this is the reference, or no
+        particular arm, raises the error instead.
+        """
         name = lost.arm.name if lost.arm is not None else ""
         self._failures_by_arm[name] = self._failures_by_arm.get(name, 0) + 1
         # The lost worker may hang, and only a fresh one has a known state.

@@ -116,7 +116,7 @@ def list_csv_rows(sizes: SizeComparison) -> Rows:
 
 
 def _yield_csv_rows(sizes: SizeComparison) -> Iterator[dict[str, Any]]:
-    """Yields the figures of every arm in every model, then the arm's trend."""
+    """Yields the figures of every arm in every model, then how the arm's gap changes with the number of parameters."""
     for name, by_size in sizes.arms.items():
         for sized_arm in by_size:
             training = sized_arm.training

@@ -142,9 +142,9 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
 def compute_clipping(
     norms: list[Tensor], norm: Tensor, scale: float, max_norm: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns the divisor of each gradient. Also returns the factor by which clipping shrinks the joint norm of all
-    gradients. `norms` are the norms of the gradients, still multiplied by the loss scale. `norm` is their joint norm
-    without the loss scale. `groups` has the clipping group of each parameter.
+    """Returns the divisor by which clipping shrinks each gradient, and the factor by which it shrinks their joint norm.
+    `norms` are the norms of the gradients, still multiplied by the loss scale. `norm` is their joint norm without the
+    loss scale. `groups` names the group with which each parameter is clipped.
     """
     if not max_norm:
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)

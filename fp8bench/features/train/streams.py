@@ -98,7 +98,9 @@ def load_loops(files: Sequence[Sequence[Path]], margin: float = 0.01) -> Watched
 def make_watched_training(
     identity: str, names: Sequence[str], steps: int = 1, seeds: int = 1, margin: float = 0.01
 ) -> Training:
-    """Returns a training that stands for recorded loops. Their precisions, device, text and command are unknown."""
+    """Returns a placeholder training whose arms are recorded loops. Their precisions, device, text and command are
+    unknown.
+    """
     arms = [Arm(names[0], "", ArmRole.REFERENCE), *(Arm(name, "") for name in names[1:])]
     request = TrainingRequest(settings=TrainerSettings(make=WATCHED_NAME), steps=steps, seeds=seeds, margin=margin)
     text = make_empty_text(WATCHED_NAME)
@@ -118,5 +120,5 @@ def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Line
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Returns the name of several seeds without their numbers, such as 'fp8' for 'fp8-0' and 'fp8-1'."""
+    """Returns the common name of a loop's seeds, such as 'fp8' for 'fp8-0' and 'fp8-1'. Keeps equal names unchanged."""
     return re.sub(r"[-_.]?\d+$", "", names[0]) if len(set(names)) > 1 else names[0]

@@ -42,9 +42,9 @@ _MIN_DOCUMENTS = 256
 
 @dataclass(frozen=True)
 class TaskItem:
-    """A question of a task. With several `texts`, the model should find the right one the most likely, and `right` has
-    the index of this text. With one text, the bytes at `positions` are the answers, each one out of `choices`. `right`
-    then has the index in `choices` of each right byte.
+    """A question of a task, in one of two forms. With several `texts`, the model should find the correct one the most
+    likely, and `right` holds its index. With one text, the model should predict the bytes at `positions`, and `right`
+    holds the index in `choices` of each correct byte.
     """
 
     texts: tuple[bytes, ...]
@@ -68,12 +68,14 @@ def _make_retrieval_text(generator: random.Random, length: int) -> bytes:
 
 
 def list_retrieval_lengths(sequence: int) -> tuple[int, ...]:
-    """Returns the lengths of retrieval questions. They range from an eighth of a window to a full window."""
+    """Returns the lengths of retrieval questions, from an eighth of the window `sequence` to a full window."""
     return tuple(dict.fromkeys(max(8, sequence // part) for part in (8, 4, 2, 1)))
 
 
 def _make_repeated_retrieval_text(generator: random.Random, length: int) -> bytes:
-    """Returns letters with a digit in the first half, and after it several question marks that this digit follows."""
+    """Returns random letters with one digit in the first half, and after it several pairs of a question mark and this
+    digit.
+    """
     letters = bytearray(generator.choices(LETTERS, k=length))
     digit = generator.choice(DIGITS)
     position = generator.randrange(length // 2)
@@ -84,8 +86,8 @@ def _make_repeated_retrieval_text(generator: random.Random, length: int) -> byte
 
 
 def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
-    """Returns `count` documents, each as long as a window, from all tasks in turn. Every second document of the task
-    retrieval has only one question, as the test has. The others have several questions.
+    """Returns `count` documents, each as long as a window, from the tasks in turn. Every second retrieval document has
+    a single question, like the texts on which models are scored. The others have several questions.
     """
     generator = random.Random(f"{seed}/{sequence}")
     documents = []

@@ -40,7 +40,7 @@ class TrainingText:
 
 
 def make_empty_text(tokens: str, identity: str = "") -> TrainingText:
-    """Returns the text of a training that reads no tokens from a file."""
+    """Returns an empty text, for a training whose batches come from the user's code."""
     empty_span = TokenSpan("", 0, 0)
     return TrainingText(empty_span, empty_span, 0, tokens, identity)
 
@@ -95,7 +95,7 @@ class Arm:
         return replace(self, precision=precision, settings=(*self.settings, *_CANDIDATE_SETTINGS.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns the settings with which the arm is trained: those of the training, except for the arm's own ones."""
+        """Returns the settings of the training with the values that this arm overrides."""
         arm_settings: dict[str, Any] = dict(self.settings)
         defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_SETTINGS
         return replace(settings, **defaults, **arm_settings)
@@ -153,7 +153,7 @@ class Training:
 
     @property
     def arms_with_casts(self) -> list[Arm]:
-        """Returns the arms whose tensors are shown: candidates, and every recorded loop."""
+        """Returns the arms whose tensors are shown: the candidates or, among recorded loops, every loop."""
         return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
     def make_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
@@ -249,9 +249,9 @@ UNSEEN_EVENT = "unseen"
 
 @dataclass(frozen=True)
 class StepFigure(StreamLine):
-    """A figure of a watched step that is not in its row. It belongs to one layer or, if `layer` is '', to the whole
-    model. docs/watching.md lists the figures. 'memory' is the memory of all arms together. 'device_use' and
-    'device_memory_use' belong to no arm.
+    """A figure of a watched step that is not in its StepRow. It belongs to one layer or, if `layer` is '', to the whole
+    model. docs/watching.md lists the figures. 'memory' (of all arms together), 'device_use' and 'device_memory_use'
+    belong to no single arm.
     """
 
     name: str
@@ -272,9 +272,9 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step. Its kind is 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or
-    one of the kinds above. `layer` and `tensor` name the place of the event, `values` are the observed values, and
-    `remedy` is a change that may help.
+    """An event in a step. Its kind is 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of the
+    constants above, such as NOT_FINITE_EVENT. `layer` and `tensor` name the place of the event, `values` are the
+    observed values, and `remedy` is a change that may help.
     """
 
     kind: str
@@ -308,8 +308,8 @@ class TrainingEvent(StreamLine):
 class ArmCost(StreamLine):
     """The cost of one arm. Each figure is measured in a separate pass, and stored in a separate line. `kept` is the
     number of bytes in memory between two steps, by purpose. `memory` is the peak of a step while no other arm is
-    loaded. `energy` is the energy of steps like the last ones. `capacity` is the largest batch. `why` is the reason for
-    a missing figure.
+    loaded. `energy` is that of extra steps after the training. `capacity` is the largest batch that fits into memory.
+    `why` is the reason for a missing figure.
     """
 
     step: int = 0
@@ -380,4 +380,4 @@ class TrainingObserver:
         """Called after lines of an arm were stored. The arm is now at `step` of the seed `number`, counted from 0."""
 
     def note(self, sentence: str) -> None:
-        """Called for events that no line records."""
+        """Called for an event that has no line in the stream; `sentence` describes it."""

@@ -65,8 +65,8 @@ class SlowGrowth(TensorRule):
         )
 
     def find_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
-        """Returns the change over the last values if they are on a line and the newest is clearly beyond all earlier
-        values. Otherwise returns 0.
+        """Returns the change over `last_values` in octaves if they are on a straight line, and the newest is clearly
+        beyond all earlier values. Otherwise returns 0.
         """
         (start, start_value), (middle, middle_value), (end, end_value) = (
             last_values[0],

@@ -78,9 +78,7 @@ class Health:
         return reading_rules
 
     def _find_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """Returns the rules that read the lines of an arm: the rules about this arm, and the rules that compare
-        another arm with it.
-        """
+        """Returns the rules that read an arm's lines: the arm's rules, and those of arms that are compared with it."""
         if seed not in self._seeds:
             self._seeds.add(seed)
             # Rules have a state, so every arm of every seed has its own instances.
@@ -95,8 +93,8 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _forget_tensors(self, seed: int, arm: str) -> None:
-        """Restarts the rules about tensors of an arm whose precision has changed, because its scales have changed
-        with it."""
+        """Restarts the rules about tensors of an arm whose precision has changed, because earlier scales are not
+        comparable."""
         rules = self._find_rules(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.line_types is LayerReading else rule for rule in rules]
         self._readers.clear()
@@ -120,9 +118,8 @@ class Health:
         return WatchedArm(arm.name, reference, min_rate_factor)
 
     def _starts_episode(self, rule: HealthRule[Any], line: StreamLine) -> bool:
-        """Records that a rule has found a problem, and returns whether the problem starts a new episode. It does so if
-        in the last 50 steps the rule has found nothing about this tensor, and the rule named by its `suppressed_by`
-        has found nothing either.
+        """Records that a rule has found a problem, and returns whether the problem is new. It is new if in the last 50
+        steps neither this rule (about the same tensor) nor the rule named by its `suppressed_by` has found a problem.
         """
         seed, arm = line.seed, rule.arm.name
         key = seed, arm, rule.name, *_find_tensor(line)

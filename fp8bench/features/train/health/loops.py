@@ -55,9 +55,9 @@ class LossRule(HealthRule[Any]):
 
 
 class LossBackUp(LossRule):
-    """Detects a loss that rises again. One hard batch may raise it, but not five in a row. If the loop changes to
-    another kind of text, less than half of what was learned is lost. An exception is a text that has nothing in
-    common with the earlier one: its losses look like those of wrong labels.
+    """Detects a loss that rises again. One hard batch may raise it, but not five in a row. A change to a different kind
+    of text usually undoes less than half of the progress. Text that has nothing in common with the earlier text is an
+    exception: its losses look like those of wrong labels.
     """
 
     name = "loss-back-up"
@@ -174,8 +174,8 @@ class LossLeaked(LossRule):
 
 
 class NoUpdate(HealthRule[Any]):
-    """Detects steps that leave the weights unchanged. A few such steps are normal, because schedules begin and end
-    with a step at a rate of 0. A float32 weight cannot change by less than 6e-8 of itself.
+    """Detects steps that leave the weights unchanged. A few such steps are normal, because schedules begin and end with
+    a step at a rate of 0. The smallest possible change of a float32 weight is at least 6e-8 of its value.
     """
 
     name = "no-update"
@@ -219,9 +219,9 @@ class NoUpdate(HealthRule[Any]):
 
 
 class SameInputs(HealthRule[StepFigure]):
-    """Detects a loader that repeats the same batches. An epoch usually has more than four batches. A loop that uses all
-    data in each step usually has over a hundred examples. A loader that begins a new epoch repeats batches, but only
-    after it has read all of the last one. With shuffling, some repeated batches are as old as the epoch is long.
+    """Detects a loader that repeats the same batches. An epoch usually has more than four batches, and a loop that
+    trains on all data in each step usually has over a hundred examples. A new epoch also repeats batches, but only
+    after all batches of the previous epoch. With shuffling, some of them were last read a whole epoch ago.
     """
 
     name = "same-inputs"
@@ -264,8 +264,8 @@ class SameInputs(HealthRule[StepFigure]):
 
 
 class AmaxJump(TensorRule):
-    """Detects a jump of the largest magnitude of a tensor without scales. In any precision, magnitudes change by one
-    or two octaves between readings.
+    """Detects a jump of the largest magnitude of a tensor without scales. In any precision, it usually changes by 1 or
+    2 octaves (factors of 2) between readings.
     """
 
     name = "amax-jump"
@@ -292,9 +292,9 @@ class AmaxJump(TensorRule):
 
 
 class DeadUnits(TensorRule):
-    """Detects inputs of a layer that are mostly zeros. This is not normal: activation functions make half of their
-    outputs zero, and dropout up to three quarters. Bags of words are an exception, because they consist mostly of
-    zeros from the start.
+    """Detects inputs of a layer that are mostly zeros. Usually, activation functions make half of their outputs zero,
+    and dropout up to three quarters. Bags of words are an exception, because they consist mostly of zeros from the
+    start.
     """
 
     name = "dead-units"
@@ -383,8 +383,8 @@ class LargeLogits(FigureRule):
 
 
 class GradientsLeft(FigureRule):
-    """Detects gradients that the loop did not clear. No limit is needed, because the rule sees whether the tensors of
-    the gradients were changed.
+    """Detects gradients that the loop did not clear. No threshold is needed, because the rule sees whether each
+    gradient tensor was changed.
     """
 
     name = "gradients-left"
@@ -409,8 +409,8 @@ class MomentsGone(FigureRule):
 
 
 class DuplicateInputs(FigureRule):
-    """Detects batches that have the same example several times. Usually a loader reads each example once per epoch.
-    If it draws examples with replacement, it repeats only few of a large set.
+    """Detects batches that contain the same example several times. Usually a loader reads each example once per epoch.
+    Drawing with replacement from a large dataset repeats only a few examples per batch.
     """
 
     name = "duplicate-inputs"

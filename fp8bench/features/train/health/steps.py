@@ -160,8 +160,8 @@ class GradientSpike(HealthRule[StepRow]):
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """Detects an update far above the usual size. A rate that rises linearly is at most twice its median, and Adam
-    limits the effect of a single batch. A model that has memorised its data makes tiny updates, so that even its
+    """Detects an update far above the usual size. In a linear warm-up the rate is at most twice its recent median, and
+    Adam limits the effect of a single batch. A model that has memorised its data makes tiny updates, so that even its
     bursts are smaller than the first updates.
     """
 
@@ -343,9 +343,9 @@ class GradientScale(HealthRule[StepRow]):
 
 
 class LossGap(HealthRule[StepRow]):
-    """Detects an arm whose loss is behind the reference's. If both arms have the same batches and dropout, chance has
-    little effect. Other differences between the arms are ruled out before the arithmetic is blamed. Batches count as
-    the same if the losses of both arms rise and fall together.
+    """Detects an arm whose loss is worse than the reference's. If both arms have the same batches and dropout, chance
+    has little effect. Other differences between the arms are ruled out before the arithmetic is blamed. Batches count
+    as the same if the losses of both arms rise and fall together.
     """
 
     name = "loss-gap"
@@ -397,8 +397,8 @@ class LossGap(HealthRule[StepRow]):
 
     @classmethod
     def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
-        """Returns in what two arms differ besides their arithmetic; '' if they do not. `pairs` has the rows of both
-        arms in the same steps: first the reference's, then the other arm's.
+        """Returns how an arm differs from the reference besides its arithmetic, as text; '' if it does not. `pairs` has
+        the rows of both in the same steps: (reference's row, arm's row).
         """
         for name, title in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
             ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
@@ -425,5 +425,5 @@ class LossGap(HealthRule[StepRow]):
 
 
 def measure_noise(values: Sequence[float]) -> float:
-    """Returns the standard deviation of values around a smooth course, from differences between consecutive values."""
+    """Returns the standard deviation of the noise around a slow trend, from differences between consecutive values."""
     return 1.4826 * median(abs(following - value) for value, following in pairwise(values)) / math.sqrt(2)

@@ -23,8 +23,8 @@ _MIN_E8M0, _MAX_E8M0 = 2.0**-127, 2.0**127
 
 
 class TensorRule(HealthRule[LayerReading]):
-    """A rule about the readings of each tensor with one of `roles`: `judge` receives a reading and the `window`
-    previous ones. With `about_casts`, it only reads tensors that may be rounded.
+    """A rule about the tensors whose role is in `roles`. `judge` receives a tensor's reading and its `window` previous
+    ones. With `about_casts`, it only reads tensors that may be rounded.
     """
 
     line_types = LayerReading
@@ -137,8 +137,8 @@ class ScaleAtEdge(TensorRule):
 
 
 class ScaleLag(TensorRule):
-    """Detects values beyond the range of their format, because their delayed scale is too large. While a tensor grows,
-    a few hundredths of an octave are usual. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
+    """Detects values beyond the range of their format, because their delayed scale is too large. Growing tensors
+    usually exceed the range by hundredths of an octave. With NVFP4, rounding small scales adds up to 0.58 octaves."""
 
     name = "lag"
     about_casts = True
@@ -217,8 +217,8 @@ class UnderflowCreep(TensorRule):
 
 
 class WeightsBehind(TensorRule):
-    """Detects rounded weights that no longer follow the weights from which they were rounded. Their signal to noise
-    depends on the format. It stays within 0.4 dB in any precision."""
+    """Detects rounded weights that no longer follow the weights from which they were rounded. Their signal-to-noise
+    ratio depends on the format, and normally stays within 0.4 dB in any precision."""
 
     name = "weights-behind"
     roles = (Role.WEIGHT,)
@@ -270,7 +270,7 @@ _MIN_STALE_READINGS, _MIN_STALE_OCTAVES = 2, 0.5
 
 
 def describe_stale_history(reading: LayerReading, previous: PreviousReadings) -> str:
-    """Returns text about a tensor whose delayed scale no longer follows it; '' for any other tensor."""
+    """Returns a remark on a tensor that moved while its delayed scale stayed the same; '' for any other tensor."""
     readings = [reading]
     for old in reversed(previous):
         if old.scale != reading.scale:
@@ -366,8 +366,8 @@ class EmbeddingCollapse(HealthRule[Any]):
 
 
 class LayerStill(HealthRule[Any]):
-    """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of their median.
-    Weight decay alone is 1 to 6% of the median. A rarely used layer may have no gradient for several steps."""
+    """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of the matrices'
+    median. Weight decay alone causes 1 to 6% of that. A rarely used layer may have no gradient for several steps."""
 
     name = "layer-stands-still"
     line_types = LayerReading | StepFigure
@@ -458,7 +458,7 @@ class LayerStill(HealthRule[Any]):
 
 
 class AttentionOverflow(FigureRule):
-    """Detects scores too large for softmax: e^-88 is fp32's smallest normal number, so small weights become zero."""
+    """Detects scores too large for softmax: weights below e^-88, about fp32's smallest normal number, become zero."""
 
     name = "attention-score-overflow"
     figures = ("attention_score",)

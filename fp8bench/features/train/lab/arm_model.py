@@ -47,7 +47,7 @@ class ArmModel:
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
         """`watch` is called after each cast of an operand. `wrap` receives the name of a precision and its arithmetic,
-        and returns the arithmetic that layers use.
+        and returns the arithmetic that layers use instead.
         """
         self.task = task
         self.arm = arm
@@ -93,8 +93,8 @@ class ArmModel:
         return self.add_arithmetic(name, apply_scales(layer_arithmetic, self.settings, mode, name, self.scale_books))
 
     def add_arithmetic(self, name: str, arithmetic: Arithmetic) -> Arithmetic:
-        """Returns an arithmetic as layer `name` uses it: with scales that all ranks share, and with casts that are
-        watched. Also records it under this name.
+        """Returns the arithmetic of layer `name` with scales that all ranks share, and with casts that `watch_casts`
+        receives. Also stores it in `arithmetics`.
         """
         arithmetic = self.parallelism.share_scales(name, arithmetic)
         if self.watch_casts is not None:
@@ -123,7 +123,7 @@ class ArmModel:
         raise NotImplementedError
 
     def repeat_steps(self, count: int) -> None:
-        """Prepares the model to repeat the last `count` steps, which then read new batches."""
+        """Prepares the model to repeat the last `count` steps for a measurement. These steps read new batches."""
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
         """Yields an arm's held-out losses. `row_key` is the arm, the seed and the step. If `is_last`, the training is
@@ -205,7 +205,7 @@ class BuiltInModel(ArmModel):
         return forward(tokens, targets, phase)
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
-        """Yields the held-out loss. `is_last` adds the losses by position in a window, and the losses with layers that
-        were quantised after training.
+        """Yields the held-out loss. With `is_last`, also yields the losses by position in a window, and the losses
+        after quantising layers of the trained model.
         """
         yield from self._evaluation.measure_losses(self.model, row_key, is_last)

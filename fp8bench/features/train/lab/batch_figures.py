@@ -154,8 +154,8 @@ class BatchMemory:
 
     def _compare_condition(self, condition: float, is_same_batch: bool, may_be_setting: bool) -> None:
         """Counts the steps in a row in which the condition stayed equal although the batch changed. `condition` is the
-        fingerprint of the condition. A condition that may be a length or a setting (`may_be_setting`) counts only once
-        it has changed.
+        fingerprint of the condition. If `may_be_setting`, the condition may be a length or a setting, so it counts only
+        after its first change.
         """
         if math.isnan(condition):
             return

@@ -1,7 +1,6 @@
 """Reads windows of a text for training and validation, and computes held-out losses, scores on tasks, and users'
-metrics. Windows depend only on the seed and the step, so no position in the text is stored. Therefore a step reads
-the same windows after a resume. All arms of a seed also read the same windows, even if they divide the step into
-different micro-batches.
+metrics. Windows depend only on the seed and the step. So all arms of a seed read the same windows, also after a resume,
+and even if they divide the step into different micro-batches.
 """
 
 from __future__ import annotations
@@ -112,8 +111,8 @@ PositionSums = tuple[list[float], int]
 
 @dataclass(eq=False)
 class Evaluation:
-    """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` returns
-    a layer's arithmetic with scales that depend on all ranks.
+    """Computes losses on the held-out windows. `layers` are the layers whose precision can be set. `share_scales`
+    returns a layer's arithmetic with scales that depend on all ranks.
     """
 
     text: TrainingText
@@ -242,9 +241,7 @@ def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> di
 
 
 def _predict_choices(predict: PredictLogits, rows: Tensor, item: TaskItem) -> Tensor:
-    """Returns the logits of each choice at each position that the item asks about, as a tensor (texts, positions,
-    choices).
-    """
+    """Returns the logits of the item's choices at the item's positions. Their shape is (texts, positions, choices)."""
     positions, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (item.positions, item.choices))
     return predict(rows)[:, positions - 1][:, :, choices].double()
 

@@ -1,6 +1,6 @@
-"""The worker's side of a training, which trains all arms of one seed in turns. The parent calls `begin` first. If the
-seed was begun before, `restore` follows. Then come `advance`, `validate` and `save` in any order until the next
-`begin`. A Lab is also a Bench, so that its arms can be measured like those of a run.
+"""The worker's side of a training, which trains all arms of one seed in turns. The parent process calls `begin`, then
+`restore` if the seed was begun before, then `advance`, `validate` and `save` in any order until the next `begin`. Lab
+extends Bench, so that its arms can be measured like those of a run.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Lab(Bench):
             return examine_arms(task)
 
     def measure_memory(self, task: SeedTask) -> ArmCost:
-        """Measures the memory that the task's only arm needs. The previous seed is dropped before, so that no other
-        arm is on the device.
+        """Measures the memory that the task's only arm needs. First drops the arms of the previous seed, so that no
+        other arm is on the device.
         """
         (arm,) = task.arms
         device = self._begin_task(task)
@@ -243,8 +243,8 @@ def take_extra_step(trainer: Trainer, phase: Phases) -> None:
 
 
 def find_hardware(task: SeedTask) -> EmulatedHardware:
-    """Returns hardware that multiplies in the arm's formats. An emulated arm's memory is counted as if the arm ran on
-    this hardware.
+    """Returns the hardware to assume for an emulated arm, which multiplies in the arm's formats. The arm's memory is
+    counted as if it ran on this hardware.
     """
     (arm,) = task.arms
     settings = arm.merge_settings(task.settings)

@@ -51,9 +51,9 @@ def unwrap_module(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 class GradientMark(NamedTuple):
-    """Identifies the gradient of a parameter by a weak reference and the gradient's version. Also stores the version of
-    the parameter. The weak reference does not keep the gradient in memory. An `id` would be ambiguous, because the next
-    gradient often gets the same memory. Two weak references to the same tensor are the same object.
+    """Identifies the gradient of a parameter by a weak reference, which does not keep it in memory, and by its version.
+    Also stores the version of the parameter. An `id` would be ambiguous, because the next gradient often gets the same
+    memory.
     """
 
     parameter: Tensor
@@ -64,6 +64,7 @@ class GradientMark(NamedTuple):
     @property
     def is_untouched(self) -> bool:
         gradient = self.parameter.grad
+        # weakref.ref returns the same object for the same tensor.
         return (
             gradient is not None
             and weakref.ref(gradient) is self.gradient

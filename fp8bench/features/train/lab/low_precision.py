@@ -75,7 +75,7 @@ class Gradients:
         """Frees the float32 gradients that `restore_gradients` has put into `grad` of the parameters."""
 
     def finish_step(self) -> None:
-        """Called once the weights are updated."""
+        """Adapts scales after an update. Does nothing for float32."""
 
     def stored_tensors(self) -> list[Tensor]:
         return self.get_gradients(self._parameters)
@@ -152,10 +152,10 @@ class _BFloat16:
 
 
 class AutomaticScale:
-    """Stores a gradient in E4M3. All micro-batches of a step use the same scale, as all devices do in FP8-LM. The first
-    micro-batch sets it: its largest value times the number of micro-batches is an estimate of the step's largest value,
-    and the scale maps this estimate to `share` of the format's largest value. If too many values of a step saturate,
-    `share` is halved. Otherwise it moves slowly back to 1. A gradient that is not finite is restored as NaN.
+    """Stores a gradient in E4M3. All micro-batches of a step share one scale, like all devices in FP8-LM. The first
+    micro-batch sets it: its largest value, times the number of micro-batches, is mapped to `share` of the format's
+    largest value. If too many values of a step saturate, `share` is halved. Otherwise it moves slowly back to 1. A
+    gradient that is not finite is restored as NaN.
     """
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
@@ -263,7 +263,9 @@ class HalfWeights(Weights):
 
 
 class EightBitWeights(HalfWeights):
-    """Stores fp16 weights, to which updates are added, and E4M3 copies for forward and backward, as in MS-AMP's O3."""
+    """Stores weights in fp16, to which updates are added. Forward and backward use E4M3 copies of layers' weights, as
+    in MS-AMP's O3.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
         self._fp8_storage = make_scaled_storage(E4M3, ScaleRounding.POWER_OF_TWO)

@@ -290,8 +290,8 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
 
 
 def _find_precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
-    """Returns whether a precision is native, emulated or refused on a device. Unit scaling is only defined for some
-    models and options.
+    """Returns whether a precision is native, emulated or refused on a device. A precision that needs unit scaling is
+    refused for models and options without it.
     """
     conflicting_options = (
         (

@@ -77,7 +77,9 @@ class LayerCast:
         return TensorCast(self.fmt, self.scaling, scale, rounded_rows)
 
     def list_figures(self, x: Tensor) -> Figures:
-        """Returns all figures of a tensor. The figures of its rounding come from a sample, because rounding is slow."""
+        """Returns all figures of a tensor. Figures that need its rounded values come from a sample, because rounding is
+        slow.
+        """
         rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
         stride = max(1, rows.numel() // _SAMPLED_VALUES)
         # With a scale for each square block, the sample consists of consecutive rows.
@@ -93,8 +95,8 @@ class LayerCast:
 
 
 def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast | None:
-    """Returns how a module casts an operand: by its own scales or configuration, or otherwise as `declared`. Returns
-    None if the module has no products, or if nothing is known about its casts.
+    """Returns how a module casts an operand: by its stored scales or configuration, or otherwise as `declared`. Returns
+    None for modules other than linear layers and convolutions, or if nothing is known about the casts.
     """
     # A layer of torch itself keeps no scales.
     if type(module).__module__.startswith("torch.nn.") and not declared:

@@ -38,10 +38,10 @@ Hook = Callable[..., Any]
 
 
 class OwnLoop:
-    """Records a row of figures for every step, and watches every `stride`-th step in detail. The resulting lines of the
-    training's stream go to `on_lines`. Gradient norms are computed from the gradients that the optimizer receives. The
-    parameter norm is that of the last watched step. A step without a known loss has no row, and three such steps in a
-    row cause an event. A step that the GradScaler skips has a row.
+    """Records a row of figures for every step, and watches every `stride`-th step in detail. The lines go to
+    `on_lines`. Gradient norms are those of the gradients that the optimizer receives. The parameter norm is that of the
+    last watched step. A step without a known loss has no row, and three such steps in a row cause an event. A step that
+    the GradScaler skips has a row.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class OwnLoop:
         eager: bool = False,
     ) -> None:
         """`tokens` is the number of tokens in a step. `scaler` is a GradScaler whose scale is recorded. Layers whose
-        own casts are unknown are measured by the recipe of `precision`. `eager` means that watched steps run without
-        compilation.
+        casts cannot be read are measured as if the recipe of `precision` cast them. `eager` means that watched steps
+        run without compilation.
         """
         if stride < 1:
             raise UsageError(f"stride={stride!r}: must be a whole number from 1 on: one step per stride is watched.")
@@ -127,7 +127,9 @@ class OwnLoop:
         return self._in_step or self._in_update
 
     def __exit__(self, *_: object) -> None:
-        """Removes all hooks and passes on the remaining rows, whether the loop ended normally or by an exception."""
+        """Removes all hooks and passes the remaining rows to `on_lines`, whether the loop ended normally or by an
+        exception.
+        """
         self._step_hooks.close()
         if not self._has_ended:
             self._guard_hook(self._pass_lines)((), is_last=True)
@@ -207,8 +209,8 @@ class OwnLoop:
         self._is_first_batch = False
 
     def _end_skipped_step(self, loss_count: int) -> None:
-        """If the gradients of a step were discarded, for example by a GradScaler after an overflow, ends that step.
-        `loss_count` is the number of losses that belong to it.
+        """Ends the step if its gradients were discarded without an update, for example by a GradScaler after an
+        overflow. The first `loss_count` of the recorded losses belong to this step.
         """
         outcome = "" if self._in_update else self._habits.find_discarded_gradients()
         if not outcome:
@@ -394,8 +396,8 @@ class OwnLoop:
         return torch.stack([loss.to(torch.float32) for loss in self._backward_losses]).sum()
 
     def _find_missing_rows(self, has_row: bool) -> list[TrainingEvent]:
-        """Returns an event at the third update in a row without a row of figures. Returns no other event until an
-        update has a row again.
+        """Returns an event once three updates in a row have no row of figures. Returns no further event until an update
+        has a row again.
         """
         if self._in_step:
             return []
@@ -437,7 +439,7 @@ class OwnLoop:
         return "no loss was found where backward began. Give it by loss(value) on what fp8bench.watch returned"
 
     def _pass_lines(self, lines: Lines, is_last: bool = False) -> None:
-        """Passes on the rows since the last call, then the lines of the watched step."""
+        """Passes the rows since the last call to `on_lines`, followed by the lines of the watched step."""
         # The host waits for the device here, to read the figures of all rows at once.
         figure_values = read_figures([figures for _, figures in self._rows])
         pairs = zip(self._rows, figure_values, strict=True)

@@ -34,8 +34,8 @@ from fp8bench.workloads.model import copy_target_model
 
 
 class OwnModel(ArmModel):
-    """A copy of the model that a user's function returns. Its micro-batches are numbered over all steps. `tokens` is
-    the number of tokens in the last step. If batches have no tokens, it is the number of examples.
+    """A copy of the model that a user's function returns. Micro-batches are counted over the whole training. `tokens`
+    is the number of tokens in the last step, or the number of examples if batches have no tokens.
     """
 
     def build_model(self) -> nn.Module:
@@ -83,8 +83,8 @@ class OwnModel(ArmModel):
         )
 
     def _find_multiples(self) -> tuple[int, int]:
-        """Returns two numbers of which the contraction and the columns of native matrix products must be multiples.
-        Returns (1, 1) if products are emulated, or on a CPU.
+        """Returns the numbers of which the contraction dimension and the columns of native matrix products must be
+        multiples. Returns (1, 1) if products are emulated, or on a CPU.
         """
         facts = self.task.facts
         names = (self.precision.mode, *dict(self.settings.precision_map).values())

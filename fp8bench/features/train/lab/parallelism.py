@@ -319,8 +319,8 @@ class ZeroTensors(FullySharded):
         gradients.store_gradients()
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
-        """Returns the norm of every weight, which only the owner of the weight knows. `norms` has one or several
-        figures of each stored weight: first one figure of all weights, then the next figure of all weights.
+        """Returns the norms of all weights, collected from the ranks that store them. `norms` has one or several norms
+        of each weight that this rank stores: the first norm of all of them, then the second norm of all of them.
         """
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
         all_squares = squares.new_zeros(len(squares), len(self._full_weights))

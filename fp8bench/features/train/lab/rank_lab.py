@@ -118,7 +118,7 @@ def _merge_rank_lines(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
 
 def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
     """Returns the cost of the rank that uses most memory, with the memory of every rank. If the memory of a rank is
-    unknown, returns the cost of that rank, which has the reason.
+    unknown, returns the cost of this rank, in which `why` is the reason.
     """
     combined = merge_memory([answer.memory or answer.why for answer in answers])
     if isinstance(combined, str):

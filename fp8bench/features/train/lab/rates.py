@@ -33,8 +33,8 @@ PLATEAU_PATIENCE = 2
 
 
 class RateSchedule:
-    """Computes which share of the full learning rate each step has. A torch scheduler changes the rate of a separate
-    optimizer, whose full rate is 1.
+    """Computes the learning rate of each step as a share of the full rate. For this it runs a torch scheduler on a
+    dummy optimizer, whose full rate is 1.
     """
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
@@ -49,8 +49,8 @@ class RateSchedule:
             )
 
     def rate_share(self, step: int) -> float:
-        """Returns the share of the full rate in a step, counted from 0. Steps have to be requested in order. A repeated
-        step gets the share of the latest step.
+        """Returns the share of the full rate in a step, counted from 0. Steps have to be requested in order. An earlier
+        step gets the share of the latest requested step.
         """
         while self._scheduler.last_epoch < step:
             self._optimizer.step()  # changes no weight; torch warns if a scheduler steps before its optimizer
@@ -143,9 +143,8 @@ def _find_layer_kind(name: str, dimensions: int) -> str:
 
 
 def find_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """Returns the factor by which `rates` multiplies a parameter's learning rate: that of the longest prefix of the
-    parameter's path. If no prefix has a factor, returns that of the parameter's kind of layer, or else of its kind, or
-    else 1.
+    """Returns the factor by which `rates` multiplies a parameter's learning rate. The longest prefix of the parameter's
+    path has priority, then its kind of layer, such as 'attn', then its kind, such as 'norm'. The default is 1.
     """
     factor_by_name = dict(rates)
     matching_prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]

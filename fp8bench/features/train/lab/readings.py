@@ -99,7 +99,7 @@ def measure_tensor(x: Tensor, cast: TensorCast | None = None) -> Figures:
 
 def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
     """Returns the figures of a tensor on a CPU, and of its `rounded` values, if there are any. Returns None if some
-    values are not finite, very large or very small, because sums of their squares are not exact in float32.
+    values are not finite, or so large or small that sums of their squares are inexact in float32.
     """
     is_bfloat16 = x.dtype == torch.bfloat16
     infinity_bits = _INFINITY_BITS >> 16 if is_bfloat16 else _INFINITY_BITS
@@ -151,8 +151,8 @@ def _measure_on_cpu(x: Tensor, rounded: Tensor | None) -> Figures | None:
 
 
 def _count_figures(x: Tensor, rounded: Tensor | None) -> Figures:
-    """Returns the figures of any tensor, and of its `rounded` values, if there are any. Needs few kernels, and never
-    waits for the device to read a number. Large tensors are processed in pieces.
+    """Returns the figures of `x` and, if `x` was rounded, of its `rounded` values. Needs few kernels, and never waits
+    for the device to read a number. Large tensors are processed in pieces.
     """
     rows = max(1, _GPU_PIECE_VALUES // x.shape[1])
     row_slices = [slice(top, top + rows) for top in range(0, len(x), rows)]
@@ -374,7 +374,7 @@ def make_reading(
 
 def _compute_finite_moments(figures: Mapping[str, float]) -> tuple[float, float]:
     """Returns the mean and the deviation of the finite values; NaN if there are none. The moments in `figures` count
-    all other values as 0.
+    NaN and infinity as 0.
     """
     count, finite = figures["count"], figures["finite"]
     if not finite or figures["variance"] == math.inf:  # the squares of the values overflow float32
@@ -397,9 +397,9 @@ def _find_scale(figures: Mapping[str, float]) -> float:
 
 
 def _find_lag(largest_share: float) -> float | None:
-    """Returns log2 of `largest_share`, which is the largest magnitude divided by the largest value of its format. It is
-    negative if values leave a part of the range unused. A share just above 1 comes from rounding, and counts as 1.
-    Returns None if the share is 0 or not finite.
+    """Returns by how many octaves (log2) the largest magnitude exceeds the format's range; negative if a part of the
+    range is unused. `largest_share` is their ratio. A ratio just above 1 comes from rounding, and counts as 1. Returns
+    None if the ratio is 0 or not finite.
     """
     if not 0 < largest_share < math.inf:
         return None

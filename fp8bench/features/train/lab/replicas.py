@@ -31,9 +31,8 @@ class Replicas:
         self._once_equal: set[int] = set()
 
     def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], FigureValue]:
-        """Returns the number of ranks whose weights now differ from this rank's, as a figure with the name of the first
-        of these ranks. Ranks that hold different parts of a model are not counted, because their weights were never
-        equal.
+        """Returns the number of ranks whose weights now differ from this rank's, as a figure named after the first such
+        rank; {} if no weights differ. Ranks that hold different parts of a model are not compared.
         """
         if self._store is None:
             return {}
@@ -77,7 +76,7 @@ def _sum_weights(weights: Sequence[Tensor]) -> Tensor:
 
 
 def _weigh(sums: Tensor) -> Tensor:
-    """Returns the sum with a different factor for each element, so that exchanging two tensors changes the result."""
+    """Returns the sum of `sums`, each multiplied by its position, so that exchanging two tensors changes the result."""
     sums = sums.to(torch.float64)
     return (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 

@@ -75,12 +75,11 @@ _STATE_NAMES = {
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are updated together by one torch optimizer. `holders` are the tensors that have the gradients:
-    the parameters themselves, or the masters of a HighAccumulation. `place` is an index into the divisors of the
-    model's parameters: the divisor at this index applies to all gradients of the bucket. `place` is None for a user's
-    optimizer. Each gradient then has the divisor of its own parameter, and parameters without a gradient do not change.
-    Between steps, `storages` store the optimizer states whose shape is that of a parameter. Without `storages` these
-    states stay with the optimizer.
+    """Parameters that one torch optimizer updates together. `holders` are the tensors with the gradients: the
+    parameters themselves, or the masters of a HighAccumulation. All of these gradients are divided by one number, and
+    `place` is its index in the model's list of divisors. A user's optimizer has no `place`: each gradient has a
+    separate divisor, and parameters without a gradient do not change. `storages` hold the moments between steps;
+    without them, the optimizer does.
     """
 
     optimizer: Optimizer
@@ -206,8 +205,8 @@ class StepOptimizer:
     @torch.no_grad()
     def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
         """Updates the weights, with the learning rate multiplied by `rate_share`. Each gradient is divided by its entry
-        in `divisors`. If `skip` is 1, nothing changes. Without `is_measured`, the norms of updates may be 0 instead of
-        being measured, which saves a copy of the weights.
+        in `divisors`. If `skip` is 1, nothing changes. Without `is_measured`, the norms of updates may be reported as
+        0, which saves a copy of the weights.
         """
         self.weights.load_high_precision()
         has_stepped = True
@@ -278,8 +277,8 @@ class StepOptimizer:
 
 
 def make_step_optimizer(parameters: NamedParameters, settings: TrainerSettings) -> StepOptimizer:
-    """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
-    decay and clipping.
+    """Returns the optimizer that --optimizer names. Its parameters are divided into buckets that have the same rate,
+    weight decay and clipping.
     """
     trained_parameters = list(parameters.values())
     fmt = settings.gradients

@@ -54,7 +54,7 @@ class Trainer:
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
         """`watch` is called after each cast of an operand. `wrap` receives the name of a precision and its arithmetic,
-        and returns the arithmetic that layers use.
+        and returns the arithmetic that layers use instead.
         """
         self.arm = arm
         self.task = task
@@ -90,8 +90,8 @@ class Trainer:
         return ArmState(self.arm.name, parameter_count, self.tokens, tuple(sizes))
 
     def _list_stored_tensors(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that stay in memory between two steps, by kind. Casts have no tensors before the first
-        cast.
+        """Returns all tensors that stay in memory between two steps, by kind. Casts keep tensors, such as scales, only
+        after the first cast.
         """
         tensors_by_kind = {
             "casts": [*self._list_cast_tensors()],
@@ -112,8 +112,8 @@ class Trainer:
 
     @property
     def are_scales_due(self) -> bool:
-        """Returns whether the next step computes new scales from data. Scales that the settings contain are used until
-        the first renewal after step 0.
+        """Returns whether the next step computes new scales from data. Scales from --scales-from are used until the
+        first renewal after step 0.
         """
         renewal_interval = self.settings.refresh_scales
         return bool(renewal_interval and self.step % renewal_interval == 0 and (self.step or not self.settings.scales))
@@ -157,7 +157,9 @@ class Trainer:
             yield from arithmetic.memory().values()
 
     def prepare_repeat(self, step_count: int) -> None:
-        """Makes a finished arm ready to repeat its last `step_count` steps, starting with its current weights."""
+        """Sets a finished arm back by `step_count` steps but keeps its weights, so that measurements can run further
+        steps.
+        """
         # Measurements of energy and time need steps after the last one.
         if self.step == self.task.steps:
             first_step = max(0, self.step - step_count)
@@ -179,8 +181,8 @@ class Trainer:
     def _handle_not_finite(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Yields an event if the loss scale, which was just halved, explains the overflow. Otherwise finds the first
-        faulty tensor and reacts as set by --on-nan.
+        """Handles a step with NaN or infinity. If the loss is finite and the loss scale was just halved, only yields an
+        event. Otherwise finds the first faulty tensor, and reacts as set by --on-nan.
         """
         # The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
@@ -226,8 +228,8 @@ class Trainer:
             buffer.copy_(casts.statistics[name])
 
     def validate(self, is_last: bool = False) -> tuple[StreamLine, ...]:
-        """Returns the lines of a validation. `is_last` adds the lines of a finished training. Afterwards the state of
-        casts is restored, so that later steps do not depend on validations.
+        """Returns the lines of a validation. `is_last` adds what is only measured after the last step, such as scores.
+        Afterwards the state of casts is restored, so that later steps do not depend on validations.
         """
         row_key = (self.arm.name, self.task.seed, self.step)
         casts = self.copy_casts()

@@ -1,7 +1,7 @@
-"""Watches a training by hooks that exist only during watched steps, and makes the lines of these steps. Watching
-changes no number of the training: it reads tensors that the step computes anyway, and draws no random numbers. A
-tensor is read once per step, in the first micro-batch. It is not read again when a block is recomputed. In a compiled
-module only the weights are read.
+"""Watches a training by hooks that exist only during watched steps, and makes the lines of these steps. Watching does
+not change the training: it reads tensors that the step computes anyway, and draws no random numbers. A tensor is read
+once per step, in the first micro-batch, and not again when a block is recomputed. In a compiled module only the weights
+are read.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """Without `inside`, only weights are watched. A `precision` means that a user's loop trains the model: its
-        layers are measured by the recipe of this precision, unless their own casts are known. `eager` means that
-        watched steps run compiled modules without compilation, so that hooks inside them run.
+        """With `inside` false, only weights are watched. A `precision` means that a user's loop trains the model: its
+        layers are measured by the recipe of this precision, unless their casts can be read. `eager` means that watched
+        steps run compiled modules without compilation, so that hooks inside them run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_user_loop = bool(precision)
@@ -409,8 +409,8 @@ def _is_torch_layer(module: nn.Module) -> bool:
 
 
 def _list_modules(module: nn.Module, path: str, with_compiled: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and all modules inside it by path. Compiled modules, whose hooks would not run, are left out
-    unless `with_compiled`."""
+    """Yields the path and the module of `module` and of all modules inside it. Compiled modules, whose hooks would not
+    run, are left out unless `with_compiled`."""
     if not with_compiled and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
         return
     yield path, module
