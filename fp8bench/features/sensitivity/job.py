@@ -184,8 +184,8 @@ def open_study(
 
 
 def _find_layers(planned_case: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
-    """Returns the layers whose precision can be set: those that a suite has for its parameters, or those of a user's
-    model that can be converted.
+    """Returns the layers whose precision can be set: those of a suite with its parameters, or the convertible layers of
+    a user's model.
     """
     workload = workloads.get(planned_case.case.workload)
     if not workload.examined:

@@ -23,8 +23,8 @@ _EQUAL_LOSSES = 1e-6
 
 
 class LoweredUnit(StrEnum):
-    """What a study sets to low precision at a time: one layer (LAYER), all layers of a kind (KIND), or one layer in
-    each of the formats in FORMATS (FORMAT).
+    """The part of a model that a study sets to low precision at a time: one layer, or all layers of a kind. With FORMAT
+    it is one layer, in each of the formats in FORMATS.
     """
 
     LAYER = "layer"
@@ -174,7 +174,7 @@ class Study:
         return bool(trials) and all(self.verdict(trial) is LossVerdict.WITHIN_NOISE for trial in trials)
 
     def format_errors(self, layer: str) -> dict[str, float]:
-        """Returns the error of the first gradients with the layer in each format, without formats that failed."""
+        """Returns the error of the first gradients by the format of `layer`, without formats that failed."""
         trials = (trial for trial in self.probes if trial.name == layer)
         return {trial.form: error for trial in trials if (error := trial.gradient_error) is not None and error >= 0}
 
@@ -213,8 +213,8 @@ PrecisionMap = tuple[tuple[str, str], ...]
 
 
 def make_map(layers: Sequence[Layer], low_layers: Collection[str], modes: tuple[str, str], high: str) -> PrecisionMap:
-    """Returns the precision map in which the layers `low_layers` have the first mode, and all other layers the second.
-    `high` is the default precision of layers that suites keep high.
+    """Returns the precision map that gives `low_layers` the first of `modes`, and all other layers the second. `high`
+    is the default precision of layers that suites keep high.
     """
     requested_modes = {layer.name: modes[0] if layer.name in low_layers else modes[1] for layer in layers}
     defaults = {layer.name: high if layer.high else modes[0] for layer in layers}
@@ -240,7 +240,7 @@ def shorten_map(
 def make_map_of_one(
     layers: Sequence[Layer], key: str, low_layers: Collection[str], modes: tuple[str, str]
 ) -> PrecisionMap:
-    """Returns the precision map with which the layer or kind `key` has the first mode, and all other layers have the
+    """Returns the precision map that gives the layer or kind `key` the first of `modes`, and all other layers the
     second. `low_layers` are the names of the layers of `key`.
     """
     defaults = {layer.name: modes[1] for layer in layers}

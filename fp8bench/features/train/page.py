@@ -372,8 +372,8 @@ def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
 
 
 def _mark_gaps(gaps: Sequence[float]) -> Mark | None:
-    """Returns a mark for the chart of loss gaps: the mean gap over seeds in percent, with an interval if there are
-    several seeds. Returns None if no gap is finite.
+    """Returns a mark for the chart of loss gaps: the mean over seeds in percent, with an interval if there are several
+    seeds. Returns None without finite gaps.
     """
     gap = average_gaps([100 * gap for gap in gaps if math.isfinite(gap)])
     if gap is None:

@@ -327,8 +327,8 @@ class _ForwardingObserver(TrainingObserver):
 
 
 class LivePage(_OutputObserver):
-    """Writes the report of the lines that are stored by now to a file. A browser that shows the file reloads it until
-    the training ends.
+    """Writes an HTML report of the lines stored so far. A browser that shows the file reloads it until the training
+    ends.
     """
 
     def __init__(

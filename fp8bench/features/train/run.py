@@ -152,7 +152,7 @@ def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Tr
 
 
 def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
-    """Returns the training as planned for the worker's machine. `parameters` is still 0, because the number of
+    """Returns the training that is planned for the worker's device. Its `parameters` are still 0, because the number of
     parameters is not known yet.
     """
     device = choose_device(request, worker.probe())

@@ -87,7 +87,7 @@ def _make_repeated_retrieval_text(generator: random.Random, length: int) -> byte
 
 def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -> bytes:
     """Returns `count` documents, each as long as a window, from the tasks in turn. Every second retrieval document has
-    a single question, like the texts on which models are scored. The others have several questions.
+    a single question, like the scored texts. The others have several questions.
     """
     generator = random.Random(f"{seed}/{sequence}")
     documents = []

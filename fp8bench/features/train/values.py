@@ -272,9 +272,9 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step. Its kind is 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of the
-    constants above, such as NOT_FINITE_EVENT. `layer` and `tensor` name the place of the event, `values` are the
-    observed values, and `remedy` is a change that may help.
+    """An event in a step. Its kind is 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or a constant
+    above, such as NOT_FINITE_EVENT. `layer` and `tensor` name the place of the event, `values` are the observed values,
+    and `remedy` is a change that may help.
     """
 
     kind: str

@@ -410,7 +410,7 @@ class MomentsGone(FigureRule):
 
 class DuplicateInputs(FigureRule):
     """Detects batches that contain the same example several times. Usually a loader reads each example once per epoch.
-    Drawing with replacement from a large dataset repeats only a few examples per batch.
+    Drawing with replacement repeats only few examples of a large dataset.
     """
 
     name = "duplicate-inputs"

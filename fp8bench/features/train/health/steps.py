@@ -295,8 +295,8 @@ class NotFiniteStep(HealthRule[StepRow]):
 
 
 class GradientScale(HealthRule[StepRow]):
-    """Detects gradients that are suddenly multiplied by a factor. A model that changes also changes its loss. If only
-    the gradients change, the cause is a loss scale, a sum instead of a mean, or the number of micro-batches.
+    """Detects gradients that are suddenly multiplied by a factor. A change of the model would also change the loss. If
+    only the gradients change, the cause is a loss scale, a sum instead of a mean, or the number of micro-batches.
     """
 
     name = "gradient-scale"

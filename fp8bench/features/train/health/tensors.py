@@ -248,7 +248,7 @@ class WeightsBehind(TensorRule):
 
 
 class NotFiniteTensor(TensorRule):
-    """Detects the first tensor with NaN or infinity. The problem began there, because both spread to later tensors."""
+    """Detects the first tensor with NaN or infinity. The problem began there: such values spread to later tensors."""
 
     name = "tensor-not-finite"
     alarms_at = "a single element is NaN or infinite"

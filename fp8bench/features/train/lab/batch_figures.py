@@ -76,7 +76,7 @@ class BatchMemory:
             self._compare_batches()
 
     def add_examples(self, inputs: Any) -> None:
-        """Counts the examples of a micro-batch."""
+        """Adds the examples of a micro-batch to those of the current step."""
         first_tensor = next(tensors_in(inputs), None)
         self._examples += len(first_tensor) if first_tensor is not None and first_tensor.ndim else 0
 

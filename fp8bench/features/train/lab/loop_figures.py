@@ -155,7 +155,7 @@ class LoopHabits:
         return "used" if self._others_stepped or has_changed else "skipped"
 
     def forget_gradients(self) -> None:
-        """Treats the next backward as the first of a step."""
+        """Makes the next backward count as the first of a step."""
         self._mark_gradients()
         self._are_gradients_cleared, self._had_backward = True, False
 

@@ -39,9 +39,9 @@ Hook = Callable[..., Any]
 
 class OwnLoop:
     """Records a row of figures for every step, and watches every `stride`-th step in detail. The lines go to
-    `on_lines`. Gradient norms are those of the gradients that the optimizer receives. The parameter norm is that of the
-    last watched step. A step without a known loss has no row, and three such steps in a row cause an event. A step that
-    the GradScaler skips has a row.
+    `on_lines`. Gradient norms are those that the optimizer receives. The parameter norm is that of the last watched
+    step. A step without a known loss has no row, and three such steps in a row cause an event. A step that the
+    GradScaler skips has a row.
     """
 
     def __init__(
@@ -209,8 +209,8 @@ class OwnLoop:
         self._is_first_batch = False
 
     def _end_skipped_step(self, loss_count: int) -> None:
-        """Ends the step if its gradients were discarded without an update, for example by a GradScaler after an
-        overflow. The first `loss_count` of the recorded losses belong to this step.
+        """Ends the step if its gradients were discarded, for example by a GradScaler after an overflow. The first
+        `loss_count` of the recorded losses belong to this step.
         """
         outcome = "" if self._in_update else self._habits.find_discarded_gradients()
         if not outcome:
@@ -396,8 +396,8 @@ class OwnLoop:
         return torch.stack([loss.to(torch.float32) for loss in self._backward_losses]).sum()
 
     def _find_missing_rows(self, has_row: bool) -> list[TrainingEvent]:
-        """Returns an event once three updates in a row have no row of figures. Returns no further event until an update
-        has a row again.
+        """Returns an event once three updates in a row have no row of figures, and no further event until an update has
+        a row again.
         """
         if self._in_step:
             return []

@@ -121,7 +121,7 @@ class OwnModel(ArmModel):
         return super().make_optimizer()
 
     def repeat_steps(self, count: int) -> None:
-        """Prepares the model to repeat steps, which then read batches that it has not read before."""
+        """Prepares the model to repeat the last `count` steps on batches that it has not read before."""
         self._steps_ahead += count
 
     def read_batch(self, step: int, number: int) -> Any:

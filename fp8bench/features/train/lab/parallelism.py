@@ -1,8 +1,8 @@
-"""Several ranks that train one model: how they divide a batch or the model, and the data that each sends. `zero` and
+"""Several ranks that train one model: how they divide a batch or the model, and which data they exchange. `zero` and
 `sp` can send FP8.
 
 Gradients are averaged after the last micro-batch, not during backward as in torch's DDP. DDP regroups gradients after
-its first step, so that a resumed training would add them up in another order.
+its first step, so that a resumed training would add them up in a different order.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def digest_tensors(tensors: Iterable[Tensor]) -> int:
 
 class FullySharded(DataParallel):
     """Every rank reads an equal part of every micro-batch, and stores and updates an equal number of rows of each
-    weight. Rows of zeros are added if the rows cannot be divided equally. Full weights exist only during a step. Unlike
-    torch's fully_shard, this class does not divide modules or use DTensors. So a step casts every weight only once, and
-    checkpoints and AdamW's kernels work on ordinary tensors.
+    weight, padded with rows of zeros if necessary. Full weights exist only during a step. Unlike torch's fully_shard,
+    this class does not divide modules or use DTensors. So a step casts every weight only once, and checkpoints and
+    AdamW's kernels work on ordinary tensors.
     """
 
     def divide_parameters(self, parameters: NamedParameters) -> NamedParameters:
@@ -275,8 +275,8 @@ class TensorParallel(SeveralRanks):
 
 class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, but stores and updates only some of the weights, each of
-    them complete, as in FP8-LM. Ranks send gradients to the owner of a weight, and the owner sends the weight back,
-    both in the format `wire`. All ranks, including the owner, compute with the weight as it arrives.
+    them complete, as in FP8-LM. Ranks send gradients to the owner of a weight, and the owner sends the updated weight
+    to all ranks, both in the format `wire`. All ranks, including the owner, compute with the weight as sent.
     """
 
     def __init__(self, group: RankGroup, wire: str) -> None:

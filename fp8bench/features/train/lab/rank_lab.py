@@ -58,7 +58,7 @@ class RankLab(RankBench, Lab):
         return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
-        """Returns this rank's lines, with digests of everything that must be equal on all ranks."""
+        """Trains an arm, and returns this rank's lines with digests of what must be equal on all ranks."""
         lines = super().advance(arm, steps)
         trainer = self._get_trainer(arm)
         # Digests once per call are enough: a rank whose weights differ in one step keeps different weights. Digests

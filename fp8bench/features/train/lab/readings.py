@@ -420,8 +420,8 @@ _BYTES_PER_KIB = 1024
 
 
 def max_attention_score(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Returns the largest score, q k / sqrt(head width), that enters softmax in the first sequence. If there are fewer
-    heads of keys than of queries, several heads of queries share keys.
+    """Returns the largest score, q k / sqrt(head width), that enters softmax in the first sequence. With grouped-query
+    attention, several heads of queries share keys.
     """
     queries, keys = (tensor[0].detach().to(torch.float32) for tensor in (q, k))
     if len(keys) != len(queries):

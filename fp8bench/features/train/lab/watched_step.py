@@ -54,8 +54,8 @@ from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
 class ModelWatch:
-    """The modules and parameters of a model that are watched. Only `scales` changes between steps: it has the scales of
-    the last readings.
+    """The watched modules and parameters of a model. Only `scales`, the scales of the last readings, changes between
+    steps.
     """
 
     def __init__(
@@ -409,7 +409,7 @@ def _is_torch_layer(module: nn.Module) -> bool:
 
 
 def _list_modules(module: nn.Module, path: str, with_compiled: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the path and the module of `module` and of all modules inside it. Compiled modules, whose hooks would not
+    """Yields the path of each module, starting with `module`, and the module. Compiled modules, whose hooks would not
     run, are left out unless `with_compiled`."""
     if not with_compiled and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
         return
