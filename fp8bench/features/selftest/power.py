@@ -2,9 +2,9 @@
 them.
 
 Each trial interleaves several arms in the rounds of one worker: the reference, its control, an identical candidate, and
-candidates with about 1, 2.5, 5 and 10% of extra work. Any difference that is found for the identical candidate is a
-false alarm. A comparison has three arms (the reference, the control and one candidate), whose seconds count towards its
-time limit. States are created again every few trials, to vary the memory layout.
+candidates with about 1, 2.5, 5 and 10% of extra work. A difference found for the identical candidate is a false alarm.
+A comparison has three arms (the reference, the control and one candidate), whose seconds count towards its time limit.
+States are created again every few trials, to vary the memory layout.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class PowerResult:
 def run_power(
     names: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> PowerResult:
-    """Measures how often verdicts are right, on the named operations or on all. Writes the figures to `path` after
+    """Measures how often verdicts are right on the named operations, or on all. Writes the figures to `path` after
     every trial.
     """
     # 1. Reject unknown operations before a worker starts.

@@ -154,7 +154,7 @@ def train(
 
 def name_maker(make: Callable[..., Any]) -> str:
     """Returns the name by which a worker can import `make`. If no worker can import it (a lambda, or a function from an
-    interactive session), returns only the name of the function.
+    interactive session), returns only the function's name.
     """
     module = getattr(make, "__module__", "")
     function_name = getattr(make, "__qualname__", type(make).__name__)

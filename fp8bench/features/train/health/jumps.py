@@ -18,7 +18,7 @@ def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
 
 
 def usable_scale(reading: LayerReading) -> float:
-    """Returns a reading's scale. Returns 0 for a tensor of zeros, whose scale is always 1 and has no meaning."""
+    """Returns a reading's scale; 0 for a tensor of zeros, whose scale is always 1 and has no meaning."""
     return reading.scale if reading.amax else 0.0
 
 

@@ -1,6 +1,6 @@
-"""The worker's side of a training, which trains all arms of one seed in turns. The parent process calls `begin`, then
-`restore` if the seed was begun before, then `advance`, `validate` and `save` in any order until the next `begin`. Lab
-extends Bench, so that its arms can be measured like those of a run.
+"""The worker's side of a training, which trains all arms of one seed in turns. The parent calls `begin`, then `restore`
+if the seed was begun before, then `advance`, `validate` and `save` in any order until the next `begin`. Lab extends
+Bench, so that its arms can be measured like those of a run.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class Ranks:
         return float(math.prod(counts) / self.size / copies)
 
     def join(self, rows: list[StepRow], lines: Lines, is_last: bool = False) -> Lines:
-        """Takes this rank's rows and other lines since the last call. Rank 0 returns lines, with rows merged over the
-        ranks that have sent theirs, and leaves out a rank that is several steps behind. With `is_last`, rank 0 waits a
-        while for missing rows. Other ranks send their rows, and return no lines.
+        """Takes this rank's rows and other lines since the last call. Rank 0 returns lines, with rows merged over
+        ranks, and leaves out a rank that is several steps behind. With `is_last`, it waits a while for missing rows.
+        Other ranks send their rows, and return no lines.
         """
         if self._store is None:
             return (*rows, *lines)

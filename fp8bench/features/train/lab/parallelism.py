@@ -320,7 +320,7 @@ class ZeroTensors(FullySharded):
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
         """Returns the norms of all weights, collected from the ranks that store them. `norms` has one or several norms
-        of each weight that this rank stores: the first norm of all of them, then the second norm of all of them.
+        of each weight that this rank stores: the first norm of every weight, then the second norms.
         """
         squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
         all_squares = squares.new_zeros(len(squares), len(self._full_weights))

@@ -16,9 +16,9 @@ from fp8bench.features.train.lab.readings import FigureValue
 
 
 class Replicas:
-    """Compares sums of the weights of all ranks. In every watched step, each rank puts its sum into the process
-    group's store. Rank 0 reads the sums that all ranks stored in the previous watched step, and every other rank
-    reads the sum of rank 0. No rank waits, and a missing sum is not compared.
+    """Compares sums of the weights of all ranks. In every watched step, each rank puts its sum into the process group's
+    store. Rank 0 reads the sums of all ranks in the previous watched step, and every other rank reads that of rank 0.
+    No rank waits, and a missing sum is not compared.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -157,7 +157,7 @@ class Trainer:
             yield from arithmetic.memory().values()
 
     def prepare_repeat(self, step_count: int) -> None:
-        """Sets a finished arm back by `step_count` steps, but keeps its weights, for measurements after the training."""
+        """Sets a finished arm back by `step_count` steps, but keeps its weights, for later measurements."""
         # Measurements of energy and time need steps after the last one.
         if self.step == self.task.steps:
             first_step = max(0, self.step - step_count)

@@ -69,7 +69,7 @@ class ModelWatch:
     ) -> None:
         """With `inside` false, only weights are watched. A `precision` means that a user's loop trains the model: its
         layers are measured by the recipe of this precision, unless their casts can be read. `eager` means that watched
-        steps run compiled modules without compilation, so that hooks inside them run.
+        steps run compiled modules without compilation, so that their hooks run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_user_loop = bool(precision)
