@@ -368,8 +368,8 @@ def lock(file: IO[Any], seconds: float) -> bool:
     """Locks a file. Waits up to `seconds` for the lock, and returns False if another process still holds it. Closing
     the file releases the lock. Returns True on file systems without locks.
 
-    A process that calls `is_locked` also holds a shared lock for a moment, and may be suspended in that moment. As
-    long as the lock is only shared, this function waits up to LOCK_SECONDS.
+    A process that calls `is_locked` holds a shared lock for a moment. While the lock is only shared, waits up to
+    LOCK_SECONDS, even if `seconds` is less.
     """
     start = time.monotonic()
     while True:
@@ -378,6 +378,7 @@ def lock(file: IO[Any], seconds: float) -> bool:
             return True
         except BlockingIOError:
             waited_seconds = time.monotonic() - start
+            # A process with a shared lock may be suspended, so wait longer for it.
             if waited_seconds >= seconds and (waited_seconds >= LOCK_SECONDS or not _is_lock_only_shared(file)):
                 return False
         except OSError:

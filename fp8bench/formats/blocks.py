@@ -92,8 +92,8 @@ def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
-    """Returns the number that is added to the bits of amax before its mantissa is dropped. The sum has the next higher
-    exponent if the mantissa of amax is large enough.
+    """Returns the number that is added to the bits of amax before its mantissa is dropped. A carry into the exponent
+    doubles the scale. The carry occurs in these cases.
 
     - FLOOR: never.
     - EVEN: if amax rounds to the next power of two in the mantissa bits of the elements. A tie rounds up.
@@ -223,12 +223,12 @@ def block_elements(
     random: Lanes | None = None,
     block_dimensions: tuple[int, ...] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. The scales keep the
-    reduced dimensions.
+    """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. In the scales, the
+    dimensions of a block have size 1.
 
-    `block_dimensions` are the dimensions of a block, for layouts other than the two of this module. With e8m0 and
-    e4m3 scales, a NaN makes the scale of its block NaN, and the elements of the block are then meaningless. With
-    float32 scales only the NaN itself is NaN.
+    `block_dimensions` are the dimensions of a block, for layouts other than the two of this module. With e8m0 and e4m3
+    scales, a NaN makes the scale of its block NaN, and the elements of the block are then meaningless. With float32
+    scales only the NaN itself is NaN.
     """
     scaled_blocks = _scale_blocks(
         [lane.abs() for lane in lanes],

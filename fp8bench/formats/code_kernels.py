@@ -42,8 +42,8 @@ def view_squares(matrix: Tensor, side: int) -> Tensor:
 
 
 def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
-    """Returns a view of a contiguous matrix as (stretches, groups of rows, rows, groups of columns, columns). With
-    `turned`, views the transpose of `matrix` in this way.
+    """Returns a view of a contiguous matrix, or of its transpose if `turned`, as (stretches, groups of rows, rows,
+    groups of columns, columns).
 
     A stretch is a part of a row with `block` elements, or a whole row if `block` is 0. A group has `side` rows or
     columns, but ALIGNED_SIDE columns if there are blocks.
@@ -56,9 +56,7 @@ def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) 
 
 
 def view_transposed_squares(matrix: Tensor, side: int) -> Tensor:
-    """Returns a view of the transpose of a contiguous matrix as squares. Each element has the index that it has in
-    `view_squares` of the matrix.
-    """
+    """Returns the transpose of a contiguous matrix, viewed as squares: (squares down, side, squares across, side)."""
     return view_squares(matrix, side).permute(2, 3, 0, 1)
 
 
@@ -68,8 +66,8 @@ class CodesKernel(Kernel):
     element once.
 
     The arguments are the matrix and each output, all viewed as squares (view_squares). If `scaled`, the last argument
-    is the scale: a single number, or one number for each square with shape (down, 1, across, 1). If the format is None,
-    the matrix consists of bytes that are codes already.
+    is the scale: a single number, or with `by_square` one number for each square, (down, 1, across, 1). If the format
+    is None, the matrix consists of bytes that are codes already.
     """
 
     fmt: Format | None

@@ -55,8 +55,8 @@ class Kernel(Definition):
 
     @abstractmethod
     def examples(self) -> list[Tensor]:
-        """Returns example arguments, for which the kernel is compiled. They are so large that the compiler uses
-        threads.
+        """Returns example arguments, for which the kernel is compiled. They are large enough that the compiler makes
+        the kernel multi-threaded.
         """
 
     @abstractmethod

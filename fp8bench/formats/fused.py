@@ -45,7 +45,7 @@ def view_as_words(x: Tensor, has_pairs: bool) -> Tensor:
 
 
 def view_result_as_words(out: Tensor, has_pairs: bool) -> Tensor:
-    """Returns a view of a contiguous output tensor as words, into which lanes are joined."""
+    """Returns a contiguous output tensor viewed as words. With `has_pairs`, a word holds two numbers."""
     if has_pairs:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
@@ -81,8 +81,8 @@ def split_float_lanes(source: Tensor) -> list[Tensor]:
 
 
 def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
-    """Joins two lanes into words, whose numbers have the dtype `target`. A single lane is returned unchanged. With
-    `is_exact`, `target` can represent every number, so nothing is rounded.
+    """Joins two lanes, the first and the second values of words, into words of numbers with the dtype `target`. Returns
+    a single lane unchanged. With `is_exact`, `target` can represent every number, so nothing is rounded.
     """
     if len(values) == 1:
         return values[0]
@@ -98,7 +98,7 @@ def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = F
 
 
 def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, is_exact: bool = False) -> Tensor:
-    """Joins lanes of magnitudes into words, whose numbers have the dtype `target`. The signs are taken from `origin`,
+    """Joins lanes of magnitudes into words of numbers with the dtype `target`. The numbers get the signs of `origin`,
     the words from which the magnitudes were computed.
     """
     bits = [value.view(torch.int32) for value in values]
@@ -195,33 +195,32 @@ class ValuesKernel(Kernel):
 
     @property
     def has_pairs(self) -> bool:
-        """Whether a word holds two bfloat16 values. It holds a single value if blocks are so short that words with two
-        values would not fill a vector.
+        """Whether the kernel reads two bfloat16 values as one 32-bit word. It reads single values if a block in words
+        would be shorter than a vector.
         """
         has_short_blocks = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST_PAIRED_BLOCK
         return self.source is torch.bfloat16 and not has_short_blocks
 
     @property
     def computes_scales_first(self) -> bool:
-        """Whether a CPU kernel computes all scales before it rounds any value. It reads the words twice then, which
-        takes less time than computing scales one at a time.
+        """Whether a CPU kernel computes all scales before it rounds any value. The kernel then reads its input twice,
+        which takes less time than computing scales one at a time.
         """
         return self.device == "cpu" and (self.has_pairs or (self.scaling is not None and self.scaling.scale is E4M3))
 
     @property
     def is_exact(self) -> bool:
-        """Whether bfloat16 can hold every result without rounding. It can for formats of up to 8 bits, if they have
-        no scales or power-of-two scales.
-
-        That is true even where elements have smaller steps than bfloat16's subnormals. There, all numbers are whole
-        multiples of the smallest subnormal, before and after rounding.
+        """Whether bfloat16 can hold every result without rounding. It can for formats of up to 8 bits, if they have no
+        scales or power-of-two scales.
         """
+        # This holds even where elements have smaller steps than bfloat16's subnormals. There, all numbers are whole
+        # multiples of the smallest subnormal, before and after rounding.
         is_unscaled = self.scaling is None and not self.factor
         return self.fmt.bits <= 8 and (is_unscaled or (self.scaling is not None and self.scaling.scale is E8M0))
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Reads input words, the first argument, and writes output words, the second. If the kernel has a factor, the
-        factor follows. If rounding is stochastic, the key of the seed is the last argument.
+        """Reads words from the first argument and writes words to the second. If the kernel has a factor, the factor is
+        the third argument. If rounding is stochastic, the key of the seed is the last argument.
 
         The shape of the factor is (rows, 1) for ROWS, (1, words) for COLUMNS, and () otherwise. For UPRIGHT blocks of
         NVFP4 the factor is the tensor scale.
@@ -272,7 +271,7 @@ class ValuesKernel(Kernel):
         return {"constant_and_index_propagation": False} if draws_upright else {}
 
     def _round_source(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """Returns the rounded values, or rounded magnitudes if the format has a signed zero."""
+        """Returns rounded values. If the format has a signed zero, `values` and the result are magnitudes."""
         if self.scaling is None:
             return self._round_with_factor(values, factor, random)
         if self.layout is Layout.UPRIGHT:
@@ -302,8 +301,8 @@ class ValuesKernel(Kernel):
     def _round_upright_blocks(
         self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
     ) -> list[Tensor]:
-        """Rounds blocks that run down columns. If a word holds values of two columns, each of the two columns has
-        separate blocks and scales.
+        """Rounds blocks that run down columns. Rounds each lane separately, because the two columns in a word belong to
+        different blocks.
         """
         assert self.scaling is not None
         rounded_lanes = []
@@ -314,8 +313,8 @@ class ValuesKernel(Kernel):
         return [tensor.squeeze(-1) for tensor in rounded_lanes]
 
     def _draw_random(self, source: Tensor, key: Tensor) -> list[Tensor]:
-        """Returns random numbers for each lane. The elements of the operand are numbered row by row. If the operand is
-        transposed, its rows are columns in memory.
+        """Returns random numbers for each lane. Elements are counted along the rows of the operand, even if the operand
+        is transposed in memory.
         """
         values_per_word = 2 if self.has_pairs else 1
         columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * values_per_word

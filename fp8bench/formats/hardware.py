@@ -112,7 +112,7 @@ native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE,
 
 
 def support_from_capability(facts: DeviceFacts, first_capability: tuple[int, int], words: str) -> Support:
-    """Returns native support if the device has at least the compute capability `first_capability`, and a refusal
+    """Returns native support if the device has at least the compute capability `first_capability`, and refused support
     otherwise.
     """
     capability = facts.capability or (0, 0)
@@ -147,8 +147,8 @@ def refuse_unknown_kind(facts: DeviceFacts, words: str) -> Support:
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
-    """Returns the support for a format that no device multiplies natively: emulated, with the reason. Refuses a device
-    of an unknown kind.
+    """Returns emulated support, with the reason, for a format that no device multiplies natively. A device of an
+    unknown kind gets refused support.
     """
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
@@ -179,8 +179,8 @@ _BITS_BY_NAME = (
 
 
 def multiplied_bits(name: str) -> int | None:
-    """Returns the number of bits of the operands that a GPU kernel multiplies, which its name shows. Returns None if
-    the kernel does not multiply, or if its name does not show the bits.
+    """Returns the number of bits of the operands that a GPU kernel multiplies, read from the kernel's name. Returns
+    None if the kernel does not multiply, or if the name does not show the bits.
     """
     if _REDUCING_NAMES.search(name) or not _MULTIPLYING_NAMES.search(name):
         return None

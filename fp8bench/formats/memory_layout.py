@@ -153,8 +153,8 @@ def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, s
 
 
 def _reads_transpose(x: Tensor, quantisation: Quantisation) -> bool:
-    """Returns whether a kernel reads `x` as the transpose of a row-major matrix. With stochastic rounding this is
-    possible only for UPRIGHT blocks, because random numbers are counted along the rows of `x`.
+    """Returns whether a kernel reads `x` as the transpose of a row-major matrix. With stochastic rounding only UPRIGHT
+    blocks can be read as a transpose, because random numbers are counted along the rows of `x`.
     """
     if x.dim() != 2 or x.is_contiguous() or not x.t().is_contiguous():
         return False

@@ -222,7 +222,7 @@ def current_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool) -
 def delayed_codes(
     x: Tensor, history: Tensor, casts: Tensor, scale: Tensor, fmt: Format, delayed: Delayed, both: bool
 ) -> DelayedCodes:
-    """Casts with the delayed scale and updates it as `delayed_scale` does, in one pass, if `casts_in_one_call`."""
+    """Casts in one pass with the delayed scale and updates it like `delayed_scale`. Requires `casts_in_one_call`."""
     check_input(x)
     plain_arguments = fmt.name, delayed.algorithm.value, delayed.margin, delayed.interval
     inputs = x.detach(), history, casts, scale
@@ -378,7 +378,7 @@ class PreparedCall(NamedTuple):
         return run_kernel(self.kernel, *self.tensors)
 
     def run_together_with(self, second: PreparedCall) -> Launch | None:
-        """Runs both calls as one kernel if only one of the matrices is transposed, otherwise one after the other."""
+        """Runs this call and `second` as one kernel if exactly one matrix is transposed, otherwise one by one."""
         # A compiled pair would assume that matrices of the same orientation have equal sizes.
         if self.turned != second.turned:
             return run_kernel(PairKernel(self.kernel, second.kernel), *self.tensors, *second.tensors)
@@ -414,11 +414,11 @@ def run_cast(
     plain_arguments: tuple[Hashable, ...],
     allocate: Callable[[], Memory],
 ) -> Memory:
-    """Calls the operator `name` with inputs, newly allocated outputs and `plain_arguments`. Returns the outputs, whose
-    shapes follow from the inputs, `variant` and `plain_arguments`.
+    """Calls the operator `name`, and returns its outputs, which `allocate` allocates. Their shapes follow from the
+    inputs, `variant` and `plain_arguments`.
 
-    If an earlier call of a hand-written cast differs only in addresses, its launches are repeated. Planning and torch's
-    dispatcher would take longer than the launches.
+    If an earlier call of a hand-written cast differs only in addresses, its kernels are launched again. Planning and
+    torch's dispatcher would take longer than these launches.
     """
     x = inputs[0]
     assert x is not None

@@ -1,7 +1,7 @@
 """Quantisers as torch operators. An operator runs as one kernel as soon as that kernel has been compiled.
 
-`values` returns the same bits as scaled.py and quantise.py. A call never compiles. It registers its kernel in
-KERNELS, and runs as separate operations until the kernel is compiled. For torch's compiler and for dispatch modes, a
+The operator `values` returns the same bits as scaled.py and quantise.py. A call never compiles. It registers its kernel
+in KERNELS, and runs as separate operations until the kernel is compiled. For torch's compiler and for dispatch modes, a
 call is always one operator.
 """
 

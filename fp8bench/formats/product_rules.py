@@ -25,7 +25,7 @@ Sides = tuple[int, int, int]
 
 
 class Scheme(StrEnum):
-    """The kinds of scaled matrix products, by the extent of their scales."""
+    """The kinds of scaled matrix products, by format and by which elements share a scale."""
 
     TENSOR = "FP8 with a scale a tensor"
     ROW = "FP8 with a scale a row"
@@ -63,7 +63,7 @@ class Product:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The kind of this product. It is None if the two operands belong to different kinds."""
+        """The scheme of this product; None if its two operands belong to different schemes."""
         schemes = {_find_operand_scheme(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
@@ -194,11 +194,12 @@ def rows_give_float32(facts: DeviceFacts) -> bool:
 
 
 def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
-    """Returns a number that must divide the sizes of torch's scaled_grouped_mm. Returns 0 if it cannot be used.
+    """Returns a number by which the sizes of torch's scaled_grouped_mm must be divisible; 0 if scaled_grouped_mm cannot
+    compute these products.
 
-    GroupedBlas.cpp requires E4M3 on compute capability 9 or 10, with one of two kinds of scales. With a scale for
-    each row, rows must start at multiples of 16 bytes. With MX blocks, blocks must be complete, and only 10.0 has
-    kernels. ROCm's grouped kernels are not used here.
+    GroupedBlas.cpp requires E4M3 on compute capability 9 or 10, with one of two kinds of scales. With a scale for each
+    row, rows must start at multiples of 16 bytes. With MX blocks, blocks must be complete, and only 10.0 has kernels.
+    ROCm's grouped kernels are not used here.
     """
     if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
         return 0

@@ -26,7 +26,7 @@ _LARGEST_INDEX = (1 << 31) - 1
 
 class Draw(NamedTuple):
     """The seeds of the next casts: `last` + step for each step in `steps`. `last` is the seed that was used last. The
-    kernel writes the last of the new seeds to `after`.
+    kernel writes the last of the next seeds to `after`.
     """
 
     last: Tensor
@@ -49,8 +49,8 @@ def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
 
 
 def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """Returns the int32 key of a seed, as a tensor without dimensions. `stretch` has, for each element, the
-    number of its stretch of 2^32 elements. If it is given, returns one key for each element.
+    """Returns the int32 key of a seed, as a tensor without dimensions. With `stretch`, the number of each element's
+    stretch (2^32 consecutive elements), returns a key for each element.
     """
     seed = seed.reshape(())
     high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
@@ -59,8 +59,8 @@ def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
 
 
 def element_random_bits(index: Tensor, key: Tensor) -> Tensor:
-    """Returns the random numbers of elements. `index` is the int32 index of an element in its stretch of 2^32 elements.
-    This function is a part of traced kernels.
+    """Returns the random number of each element. `index` is the int32 index of the element in its stretch (2^32
+    consecutive elements). Traced kernels contain this function.
     """
     return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN_RATIO), _WORD_BITS - RANDOM_BITS)
 
@@ -99,9 +99,9 @@ def round_values(
 ) -> Tensor:
     """Rounds float32 `values` to nearest even, or stochastically. In e8m0 a tie between two powers of two goes up.
 
-    `random` holds uniform int32 numbers below 2^24. With them each value becomes one of its two neighbours on the
-    grid, so that the expected result is the value itself. There is one exception: a value is rounded to a neighbour
-    that is nearer than 2^-25 of the distance between the two. That happens only among subnormals of the format.
+    `random` holds uniform int32 numbers below 2^24. With them each value becomes one of its two neighbours on the grid,
+    so that the expected result is the value itself. Exception: among subnormals of the format, a value whose distance
+    to a neighbour is below 2^-25 of the step always becomes this neighbour.
     """
     if fmt is E8M0:
         return _round_to_power_of_two(values, overflow, random)
@@ -176,8 +176,8 @@ def float_bits(value: float) -> int:
 
 
 def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Replaces magnitudes above the largest value by infinity or NaN. If values saturate, no magnitude is above it,
-    because magnitudes were then limited before rounding.
+    """Replaces magnitudes above the largest value by infinity or NaN. With SATURATE returns them unchanged, because
+    they were limited before rounding.
     """
     if overflow is Overflow.SATURATE:
         return magnitudes
@@ -193,8 +193,8 @@ def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
 
 
 def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Rounds float32 values by their bits. This is for formats with the exponents of float32, in which an overflow
-    carries into infinity.
+    """Rounds float32 values by their bits, for formats with the exponents of float32. There, a carry out of the largest
+    exponent gives infinity.
     """
     dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
@@ -209,13 +209,12 @@ def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
 
 
 def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
-    """Rounds values to e8m0. Exponent and mantissa of a float32 are treated as one integer, to which a half or a
-    random number is added.
-
-    Between 2^-127 and 2^-126 a float32 is subnormal. Then it has one mantissa bit less, and no implicit leading bit.
+    """Rounds values to e8m0, whose values are powers of two. Adds half the range of the mantissa, or random bits, to
+    the bits of each float32. A carry out of the mantissa then rounds the exponent up.
     """
     bits = values.view(torch.int32)
-    # Remove the leading bit of a subnormal and shift its mantissa, as in a normal number with the exponent bits 0.
+    # Between 2^-127 and 2^-126 a float32 is subnormal. Remove its leading bit and shift its mantissa, as in a normal
+    # number with the exponent bits 0.
     subnormal_bits = bits.sub(_SMALLEST_POWER_BITS).clamp(min=0).bitwise_left_shift(1)
     scale_bits = torch.where(bits < _SMALLEST_NORMAL_BITS, subnormal_bits, bits)
     addend = _HALF_MANTISSA if random is None else random.bitwise_and(_SMALLEST_NORMAL_BITS - 1)

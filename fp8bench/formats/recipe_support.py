@@ -55,8 +55,8 @@ def use_device_formats(device: DeviceClass, recipe: Recipe) -> Recipe:
 
 
 def explain_unknown_layout(recipe: Recipe) -> str:
-    """Returns why it is unknown how hardware would lay out a recipe's operands in memory. Returns '' if some library
-    has a product that reads them.
+    """Returns why it is unknown in which memory layout hardware would read a recipe's operands. Returns '' if some
+    library can multiply such operands.
     """
     for a, b in recipe.products:
         if Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b).scheme in (None, Scheme.MXFP6):

@@ -225,8 +225,8 @@ class Recipe:
 
     @property
     def keeps_source(self) -> bool:
-        """Whether a transposed operand must be cast again from its source, because it cannot use the codes of the
-        operand.
+        """Whether the transpose of an operand must be cast again from its source, because the codes of the operand
+        cannot be reused.
         """
         can_all_turn = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
         is_stochastic = any(treatment.stochastic for treatment in self.treatments)

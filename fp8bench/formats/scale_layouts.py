@@ -36,8 +36,8 @@ def store_square_scales(scales: Tensor) -> Tensor:
 
 
 def allocate_square_scales(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocates scales for the 128x128 blocks of a matrix and of its transpose. Columns that only complete the layout
-    are zeros. `transpose_rows` converts either result to the layout that products read.
+    """Allocates scales for the 128x128 blocks of a matrix and of its transpose. Rows are padded with zeros to multiples
+    of 4. `transpose_rows` converts either result to the layout that products read.
     """
     padded_across, padded_down = round_up(across, TILE_COLUMNS), round_up(down, TILE_COLUMNS)
     new_tensor = torch.empty if (padded_across, padded_down) == (across, down) else torch.zeros
@@ -48,8 +48,8 @@ def allocate_square_scales(down: int, across: int, device: torch.device) -> tupl
 
 
 def transpose_rows(matrix: Tensor) -> Tensor:
-    """Returns the transpose of a row-major matrix. Its strides are correct even for dimensions of size 1, which torch
-    checks.
+    """Returns the transpose of a row-major matrix. Sets its strides explicitly, because torch also checks those of
+    dimensions of size 1.
     """
     rows, columns = matrix.shape
     return matrix.contiguous().as_strided((columns, rows), (1, columns))

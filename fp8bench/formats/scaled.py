@@ -97,9 +97,9 @@ def quantise(
     *,
     seed: Tensor | None = None,
 ) -> Scaled:
-    """Returns `x` as codes and scales. Decoded, as element times scale, they equal the result of `values` bit for bit.
-    A block whose scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has
-    a code for it.
+    """Returns `x` as codes and scales. Decoding them (element * scale) gives the result of `values` bit for bit. A
+    block whose scale is NaN is stored as zeros. A NaN gets an arbitrary code if neither the format nor the scale has a
+    code for it.
     """
     check_input(x)
     if scaling is None:
@@ -118,8 +118,8 @@ def quantise(
 
 
 class Blocks(NamedTuple):
-    """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks. The
-    elements of a block are multiplied by its number in `steps` to decode them.
+    """The magnitudes of a tensor in blocks that share a scale. `peaks` are the largest magnitudes of the blocks.
+    Elements are decoded by multiplying them with their block's number in `steps`.
     """
 
     magnitudes: Tensor
@@ -128,8 +128,8 @@ class Blocks(NamedTuple):
 
 
 def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
-    """Returns the magnitudes of a tensor in blocks, in a layout of blocks.py, with the steps that `values` uses.
-    Nothing is rounded.
+    """Splits the magnitudes of a tensor into blocks, in a layout of blocks.py, without rounding. The blocks have the
+    same decoding factors (steps) as in `values`.
 
     `scale` is a factor that replaces the factor computed from a tensor or row. Incomplete blocks are filled with zeros.
     """

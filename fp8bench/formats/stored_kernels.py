@@ -50,9 +50,8 @@ def load_kernel(kernel: object) -> tuple[Call, int] | None:
 
 
 def store_kernel(kernel: Any, run: Call, bits: int, modules: Sequence[ModuleType]) -> None:
-    """Stores a kernel for which torch has generated these modules. It is stored only if it can be called without
-    torch's compiler and then writes the same bits. If the folder cannot be written to, the next process compiles
-    again.
+    """Stores a kernel for which torch has generated these modules, if the stored kernel writes the same bits as `run`
+    without torch's compiler. If the folder cannot be written to, the next process compiles again.
     """
     path = _find_kernel_path(kernel)
     if path is None or len(modules) != 1:

@@ -64,7 +64,9 @@ class Places:
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Returns the view of an operand. Either the operand or its transpose is row-major in memory."""
+        """Returns an operand as a view of tiles and blocks. The operand is row-major in memory, or its transpose is if
+        `turned`.
+        """
         return self._view_blocks(memory.t() if self.turned else memory, self.scaling.columns)
 
     def codes(self, memory: Tensor, codes_per_byte: int) -> Tensor:
@@ -72,14 +74,14 @@ class Places:
 
     @property
     def writes_by_index(self) -> bool:
-        """Whether a kernel writes scales by their index in memory. Squares need it, because the scale of a square is
-        written for each of its rows.
+        """Whether a kernel writes scales by an index in memory, and not through a view. Square blocks need it, because
+        each of their rows gets a copy of the scale.
         """
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, row_count: int) -> Tensor:
-        """Returns the view of the scales in `memory`, in tiles or row by row. `row_count` is the number of rows of the
-        codes. If a kernel writes scales by their index in memory (`writes_by_index`), returns `memory` unchanged.
+        """Returns a view of `memory` for scales, in tiles or row by row. `row_count` is the number of rows of the
+        codes. Returns `memory` unchanged if kernels write scales by index (`writes_by_index`).
         """
         if self.writes_by_index:
             return memory
@@ -89,8 +91,8 @@ class Places:
         return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
     def scale_indices(self, parts: Tensor) -> Tensor:
-        """Returns the int32 index in memory of the scale of each row of a block. `parts` is a view of the matrix or of
-        its codes.
+        """Returns the int32 index in memory of the scale of each row of a block. `parts`, a view of the matrix or of
+        its codes, gives the sizes.
         """
         # Each of these tensors counts along one dimension, and broadcasts over the other dimensions.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
@@ -109,15 +111,15 @@ class Places:
         return tile * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
 
     def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
-        """Returns the view of a matrix whose blocks have `length` columns."""
+        """Returns a matrix as a view of tiles and blocks. Each block has `length` columns."""
         rows = self.scaling.rows
         quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
         across = matrix.shape[1] // (columns * length)
         return self.put_in_order(matrix.view(-1, quarters, lines, rows, across, columns, length))
 
     def put_in_order(self, parts: Tensor) -> Tensor:
-        """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of
-        dimensions that all views of this class have.
+        """Permutes dimensions from (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to
+        the order of this class's views.
         """
         return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
 
@@ -126,7 +128,7 @@ class Places:
 class TiledCodesKernel(Kernel):
     """Writes the codes of blocks, and the bytes of their scales. Each row of a block gets a scale.
 
-    The arguments are the operand, memory for codes and memory for scales, all as views that `places` makes. For NVFP4
+    The arguments are the operand, memory for codes and memory for scales, all in the views that Places makes. For NVFP4
     the tensor scale follows. If rounding is `stochastic`, the last argument is the key of the seed. Two E2M1 codes
     share a byte.
     """
@@ -246,7 +248,7 @@ def _view_pairs(matrix: Tensor, turned: bool) -> Tensor:
 class TensorScalesKernel(Kernel):
     """Computes NVFP4's tensor scales, and the keys of seeds.
 
-    The first arguments are, for each of `tensors`, the largest magnitudes of the tensor's parts. Then comes memory for
+    The arguments begin with partial largest magnitudes, one argument for each of `tensors` tensors, and memory for
     `copies` scales. If there is only one tensor, all copies get its scale. If there are `steps` (quantise.Draw), the
     last arguments are the last seed, memory for the new seed, and memory for the keys.
     """
@@ -309,9 +311,9 @@ def tiled_codes(
 def tiled_codes_both(
     x: Tensor, turned: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Sequence[Tensor] = ()
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns codes and scales of a matrix, and those of its transpose. `turned` is the transpose, possibly rotated.
-    With two `amaxes`, the first is for the matrix and the second for the transpose. Otherwise both use the largest
-    magnitude of the matrix. With a `draw`, which has two seeds, rounding is stochastic.
+    """Returns codes and scales of a matrix, and those of `turned`: its transpose, or the transpose after a Hadamard
+    rotation. With two `amaxes`, the first is for the matrix and the second for the transpose. Otherwise both use the
+    largest magnitude of the matrix. With a `draw`, which has two seeds, rounding is stochastic.
     """
     check_input(x)
     if not (_can_use_kernel(x) and _can_use_kernel(turned)):

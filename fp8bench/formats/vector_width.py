@@ -99,8 +99,8 @@ class StoredChoice:
         return bits if bits in (NARROW_BITS, WIDE_BITS) else None
 
     def store(self, bits: int, **facts: object) -> int:
-        """Stores a choice and returns it. If an earlier process has stored another choice, returns that choice, so that
-        all processes use the same kernel.
+        """Stores the chosen vector width and returns it. If an earlier process has stored a different width, returns
+        that width, so that all processes use the same kernel.
 
         If nothing can be written, the next process measures again.
         """

@@ -20,8 +20,9 @@ Outcome = tuple[str, object]
 def measure_for_asv(
     request: Request, store: Path, root: Path, observer: Observer, asv_commit: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
-    """Measures the grid of a workload, and stores the run. Returns outcomes by series and cell, for the commit under
-    which asv saves results (`asv_commit`), or for the run's commit if asv saves none ('').
+    """Measures all cases of a workload's grid for asv, and stores the run. Returns outcomes by series (an asv
+    benchmark) and cell (its parameter values). They belong to the commit under which asv saves results (`asv_commit`),
+    or to the run's commit if asv saves none ('').
 
     If the run measured a different commit, returns the stored results of `asv_commit`, and a failure for each case
     without stored results. A case that fails in this run counts as failed, even if an earlier run has results of it.
@@ -59,7 +60,9 @@ def measure_for_asv(
 
 
 def _list_earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
-    """Returns the points of other runs of the commit. These runs have the same machine, interpreter and versions."""
+    """Returns the points (measured values) of other runs of the commit, with the machine and interpreter of `run`, and
+    with its versions of the series.
+    """
     tracked_run = make_tracked_run(run)
     if tracked_run is None:
         return []

@@ -105,7 +105,7 @@ def _measure_device(
 
 
 def _make_record(rate: Rate, device: DeviceFacts) -> Record:
-    """Returns the record of a rate. If the rate was not measured, the record has the status skipped, and the reason."""
+    """Returns a rate as a record. A rate that was not measured gives a skipped record with the reason."""
     name = rate.precision or _ARRAY_DTYPE
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
@@ -151,8 +151,8 @@ _QUOTE_SYNTAX = (
 
 @dataclass(frozen=True)
 class Quote:
-    """A number that somebody claims for a figure of a device, such as a peak from a datasheet. `number` is None if
-    the user asks for the number.
+    """A number that somebody claims for a figure of a device, such as a peak from a datasheet. `number` is None if the
+    user asks for the figure instead of claiming a number.
     """
 
     text: str
@@ -162,12 +162,14 @@ class Quote:
 
     @property
     def datasheet_field(self) -> tuple[str, float, str]:
-        """The field of datasheets with this figure, the factor to the field's unit, and the unit of `number`."""
+        """The datasheet field that holds this figure, the factor that converts `number` to the field's unit, and the
+        unit of `number`.
+        """
         return _DATASHEET_FIGURES.get(self.figure, (_PEAK_FIELD, 1e12, "TFLOP/s"))
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
-        """Returns this figure from a datasheet in the unit of quoted numbers, or None if it is not there. With
-        `sparse`, returns the peak for operands with 2:4 sparsity.
+        """Returns the number of this figure in a datasheet, in the unit of `number`; None if the datasheet lacks it.
+        With `sparse`, returns the peak for operands with 2:4 sparsity.
         """
         field, factor, _ = self.datasheet_field
         value: float | None = None

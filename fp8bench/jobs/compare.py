@@ -27,8 +27,8 @@ def compare_named_sides(old_name: str, new_name: str, store: Path, observer: Job
 def compare_runs(
     old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
 ) -> ComparedSides:
-    """Compares the runs of two named sides. Raises UsageError if a run is on both sides, or if the sides have no
-    machine in common.
+    """Compares the runs of two named sides. If a side has runs of several machines, compares only one machine that both
+    sides have. Raises UsageError if they have no machine in common then, or if a run is on both sides.
     """
     remove_copies(Path(run.path) for run in (*old, *new)).check_refusals()
     common_ids = {run.id for run in old} & {run.id for run in new}

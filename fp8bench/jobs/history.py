@@ -116,8 +116,8 @@ def list_stretches(history: History) -> Iterator[list[Stretch]]:
 
 
 def load_matching_acks(store: Path, changes: FoundChanges, observer: JobObserver) -> list[Ack]:
-    """Returns the store's acknowledgements of changes. If an acknowledgement names an interpreter by a different path
-    than `changes` do, the path is replaced by that of `changes`.
+    """Returns the store's acknowledgements of changes. If `changes` name the interpreter of an acknowledgement by a
+    different path, the acknowledgement gets that path.
     """
     stored_acknowledgements = load_acks(store)
     for trouble in stored_acknowledgements.troubles:
@@ -152,7 +152,7 @@ def acknowledge(
 ) -> list[tuple[str, str, str]]:
     """Acknowledges the open changes of a series. With `undo`, withdraws all acknowledgements of the series instead.
 
-    Returns the name of each trend, and the commits around the change.
+    Returns, for each of these changes, the name of the trend and the commits around the change.
     """
     if undo and because is not None:
         raise UsageError("--because acknowledges a change, and --undo withdraws that. Leave one out.")

@@ -52,7 +52,7 @@ class SparePart(NamedTuple):
 
 
 class Kind(ABC, Generic[K]):
-    """A kind of stored result, such as a training or a duel.
+    """A kind of stored result, such as a training.
 
     `pattern` matches the files of this kind in a store; '' if the kind has no files. Each result has either a folder
     `<utc>-<...>-<id>` with a file of a fixed name, or a file that is itself named `<utc>-<...>-<id>`. `refused` are
@@ -70,8 +70,8 @@ class Kind(ABC, Generic[K]):
         return [path for path in sorted(paths, reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
-        """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of an id or name.
-        Returns None if no file matches, or if several do.
+        """Returns the file of a result that the user names by a path, folder, id or name, or by the beginning of an id
+        or name. Returns None if no file matches, or if several do.
         """
         file_name = Path(self.pattern).name
         with contextlib.suppress(OSError, ValueError):
@@ -82,8 +82,8 @@ class Kind(ABC, Generic[K]):
         return paths[0] if len(paths) == 1 else None
 
     def newest(self, store: Path) -> Path | None:
-        """Returns the newest file, for the word 'last' on the command line. Returns None if 'last' cannot mean a result
-        of this kind. File names begin with the start time.
+        """Returns the file of the newest result; None if 'last' on the command line cannot mean a result of this kind.
+        File names begin with the start time.
         """
         return None
 
@@ -95,8 +95,8 @@ class Kind(ABC, Generic[K]):
         return name.rpartition("-")[2], name
 
     def join(self, words: Sequence[str], store: Path) -> K | None:
-        """Returns one result that combines several stored results. Returns None if this kind cannot combine results,
-        or if a word means a result of a different kind.
+        """Returns one result that combines the named stored results. Returns None if this kind cannot combine results,
+        or if one of them is of a different kind.
         """
         return None
 
@@ -126,8 +126,8 @@ class Kind(ABC, Generic[K]):
         return None
 
     def log_source(self, kept: K) -> LogSource | None:
-        """Returns the title and configuration of the result under which --log logs its scalars; None if a result of
-        this kind has no scalars.
+        """Returns the title and configuration that --log stores with the result's scalars; None if this kind has no
+        scalars.
         """
         return None
 
@@ -141,7 +141,9 @@ def kinds() -> list[Kind[Any]]:
 
 
 def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
-    """Returns the kind and the combined result that several words mean; None if the results cannot be combined."""
+    """Combines the stored results that `names` refer to. Returns their kind and the combined result; None if they
+    cannot be combined.
+    """
     for kind in kinds():
         if (result := kind.join(names, store)) is not None:
             return kind, result

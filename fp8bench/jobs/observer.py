@@ -20,7 +20,7 @@ class JobObserver(Protocol):
         """Reports an event that is not part of the job's result."""
 
     def measuring(self) -> AbstractContextManager[Observer]:
-        """Returns the observer for the measurement of a run."""
+        """Returns a context with the observer that receives the progress of a run's measurement."""
 
     def counting(self) -> AbstractContextManager[ReportProgress]:
         """Returns a callback by which a job reports its progress while it processes many items one by one."""

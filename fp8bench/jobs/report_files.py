@@ -66,8 +66,8 @@ class Pages:
 
 
 def write_named_report(names: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Writes the report of stored results. `names` mean runs, or one result of a different kind. Returns the path of
-    the page.
+    """Writes the report of stored results: of runs, of a single result of a different kind, or of results that can be
+    combined. Returns the path of the page.
     """
     if (joined := join_results(names, store)) is not None:
         kind, result = joined

@@ -80,8 +80,8 @@ _STANDARD_CASE_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
 
 
 def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
-    """Measures a standard case several times on each device, in fresh processes, to find how much its ratio differs
-    from run to run.
+    """Measures a standard case several times on each device, in fresh processes, to find how much the ratio of two
+    precisions differs from run to run.
 
     The differences between these runs are stored, and widen the intervals of later runs.
     """

@@ -1,8 +1,8 @@
 """Finds the links between this machine's GPUs, and writes them to a file for `plan-parallel --topology`.
 
-The rates of links come from the driver and the system. If the store has a measured all-reduce of all GPUs, its rate
-is used instead. The rates of products are measured ceilings, or else the vendor's peaks, which real products do not
-reach.
+The rates of links come from the driver and the system. If the store has a measured all-reduce of all GPUs, its rate is
+used instead. The rates of matrix products are measured ceilings. Without ceilings they are the peaks of the vendor,
+which are above what a real product reaches.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def count_links(matrix: list[str]) -> dict[str, int]:
 
 
 def sum_link_rates(status: list[str]) -> float:
-    """Returns the summed signal rate of a GPU's active links, in GB/s. If GPUs differ, the smallest sum counts."""
+    """Returns the summed signal rate of a GPU's active links in GB/s, the smallest such sum of all GPUs."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):

@@ -74,8 +74,8 @@ ActivityCallback = Callable[["MeasuredArm", str], None]
 
 @dataclass
 class MeasuredArm:
-    """A case that is timed in rounds: the keys of its states in the worker, the size of its slots, and the timed
-    slots.
+    """A case that is timed in rounds: the keys of its states in the worker, the number of calls in a slot, and the
+    timed slots.
     """
 
     key: str
@@ -110,19 +110,17 @@ class MeasuredArm:
 
     @property
     def has_device_queue(self) -> bool:
-        """Returns whether steps are enqueued on an accelerator. It is false for emulated cases, because an emulation
-        does not show the speed of hardware.
-        """
+        """Returns whether steps are enqueued on an accelerator, without emulation."""
         return self.facts.accelerated and not self.is_emulated
 
     def prepare(
         self, worker: Worker, quantisers: Quantisers | None = None, tell: ActivityCallback | None = None
     ) -> None:
-        """Builds the state, compiles its quantisers, and times a few steps. Their time determines the size of slots,
-        and their marks define the cells.
+        """Builds the state, compiles its quantisers, and times a few steps. Their time determines the number of calls
+        in a slot, and their phases define the cells (timed parts of a step).
 
-        A timed step may need quantisers that the first, untimed step did not need, because the first step had no
-        earlier scale. Without `quantisers` nothing is compiled, and `why_eager` stays None.
+        The first, untimed step has no earlier scale, so timed steps may need further quantisers. Without `quantisers`
+        nothing is compiled, and `why_eager` stays None.
         """
         # 1. Calibrate static scales first, because the state that is built next uses them.
         step_limit = self.limits.for_first_step(self.planned.work)
@@ -206,9 +204,9 @@ class MeasuredArm:
         return min((step for step in slot.steps if len(step.codes) == max_marks), key=lambda step: step.seconds)
 
     def match_cells(self, leading_arm: MeasuredArm) -> None:
-        """Gives this arm cells that are comparable with those of the leader, the first arm of the session. If the steps
-        of both have equal marks, this arm takes over the leader's cells. Otherwise its step is cut into about as many
-        blocks as the leader's step.
+        """Gives this arm cells (timed parts of a step) that are comparable with those of `leading_arm`, the first arm
+        of the session. If the steps of both have equal marks, both arms get the same cells. Otherwise this arm's step
+        is cut into about as many blocks as that of `leading_arm`.
 
         The best case of a step is the sum of the fastest time of each cell, so an arm with more and shorter cells would
         look faster.
@@ -228,7 +226,7 @@ class MeasuredArm:
     def run(self, worker: Worker, round_number: int, position: int | None = None) -> None:
         """Times one slot in the worker and stores it. `position` is the position of the slot within the round.
 
-        If calls at the start of a slot are discarded, their number is sometimes larger by one, at random. Otherwise a
+        If the first calls of a slot are discarded, sometimes one more call is discarded, at random. Otherwise a
         disturbance that comes every n calls would hit a discarded call always or never.
         """
         generator = random.Random(f"{self.key} {round_number}")
@@ -257,9 +255,9 @@ class MeasuredArm:
 
     def examine_late_steps(self, worker: Worker) -> dict[str, Any]:
         """Examines steps that run after the timing (late steps), to find out what work the timed steps did. Returns
-        fields for the case's record, without those that the worker cannot answer.
+        fields for the case's record, except those that the worker cannot measure.
 
-        One of the states is chosen at random, so that the suite's code cannot know which state is examined.
+        The examined state is chosen at random, so that the suite's code cannot know which state it is.
         """
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
@@ -302,8 +300,8 @@ class MeasuredArm:
         )
 
     def add_slot(self, raw: RawSlot, round_number: int, position: int | None = None) -> None:
-        """Stores a slot as times of cells. If the steps of an arm differ in their marks, all its slots are stored as
-        the total time of each phase instead.
+        """Stores a slot (several timed calls) as the times of its steps' cells. If the steps of an arm differ in their
+        phase marks, stores all its slots as the total time of each phase instead.
         """
         assert self.segmentation is not None
         # One step with eager quantisers is enough to report the whole case as eager.
@@ -367,8 +365,8 @@ class MeasuredArm:
 def _divide_into_cells(
     steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
 ) -> list[tuple[int, ...] | None]:
-    """Returns for each step the times of its cells, which are its smallest timed parts. A step without marks is
-    divided in the proportions of the last step with marks.
+    """Returns for each step the times of its cells (its smallest timed parts). A step without marks between phases is
+    divided in the proportions of the last step with such marks.
     """
     step_cells: list[tuple[int, ...] | None] = []
     last_marked_cells: tuple[int, ...] | None = None

@@ -66,8 +66,8 @@ class NumberSearch:
         )
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
-        """Calls `attempt` with numbers until the largest number that fits is known, because the next larger one does
-        not fit. Also ends if `largest_number` fits, or if 1 does not fit.
+        """Calls `attempt` with numbers until one fits and the next larger one does not. Also ends if `largest_number`
+        fits, or if 1 does not fit.
         """
         number: int | None = self.start
         while number is not None:
@@ -101,8 +101,8 @@ class NumberSearch:
         )
 
     def _predict_largest(self) -> int | None:
-        """Predicts the largest number that fits. A line through the two largest attempts with known memory shows
-        where `room` is reached. Returns None without such a line.
+        """Predicts the largest number that fits in `room`, by a line through the two largest attempts with known
+        memory. Returns None without `room` or such a line.
         """
         measured_attempts = sorted(
             (attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None
@@ -270,7 +270,7 @@ class _BatchSearch:
         raise NoSearch(f"the precision refuses multiples of all powers of two up to {_MAX_BATCH_MULTIPLE}")
 
     def _find_plan_limit(self, batch_multiple: int) -> int:
-        """Returns the largest batch that the suite can plan, divided by `batch_multiple`. Raises NoSearch if the
+        """Returns the largest batch that the suite can plan, in multiples of `batch_multiple`. Raises NoSearch if the
         suite can plan none.
         """
         low, high = 0, LARGEST_BATCH // batch_multiple + 1

@@ -41,9 +41,9 @@ def derive_ceiling(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling |
 def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
     """Searches the best shape for every rate, then measures all rates in several runs.
 
-    A rate is measured in RUNS_PER_RATE runs, or in MIN_RUNS_PER_RATE if it takes longer than its part of the time.
-    All rates are measured once before any is measured again, so that differences between runs show how the machine
-    changes. If the worker is lost, only the rate that it measured is lost.
+    A rate is measured in RUNS_PER_RATE runs. It gets fewer, but at least MIN_RUNS_PER_RATE, if it uses up its share of
+    the time. All rates are measured once before any is measured again, so that differences between runs show how the
+    machine changes. If the worker is lost, only the rate that it measured is lost.
     """
     bench = worker.within(COMPILE_SECONDS)
     # The first run searches the best shape of each rate, and gets a separate part of the time.

@@ -37,7 +37,9 @@ class Settler:
     is_brisk: bool = False
 
     def warm_up_device(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
-        """Returns the readings of this warm-up, or None if the device reports neither clock nor temperature."""
+        """Runs an arm until the device has settled or the time limit is reached. Returns the readings, or None if the
+        device reports neither clock nor temperature.
+        """
         start = self.clock()
         readings = [self._read_clock_and_temperature(start)]
         if readings[0].clock is None and readings[0].temperature is None:
@@ -64,9 +66,9 @@ _READING_TIME_SHARE = 0.05
 
 
 class SessionWatch:
-    """Reads the device's state after slots, and stores the readings by arm. In each round, the state is read either
-    after every slot or after none, so that a drift of the clocks affects all compared arms alike. The driver's counters
-    of throttled time are read before and after the session.
+    """Reads the device's state after slots (timed turns of an arm), and stores the readings by arm. In each round, the
+    state is read either after every slot or after none, so that a drift of the clocks affects all compared arms alike.
+    The driver's counters of throttled time are read before and after the session.
     """
 
     def __init__(

@@ -83,9 +83,9 @@ class GroupMethod:
 class GroupMeasurement:
     """Measures one group by `run`.
 
-    `_untimed_worker` records operators, which would disturb later timings in its process (in the last group it may be
-    `_worker`). `_second_worker` is idle while `_worker` times steps. It measures errors while `_worker` prepares them,
-    and memory during the other passes.
+    `_worker` times steps. `_untimed_worker` records operators, which would disturb later timings in its process (in the
+    last group it may be `_worker`). `_second_worker` measures errors while `_worker` prepares cases, is idle during the
+    timing, and then measures memory.
     """
 
     _group: Group
@@ -143,7 +143,7 @@ class GroupMeasurement:
         return tuple(outcome.make_record(outcome is reference, outcome.planned.skip) for outcome in self._outcomes)
 
     def _run_untimed_passes(self, passes: Passes, timed_reference: CaseOutcome | None, with_memory: bool) -> None:
-        """Runs the untimed passes. `timed_reference` is the reference with which the cases were timed."""
+        """Runs the passes that follow the timing. `timed_reference` is the reference that was timed."""
         # 1. Measure numerical errors first. A case that fails here skips the other passes.
         untimed_passes = self._select_untimed_passes() or passes
         passes.measure_errors(self._list_alive(), self._errors)
@@ -171,7 +171,7 @@ class GroupMeasurement:
             self._record_operators(passes)
 
     def _record_operators(self, passes: Passes) -> None:
-        """Records the operators of steps (tapes) and their shares of the time. Runs last: recording slows a process."""
+        """Records each step's operators, and the shares of its time. Runs last, because recording slows the process."""
         method = self._method
         if self._untimed_worker is not None and (method.tapes or method.shares):
             untimed_passes = self._select_untimed_passes() or self._make_passes(self._untimed_worker)
@@ -223,7 +223,7 @@ class GroupMeasurement:
     def _running_in_second_worker(
         self, run_pass: Callable[[list[CaseOutcome], _Answers], object], waiting: list[CaseOutcome], answers: _Answers
     ) -> Iterator[None]:
-        """Runs a pass in the second worker while the `with` block runs. Restarts that worker if the block raises."""
+        """Calls `run_pass` in the second worker during the `with` block. Restarts that worker if the block raises."""
         assert self._second_worker is not None
         with ThreadPoolExecutor(1) as threads:
             future = threads.submit(run_pass, waiting, answers)
@@ -236,7 +236,7 @@ class GroupMeasurement:
             future.result()
 
     def _store_memory(self, passes: Passes, measured: Mapping[str, CaseOutcome]) -> None:
-        """Stores the memory figures of the second worker. The first worker measures the cases without figures."""
+        """Stores the memory figures that the second worker measured. The first worker measures the remaining cases."""
         unmeasured = [outcome for outcome in self._list_alive() if outcome.planned.case.id not in measured]
         for outcome in self._list_alive():
             if outcome.planned.case.id in measured:
@@ -264,7 +264,7 @@ class GroupMeasurement:
         return Passes(worker, self._facts, self._method.limits, observer or self._observer, is_untimed)
 
     def _select_untimed_passes(self) -> Passes | None:
-        """Returns the passes that run in the worker that times nothing; None if the timing worker runs all passes."""
+        """Returns the passes for `_brisk_untimed_worker`; None if the timing worker runs all passes."""
         is_accelerated = any(self._facts[outcome.planned.case.device].accelerated for outcome in self._outcomes)
         if self._brisk_untimed_worker is None or not is_accelerated:
             return None
@@ -272,7 +272,7 @@ class GroupMeasurement:
 
     @property
     def _brisk_untimed_worker(self) -> Worker | None:
-        """The untimed worker of a brisk group, unless it is also the timing worker. None in other groups."""
+        """The untimed worker of a brisk group (about 10 s). None otherwise, or if it is also the timing worker."""
         return self._untimed_worker if self._method.brisk and self._untimed_worker is not self._worker else None
 
     def _remove_pairing(self) -> None:
@@ -388,7 +388,7 @@ class GroupMeasurement:
         self._measure_replays(session)
 
     def _check_work(self, session: RoundSession) -> None:
-        """Checks whether timed steps do the work of untimed ones. Skips emulated cases: their time is not a speed."""
+        """Examines late steps (after the timing) to find out what work timed steps did. Skips emulated cases."""
         checked_arms = session.arms if self._method.tapes and self._method.checks_late_steps else []
         for arm in checked_arms:
             if arm is not session.control and not arm.is_emulated:
@@ -396,7 +396,7 @@ class GroupMeasurement:
                     self._find_outcome(arm).note(**arm.examine_late_steps(self._worker))
 
     def _measure_replays(self, session: RoundSession) -> None:
-        """Times replays of captured steps. Runs last, because a capture may damage the state of an arm."""
+        """Times replays of captured steps, without the host. Runs last, because a capture may damage an arm's state."""
         arms = [arm for arm in session.arms if arm is not session.control]
         pending_arms = [arm for arm in arms if arm.has_device_queue and self._find_outcome(arm).draft.replays is None]
         replay_pass = ReplayPass(self._seed, self._make_progress_callback("replaying steps"))
@@ -405,7 +405,7 @@ class GroupMeasurement:
             self._find_outcome(arm).note(replays=replay_results[arm.key])
 
     def _warm_up(self, first: MeasuredArm, device: DeviceReader) -> Settling | None:
-        """Runs the reference until its device has settled. Skips an emulated reference, whose time is not a speed."""
+        """Runs the reference until its device has settled. Returns None for an emulated reference."""
         if first.is_emulated or not self._method.warm_up_seconds:
             return None
         self._observer.working(first.planned.case, "warming up", 0.0)

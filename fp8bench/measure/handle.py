@@ -116,7 +116,7 @@ class Worker(ABC):
         self.close()
 
     def within(self, seconds: float) -> RemoteBench:
-        """Returns an object with the methods of Bench. Each call sends a request, and waits up to `seconds` for the
+        """Returns a proxy for the worker's Bench. Each method sends a request, and waits up to `seconds` for the
         answer.
         """
         return cast("RemoteBench", _RequestSender(self, seconds))

@@ -85,8 +85,8 @@ def _format_store_option(stored: KeptTraining) -> str:
 
 
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
-    """Returns the answers to the question whether each arm learns as well as the reference. Arms that were not trained
-    have an answer too.
+    """Returns, for each arm with a verdict, whether it learns as well as the reference. For an arm that was not
+    trained, returns the reason. Leaves out arms that learn better at another learning rate.
     """
     peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
     answers = []

@@ -56,7 +56,7 @@ def explain_coverage(name: str, coverage: Coverage) -> Iterator[str]:
 
 
 def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
-    """Returns the verdict on an arm. Without a verdict, returns the reason why it was not trained, or its purpose."""
+    """Returns why an arm was not trained, or its verdict, or else its role, such as 'the reference repeated'."""
     arm = summary.arm
     if arm.skip:
         return arm.skip
@@ -106,7 +106,7 @@ def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
 
 def _count_decimals(interval: Interval) -> int:
     """Returns the number of decimals with which an interval is shown in percent. They show two significant digits of
-    half its width. If the interval excludes 0, they also show that.
+    half the interval's width. If the interval excludes 0, neither end is rounded to 0.
     """
     # Half of the interval's width shows how many decimals are meaningful.
     half_width = 100 * (interval.high - interval.low) / 2
@@ -200,7 +200,7 @@ def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
 
 
 def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
-    """Yields a sentence for each reason for which seeds of an arm do not count. The sentence names these seeds."""
+    """Yields a sentence for each reason why seeds of an arm do not count. The sentence lists these seeds."""
     reasons = together((void.value, seed) for seed, void in arm.voids if seed not in arm.diverged_in)
     for reason, seeds in reasons.items():
         yield f"{arm.arm.name}: {_format_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
@@ -271,8 +271,8 @@ def format_joules(joules: Range | None) -> str | None:
 
 
 def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
-    """Yields for each recorded loop how its loss changed, and its first alarm. Then yields how much the casts of the
-    loops lose.
+    """Yields a sentence on each recorded loop: how its loss changed, and its first alarm. Then yields a sentence on the
+    largest shares of a tensor that underflow and saturate in a cast.
     """
     for (name, seed), curve in judged.curves.items():
         first = curve.rows[0]

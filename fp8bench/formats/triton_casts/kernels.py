@@ -134,7 +134,9 @@ def renew_scale(
     INTERVAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Does one step of delayed scaling, as code_kernels.DelayedScaleKernel does it. One program runs it."""
+    """Stores this cast's scale and inverse scale, then updates the delayed scale as code_kernels.DelayedScaleKernel
+    does. Only one program of a launch may call it.
+    """
     current = tl.load(scale)
     tl.store(used, current)
     tl.store(inverse, divide(1.0, current))
@@ -329,8 +331,8 @@ def cast_columns(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Writes codes of the transpose, with a scale for each row of the transpose. `peaks` has the largest magnitudes
-    of these rows.
+    """Casts the transpose of a matrix to codes, with a scale for each row of the transpose. `peaks` has the largest
+    magnitudes of these rows.
     """
     across = tl.cdiv(columns, ACROSS)
     tile_row = tl.program_id(0) // across

@@ -1,8 +1,9 @@
-"""Runs plans, the first time through Triton's launcher, and later directly by the compiled kernels. Imports triton.
+"""Launches planned kernels, the first time through Triton's launcher, and later directly by the compiled kernels.
+Imports triton.
 
-Triton inspects every argument of every call, which takes longer than a small cast. If pointers are aligned, the
-result of this inspection depends only on shapes, strides and dtypes. A `Repeat` stores the result, so that a later
-call only passes addresses and a stream.
+Triton inspects every argument of every call, which takes longer than a small cast. If pointers are aligned, the result
+of this inspection depends only on shapes, strides and dtypes. A `Repeat` stores the result, so that a later call only
+passes addresses and a stream.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | No
 
 
 def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
-    """Returns whether the launches of a cast need a counter of finished programs, and how many zeros they need."""
+    """Returns whether the launches of a cast need a counter of finished programs, and how many zeros (Zeros) they need."""
     arguments = [argument for plan in plans for argument in plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 

@@ -375,7 +375,9 @@ def _make_scale_constants(fmt: Format, rounding: ScaleRounding) -> Constants:
 
 
 def _number_pointers(first_argument: int, *present: bool) -> list[Pointer | None]:
-    """Returns pointers with consecutive indices for the arguments that are present, and None for the others."""
+    """Returns a Pointer for each argument that is present, and None for the others. Pointers have consecutive indices
+    from `first_argument` on.
+    """
     return [
         Pointer(first_argument + sum(present[:number])) if is_present else None
         for number, is_present in enumerate(present)

@@ -1,13 +1,13 @@
 """The loss curves of a training, the figure that is compared, and the verdicts on pairs of seeds. The compared figure
 was declared in advance: the mean training loss over the last third of the steps.
 
-Each seed of an arm is paired with the same seed of the reference. Gaps are judged over these pairs by Student's t:
-the 99% interval decides, and the 95% interval is shown. The training is also judged as if it had ended at each of its
-last ten steps. The intervals of all these ends are joined, so that a verdict seldom depends on the last step.
+Each seed of an arm is paired with the same seed of the reference. Their gaps are judged by Student's t: the 99%
+interval decides, and the 95% interval is shown. Intervals are also computed as if the training had ended at each of its
+last ten steps. All these intervals are joined, so that a verdict seldom depends on the last step.
 
-A verdict has two parts. The interval against 0 shows whether there is a difference, and the interval against the
-margin shows whether the difference matters. A verdict is about a single arm: of a hundred arms that do not differ
-from their reference, at most one is called worse or better on average.
+A verdict has two parts. The interval against 0 shows whether there is a difference, and the interval against the margin
+shows whether the difference matters. A verdict is about a single arm: of a hundred arms that do not differ from their
+reference, at most one is called worse or better on average.
 """
 
 from __future__ import annotations
@@ -223,9 +223,8 @@ _POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
-    """The verdict on an arm. The order of the values is the order in which they are tried. Worse and better mean a
-    certain difference, however small. Within noise means that no difference is visible, and that the true difference is
-    not beyond the margin.
+    """The verdict on an arm. Worse and better mean a certain difference, however small. Within noise means that no
+    difference is visible, and that the true difference is not beyond the margin.
     """
 
     DIVERGED = "diverged"
@@ -258,9 +257,9 @@ class InconclusiveReason(StrEnum):
 
 @dataclass(frozen=True)
 class Gap:
-    """The share by which an arm's loss exceeds its reference's: the mean over pairs of seeds. With at least two pairs
-    there are intervals. `deviation` is the standard deviation between pairs. If an interval covers several ends of the
-    training, it is the deviation for which a single end would have an interval as wide.
+    """The share by which an arm's loss exceeds its reference's, as a mean over seeds. A single seed has no intervals.
+    `deviation` is the standard deviation between seeds. If the intervals also cover shorter trainings, `deviation` is
+    the value that would give equally wide intervals without these trainings.
     """
 
     point: float
@@ -272,10 +271,9 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """The verdict on an arm's pairs of seeds. `matters` is None if there are too few pairs, or if a verdict is
-    impossible for another reason. `more_seeds` is the number of further seeds that would probably be enough for a
-    verdict. It is None if that number is unknown, or if further seeds would not count either. The reason why they would
-    not count is in `void`.
+    """The verdict on an arm's pairs of seeds. `matters` is None if a verdict is impossible, for example with too few
+    pairs. `more_seeds` is the number of further seeds that would probably be enough for a verdict. It is None if that
+    number is unknown, or if further seeds would not count either, for the reason in `void`.
     """
 
     learned: Learned
@@ -341,8 +339,8 @@ def judge_pairs(pairs: Sequence[SeedPair], margin: float, has_held_out: bool = T
 
 
 def _measure_gap_over_ends(pairs: Sequence[SeedPair]) -> Gap | None:
-    """Returns the mean gap of the pairs. Its intervals also cover the gaps that would result if the training had ended
-    some steps earlier.
+    """Returns the mean gap of the pairs. Its intervals also cover the gaps of trainings that would have ended some
+    steps earlier.
     """
     gap = average_gaps([pair.gap for pair in pairs])
     if gap is None or gap.pairs == 1:
@@ -384,9 +382,9 @@ def classify_importance(interval: Interval, margin: float) -> Importance:
 
 
 def _held_out_agrees(learned: Learned, matters: Importance, held_out: Interval, margin: float) -> bool:
-    """Returns whether the held-out gap confirms a verdict. A gap that is certainly inside the margin is confirmed,
-    unless the held-out gap is certainly beyond the margin or certainly has the opposite sign. Any other gap is
-    confirmed if the held-out gap has the same sign.
+    """Returns whether the held-out gap confirms a verdict. A training gap that is certainly inside the margin is
+    refuted only by a held-out gap that is certainly of the opposite sign or certainly beyond the margin. In all other
+    cases the held-out gap must have the sign of the verdict.
     """
     expected_sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Importance.NO:
@@ -420,17 +418,18 @@ def count_further_seeds(gap: Gap, margin: float) -> int | None:
 
 
 def compute_smallest_effect(gap: Gap) -> float:
-    """Returns the smallest gap that would probably have been detected with this number of pairs and this deviation
-    between them.
+    """Returns the smallest gap that would probably have been detected with as many pairs, and as much deviation between
+    them, as `gap` has.
     """
     return (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _POWER_QUANTILE) * gap.deviation / math.sqrt(gap.pairs)
 
 
 def bound_single_gap(gap: float, chaos: float) -> Interval | None:
-    """Returns a 95% interval of the gap of a single seed. Its width comes from `chaos`: the gap that a one-bit change
-    of the weights (one ulp) causes in that seed, by Student's t with one degree of freedom. Returns None if that change
-    had no effect. The interval is slightly too wide, because both gaps have the same reference, so that their ratio
-    varies slightly less than Student's t.
+    """Returns a 95% interval of the gap of a single seed, by Student's t with one degree of freedom. Its width comes
+    from `chaos`, the gap that a one-bit change of the reference's weights (one ulp) causes in that seed. Returns None
+    if that change had no effect.
     """
+    # The interval is slightly too wide: both gaps have the same reference, so their ratio varies slightly less than
+    # Student's t.
     half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
     return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None

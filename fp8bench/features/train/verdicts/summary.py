@@ -172,8 +172,8 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
 
 
 def _list_first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
-    """Yields the figures called `name` of the first step in which each arm has any. In later steps their values are the
-    same.
+    """Yields, for each arm, the figures called `name` of the first step that has any. In later steps their values are
+    the same.
     """
     first_steps: dict[str, tuple[int, int]] = {}
     for figure in stored.select_lines(StepFigure):
@@ -259,7 +259,7 @@ _BF16_FIGURE = "quantised:bf16"
 
 def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
     """Compares the scores of arms with the reference's scores. Also compares the losses of the quantised reference with
-    its loss in bf16.
+    the loss of the reference in bf16.
     """
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for line in stored.select_lines(StepFigure):
@@ -291,8 +291,8 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
 def _make_score_verdict(
     request: TrainingRequest, verdict: ScoreVerdict, values: _ScoresBySeed, old_values: _ScoresBySeed
 ) -> ScoreVerdict | None:
-    """Returns the verdict on a score. `values` are the scores of the arm, and `old_values` those that they are compared
-    with. Returns None if no seed has both.
+    """Completes the verdict on an arm's score. `values` are the arm's scores by seed, and `old_values` the scores to
+    compare with. Returns None if no seed has finite scores of both.
     """
     score_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
     pairs = [pair for pair in score_pairs if math.isfinite(sum(pair))]
@@ -335,8 +335,8 @@ def _lower_is_better(request: TrainingRequest, name: str) -> bool:
 
 
 def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
-    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the smallest difference
-    that a task with a limited number of questions can show.
+    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the largest true
+    difference that a task's questions may fail to show.
     """
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
@@ -362,7 +362,7 @@ def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chanc
 
 def describe_open_gap(gap: Gap | None, bound: float) -> str:
     """Returns a text about an undecided gap, such as 'open: 3 seeds of the 5 that are needed'. If enough seeds were
-    trained, the text is about the number of further seeds that would decide with `bound` as the margin.
+    trained, the text has the number of further seeds that would settle a comparison with the margin `bound`.
     """
     if gap is None or gap.pairs < MIN_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {MIN_PAIRS} that are needed"
@@ -375,7 +375,9 @@ _IMPORTANCE_WORDS: Mapping[Importance | None, str] = {Importance.NO: "inside", I
 
 
 def describe_importance(learned: Learned, matters: Importance | None, margin: float) -> str:
-    """Returns how a certain difference compares with the margin, such as 'real, inside the 1% you tolerate'."""
+    """Returns how a statistically certain difference compares with the margin, such as 'real, inside the 1% you
+    tolerate'.
+    """
     percent = f"{100 * margin:.4g}%"
     margin_words = f"the {percent} you tolerate" if learned is Learned.WORSE else f"the margin of {percent}"
     return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} {margin_words}"

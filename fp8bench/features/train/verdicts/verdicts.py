@@ -78,10 +78,9 @@ class RepeatBand:
 @dataclass(frozen=True)
 class TrainingVerdicts:
     """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed. Without
-    `has_held_out`, no text is held out, and only the training loss decides. `chaos` is the effect of one ulp in the
-    first seed: there the reference was also trained with weights one unit in the last place away. `rate_count` is the
-    number of learning rates of the reference. With several rates, the reference at its best rate is compared with each
-    arm at the arm's best rate.
+    `has_held_out`, no text is held out, and only the training loss decides. `chaos` compares two trainings of the
+    reference in the first seed, whose weights differ by one ulp (unit in the last place). `rate_count` is the number of
+    learning rates of the reference. With several rates, the reference and each arm are compared at their best rates.
     """
 
     reference: str
@@ -101,8 +100,8 @@ class TrainingVerdicts:
 
 
 def compute_required_fall(margin: float) -> float:
-    """Returns the smallest share by which the reference's loss must fall: at least `_MIN_FALL`, and so much that an arm
-    that misses `_LOST_SHARE` of the fall has a gap beyond the margin.
+    """Returns the smallest share by which the reference's loss must fall: at least `_MIN_FALL`, and at least the share
+    at which an arm that loses `_LOST_SHARE` of the fall has a gap as large as the margin.
     """
     return max(_MIN_FALL, margin / (margin + _LOST_SHARE))
 
@@ -176,8 +175,8 @@ def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) ->
 
 
 def _keep_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
-    """Returns the verdict unchanged if, of the arms that differ from this arm only in learning rate, none has a lower
-    loss. Otherwise returns it as inconclusive.
+    """Returns the verdict as inconclusive if an arm that differs only in learning rate has a lower loss. Otherwise, and
+    for a diverged arm, returns it unchanged.
     """
 
     def describe_without_rate(arm: Arm) -> tuple[object, ...]:
@@ -261,7 +260,7 @@ def _pair_seeds(
 
 
 def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
-    """Compares pairs of rows: a step of the reference, and the same step of its repeat."""
+    """Returns the differences between the reference and its repeat, from pairs of rows of the same step."""
     first_difference = None
     largest = 0.0
     for reference, repeat in repeats:
@@ -288,7 +287,7 @@ class AdjustedSpeed:
 
 def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     """Returns how fast an arm is compared with its reference. `pairs` has the curves of the reference and the arm in
-    each seed. Returns None if fewer than five pairs were timed.
+    each seed. Returns None if fewer than five pairs have steps that were timed in both.
     """
     timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
     if len(timed_pairs) < MIN_PAIRS:
@@ -326,9 +325,9 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
 
 
 def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """Returns the logarithm of a ratio: the steps that the reference takes to reach the arm's loss, divided by the
-    steps that the arm takes. Returns minus infinity if the ratio is less than a third. Returns None if the curve with
-    the lower loss does not fall, or if the arm already had the reference's last loss in the first third of its steps.
+    """Returns log(reference steps / arm steps), counting the steps to the higher of the two endpoint losses. Returns
+    minus infinity if the ratio is below 1/3. Returns None if the ratio is above 3, or if the curve with the lower loss
+    does not fall.
     """
     loss_rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
     better, sign = (1, -1.0) if loss_rise < 0 else (0, 1.0)
@@ -337,9 +336,9 @@ def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
 
 
 def _find_log_of_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float | None:
-    """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of this
-    step divided by the endpoint's step. Returns minus infinity if it is in the first third of the training. Returns
-    None if the mean does not fall in the last two thirds.
+    """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of the
+    ratio of this step to the endpoint's step. Returns minus infinity if this step is in the first third of the
+    training. Returns None if the mean does not fall in the last two thirds.
     """
     steps = len(curves[0])
     log_steps = np.log(np.arange(1, steps + 1) / (steps - (count_tail_steps(steps) - 1) / 2))
