@@ -213,12 +213,12 @@ class ScaleKernel(Kernel):
 
 @dataclass(frozen=True)
 class DelayedScaleKernel(Kernel):
-    """One step of delayed scaling. It copies the scale of this cast and the inverse of that scale, and then updates the
+    """One step of delayed scaling. Copies the scale of this cast and the inverse of that scale, and then updates the
     scale.
 
     The arguments begin with memory for the copy and for its inverse. Then come the history, the number of casts and the
-    scale, which the kernel changes in place. The last argument is the largest magnitude of this cast. The host counts
-    nothing, so that a CUDA graph can be replayed.
+    scale, which the kernel changes in place. The last argument is the largest magnitude of this cast. The device counts
+    the casts, so that a CUDA graph can be replayed.
     """
 
     fmt: Format
@@ -283,7 +283,7 @@ class CurrentCodesKernel(Definition):
 
 @dataclass(frozen=True)
 class DelayedCodesKernel(Definition):
-    """Casts a matrix with a delayed scale. It finds the largest magnitude during the cast, and then updates the scale.
+    """Casts a matrix with a delayed scale, finds the largest magnitude in the same pass, and then updates the scale.
 
     The arguments begin with the matrix, the history, the number of casts and the scale. Then comes memory for a copy of
     the scale, for the inverse of that copy, and for codes.

@@ -132,8 +132,8 @@ def is_intel(facts: DeviceFacts) -> bool:
 def select_by_vendor(
     facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support
 ) -> Support:
-    """Returns the argument that belongs to the device's vendor, for example `amd`. Refuses a device of an unknown kind,
-    with `words` as the name of the format.
+    """Returns the support for the device's vendor, for example the argument `amd`. A device of an unknown kind gets
+    refused support, with `words` as the name of the format.
     """
     if not facts.accelerated:
         return cpu
@@ -188,7 +188,7 @@ def multiplied_bits(name: str) -> int | None:
 
 
 def find_wider_kernel(names: Iterable[str], most_bits: int) -> str:
-    """Returns the name of the first kernel that multiplies, if every such kernel multiplies numbers of more than
+    """Returns the name of the first kernel that multiplies, if all kernels that multiply have operands of more than
     `most_bits`. Returns '' otherwise.
     """
     widths = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]

@@ -108,7 +108,7 @@ def row_codes(x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0) -
 def row_codes_both(
     x: Tensor, fmt: Format, rounding: ScaleRounding, block: int = 0
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Returns codes and scales of a matrix, then those of its transpose, which has a scale for each of its rows."""
+    """Returns codes and scales of a matrix, then those of its transpose. Both have scales for their rows."""
     if torch.compiler.is_compiling() or not x.numel():
         return row_codes(x, fmt, rounding, block), row_codes(x.t(), fmt, rounding, block)
     check_input(x)
@@ -121,7 +121,7 @@ def row_codes_both(
 
 
 class _RowCast(NamedTuple):
-    """A cast with scales by rows. `matrix` has complete blocks. `columns` is the number of columns of the input."""
+    """A cast with scales for (parts of) rows. `matrix` has complete blocks, and the input has `columns` columns."""
 
     matrix: Tensor
     columns: int
@@ -193,7 +193,7 @@ def _square_codes_by_triton(
 
 
 def current_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """Returns the factor before the cast of a tensor with this `amax`, and the factor's inverse, which decodes."""
+    """Returns the factor that multiplies a tensor with this `amax` before its cast, and its inverse for decoding."""
     if torch.compiler.is_compiling():
         scale = float_factor(amax, fmt, rounding)
         return scale, reciprocal(scale)

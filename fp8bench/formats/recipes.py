@@ -129,7 +129,7 @@ class Amax(StrEnum):
 
 
 class Accumulator(StrEnum):
-    """How a product sums.
+    """The precision in which a matrix product accumulates.
 
     FP32: in float32. SHORT: with few significant bits, such as the 14 of Hopper's FP8 units. PROMOTED: in short sums
     that are added to a float32 sum every 128 elements, as in the training of DeepSeek-V3.

@@ -79,8 +79,8 @@ def choose_width(seconds: Mapping[int, float]) -> int:
 
 
 class StoredChoice:
-    """The width that was chosen for one kernel on this machine, in a file next to torch's compiled kernels. `made_of`
-    is the text of the kernel's graph. Each compiler, version of torch and processor has its own choices.
+    """The vector width that was chosen for one kernel on this machine, in a file next to torch's compiled kernels.
+    `made_of` is the text of the kernel's graph. Each compiler, version of torch and processor has separate choices.
     """
 
     def __init__(self, made_of: str) -> None:

@@ -77,8 +77,8 @@ def read_history(store: Path, observer: JobObserver) -> History:
 
 
 def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
-    """Returns the parts of a store that are neither needed nor in use, with their bytes. With `remove`, also deletes
-    these parts. Raises StoreError.
+    """Returns a description and the size in bytes of each part of a store that is neither needed nor in use. With
+    `remove`, also deletes these parts. Raises StoreError.
     """
     removable_parts = []
     for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
@@ -173,8 +173,8 @@ def acknowledge(
 
 
 def _choose_open_changes(series: str, search: FoundChanges) -> list[Change]:
-    """Returns the changes for the worse that nobody has acknowledged. Without such changes, returns the other changes
-    that nobody has acknowledged.
+    """Returns the open changes (not acknowledged) for the worse, or all open changes if none is for the worse. Raises
+    UsageError without open changes.
     """
     open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]
     if not open_changes:

@@ -147,7 +147,7 @@ def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
 
 
 def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
-    """Writes each chart to a file. The file is named after the chart's id on the page."""
+    """Writes each chart to a file in each format. The files are named after the chart's id on the page."""
     from fp8bench.report.page.drawing.pictures import draw_picture
 
     charts = list_charts(page)

@@ -117,7 +117,7 @@ def _make_topology_lines(
 
 
 def _find_product_rate(precision: str, name: str, store: Path) -> TopologyLine:
-    """Returns the line of the topology file with the rate of products in a precision. The rate is the newest measured
+    """Returns the line of the topology file with the rate of matrix products in a precision: the newest measured
     ceiling of the device, or else the peak of its datasheet.
     """
     bounds = [

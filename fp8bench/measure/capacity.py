@@ -255,8 +255,8 @@ class _BatchSearch:
         return BatchAttempt(number, True, used_bytes)
 
     def _find_batch_multiple(self) -> int:
-        """Returns the power of two by which batches must be divisible, so that the precision accepts them. Raises
-        NoSearch if no such number is found.
+        """Returns the power of two by which a batch must be divisible, so that the precision accepts it. Raises
+        NoSearch if no such power is found.
         """
         batch_multiple = 1
         while batch_multiple <= _MAX_BATCH_MULTIPLE:

@@ -27,8 +27,8 @@ _SECONDS_BETWEEN_READINGS = 0.15
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature are constant. With `is_brisk` (in runs that take about 10
-    s), only the clock must be constant.
+    """Runs an arm until the device's clock and temperature are constant, or only the clock if `is_brisk` (in runs of
+    about 10 s).
     """
 
     device: DeviceReader

@@ -131,7 +131,7 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class Repeat:
-    """Launches a cast again, for other tensors with the same shapes, strides and dtypes."""
+    """Launches the kernels of a cast again, for other tensors with the same shapes, strides and dtypes."""
 
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
         self._device, self._vector_indices = device, tuple(_list_vector_tensors(plans))
@@ -196,7 +196,7 @@ def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | No
 
 
 def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
-    """Returns whether the launches of a cast need a counter of finished programs, and how many zeros (Zeros) they need."""
+    """Returns whether the launches of a cast need a counter of finished programs, and how many `Zeros` they need."""
     arguments = [argument for plan in plans for argument in plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 

@@ -56,11 +56,11 @@ from fp8bench.report.words.naming import many
 @dataclass(frozen=True)
 class ArmSummary:
     """The results of one arm. Losses are means over seeds: `loss` over the last tenth of the steps, and `held_out`
-    after the last step. `tokens_per_second` is computed from the median step; None for an emulated arm. The figures of
-    memory are measured while no other arm is loaded. For an arm that repeats the reference, they are those of the
-    reference. `device_peak_memory` is the peak on hardware that stores the arm's formats. `wire` has the bytes that a
-    rank sends per step, by operation and dtype. `events` is None for an arm that has no step yet. `verdict` is None for
-    the reference and the arms that repeat it.
+    after the last step. `tokens_per_second` is computed from the median step; None for an emulated arm. Memory is
+    measured while no other arm is loaded. An arm that repeats the reference has the reference's memory figures.
+    `device_peak_memory` is the peak on hardware that stores the arm's formats. `wire` has the bytes that a rank sends
+    per step, by operation and dtype. `events` is None for an arm that has no step yet. `verdict` is None for the
+    reference and the arms that repeat it.
     """
 
     arm: Arm
@@ -236,8 +236,8 @@ def summarise_energy(use: EnergyUse | None) -> Range | None:
 @dataclass(frozen=True)
 class ScoreVerdict:
     """The verdict on an arm's score. `own` is the score, and `reference` the score that it is compared with: both are
-    means over seeds. `worse` is the difference, paired over seeds, with its 99% interval. For a task it is in points,
-    otherwise it is a share.
+    means over seeds. `worse` is their difference, paired over seeds, with a 99% interval: in points for a task, and
+    otherwise as a share.
     """
 
     arm: str
@@ -319,8 +319,8 @@ def _make_score_verdict(
 
 
 def _is_above_chance(scores: Sequence[float], chance: float, floor: float) -> bool:
-    """Returns whether the scores of all seeds together are certainly above chance. `floor` is the least half-width of
-    their interval.
+    """Returns whether the scores are certainly above chance. The interval of their mean over seeds has at least the
+    half-width `floor`.
     """
     gap = _widen_gap(average_gaps([score - chance for score in scores]), floor)
     return gap is not None and gap.decides is not None and gap.decides.low > 0

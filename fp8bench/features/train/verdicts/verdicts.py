@@ -107,8 +107,8 @@ def compute_required_fall(margin: float) -> float:
 
 
 def judge_training(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
-    """Returns the verdicts of a training. `curves` are the loss curves of its lines. They are made here unless the
-    caller has them already.
+    """Returns the verdicts of a training. `curves` are the loss curves of `lines`; if they are missing, they are made
+    here.
     """
     request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
@@ -240,8 +240,8 @@ def _judge_arm(
 def _pair_seeds(
     base_curves: Mapping[int, Curve], arm: Arm, curves: Curves
 ) -> tuple[tuple[SeedPair, ...], tuple[tuple[int, VoidReason], ...]]:
-    """Returns the arm's pairs with the reference, and the other seeds with the reason why they have no pair. If the
-    reference has equal losses in several seeds, only one of these seeds counts.
+    """Returns the arm's seeds that are paired with the reference, and the seeds without a pair, each with the reason.
+    If the reference has equal losses in several seeds, only one of these seeds counts.
     """
     pairs: list[SeedPair] = []
     void_seeds: list[tuple[int, VoidReason]] = []
