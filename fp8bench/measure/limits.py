@@ -18,16 +18,15 @@ COMPILE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds for the requests of a case. A `case_timeout` of the user replaces all of these limits. The
-    time for compiling quantisers is still added to it.
+    """Time limits in seconds for the requests of a case. A `case_timeout` of the user replaces all of these limits, and
+    only the time for compiling quantisers is added to it.
     """
 
     case_timeout: float | None = None
 
     def for_first_step(self, work: Work, further_steps: int = 0) -> float:
-        """Returns the seconds to wait while a case is prepared and runs its first step. The limit is 60 s, or longer if
-        a very slow device would need longer for the step's work. The time for compiling the step and the time for
-        `further_steps` steps are added.
+        """Returns the seconds to wait while a case is prepared and runs its first step: 60 s, or longer if a very slow
+        device would need longer for the step's work. The time for compiling and for `further_steps` steps is added.
         """
         slow_seconds = work.flops / SLOWEST_FLOPS_PER_SECOND + work.bytes / SLOWEST_BYTES_PER_SECOND
         return self._prefer_case_timeout(
@@ -36,7 +35,7 @@ class Limits:
 
     def for_compiling(self, work: Work, count: int) -> float:
         """Returns the seconds to wait while `count` quantisers are compiled and a step runs for the first time. The
-        user's limit does not apply to the compiling, but only to the step.
+        user's limit applies only to the step.
         """
         return COMPILE_SECONDS * count + self.for_first_step(work)
 

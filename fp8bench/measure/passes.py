@@ -1,7 +1,7 @@
 """Runs the untimed passes on cases (numerical errors, statistics of the data, memory, traces), and collects the
 outcome of each case.
 
-Every pass prepares a separate state.
+Every pass allocates new tensors for its cases.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ class CaseOutcome:
         self.note(measurements=(*self.draft.measurements, *measurements))
 
     def take_memory(self, memory_outcome: CaseOutcome) -> None:
-        """Copies the memory figures that another worker has measured, or the reason why they are missing."""
+        """Copies the memory figures of a case, or the reason why they are missing, from the outcome that another worker
+        measured.
+        """
         self.note(memory=memory_outcome.draft.memory)
         self.add_measurements(memory_outcome.draft.measurements)
         self.add_detail(memory_outcome.draft.detail)
@@ -122,7 +124,7 @@ class TraceFolder:
     """A folder of traces with a subfolder for each case, as TensorBoard expects. `run_stamp` distinguishes runs in the
     same folder.
 
-    With `marks_only` no file is written, because a profiler that runs around this process records the slots.
+    With `marks_only` no file is written: steps and phases are only marked for a profiler that runs around this process.
     """
 
     path: Path
@@ -178,8 +180,8 @@ def make_numbers_key(case: Case) -> str:
 
 
 def _has_products_to_check(outcome: CaseOutcome) -> bool:
-    """Returns whether a precision of the case uses whole layers of a library, or has native products that a library
-    could also compute.
+    """Returns whether the products of the case must be checked: a library provides whole layers of one of its
+    precisions, or could compute the native products.
     """
     case, is_native = outcome.planned.case, outcome.planned.support.is_native
     mapped_names = (name for _, name in case.precision_map)
@@ -191,8 +193,6 @@ def _has_products_to_check(outcome: CaseOutcome) -> bool:
 class Passes:
     """Runs the untimed passes of cases in a worker, such as that for numerical errors. Stores the answer of a pass in
     the outcome of its case, or the reason for a missing answer.
-
-    A worker that times nothing (`_is_untimed`) is not restarted after a profiler ran in its process.
     """
 
     _worker: Worker
@@ -227,7 +227,7 @@ class Passes:
         self, outcomes: Sequence[CaseOutcome], known_errors: dict[str, tuple[Measurement, ...]] | None = None
     ) -> None:
         """Measures numerical errors. A case fails if its errors are not finite, or if measuring them raises an error.
-        If the suite has a reason for giving none, only the reason is stored.
+        If the suite returns a reason in place of errors, only the reason is stored.
 
         A lack of memory does not fail a case, because the reference in fp64 may need more memory than the step.
         `known_errors` collects the errors of a run, so that cases with the same numbers are measured once.
@@ -278,7 +278,9 @@ class Passes:
                     outcome.note(sent=sent, overlap=overlap, scaling=scaling)
 
     def count_allocations(self, outcomes: Sequence[CaseOutcome], unprobed: str) -> None:
-        """Counts the memory allocations of steps. If the worker has no allocator probe, `unprobed` is the reason."""
+        """Counts the memory allocations of steps. `unprobed` is the reason why the worker cannot observe allocations on
+        the host, or ''.
+        """
         for outcome in outcomes:
             with self._requesting(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, reasons = bench.counters(case, facts, unprobed)
@@ -355,8 +357,8 @@ class Passes:
     def _requesting(
         self, outcome: CaseOutcome, activity: str, missing_figure: str, fails_case: bool = False
     ) -> Iterator[tuple[RemoteBench, Case, DeviceFacts]]:
-        """Yields the bench, the case and its device for a request within the `with` block. If the request fails, the
-        outcome gets the reason why `missing_figure` is missing.
+        """Yields the bench, the case and its device, so that the `with` block can make a request. If the request fails,
+        the outcome gets the reason why `missing_figure` is missing.
 
         If `fails_case` is true, a failed request also fails the case, unless memory ran out.
         """

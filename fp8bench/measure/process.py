@@ -114,7 +114,7 @@ class WorkerProcess:
         return f"it {describe_exit(exit_status)}{describe_last_line(self._log)}"
 
     def describe_delay(self) -> str:
-        """Returns a text that names the process that delays an answer; '' if there is only one process."""
+        """Returns a text that names the ranks that may delay the answer; '' if there is only one process."""
         return ""
 
     def _close_all(self) -> None:

@@ -47,14 +47,14 @@ class RoundOrders(Generic[T]):
         return [arms[place] for place in self._remaining_orders.pop()]
 
     def _make_orders(self, count: int) -> list[list[int]]:
-        """Returns one block of orders of the arms, in random order. They are the rows of a Williams square, and the
-        arms are assigned to its numbers at random. Each row is the zigzag 0, 1, -1, 2, -2, ... plus the row's
-        number, modulo the number of arms. All steps of a zigzag differ. So with an even number of arms, each arm
-        follows each other arm exactly once. With an odd number this is impossible: the mirrored rows are added, and
-        each arm follows each other arm twice.
+        """Returns orders of the arms in which each arm follows each other arm equally often: the rows of a Williams
+        square, with the arms assigned to its numbers at random. The orders are shuffled.
         """
         shuffled_numbers = list(range(count))
         self._draw.shuffle(shuffled_numbers)
+        # Row r is the zigzag 0, 1, -1, 2, -2, ... plus r, modulo the number of arms. All steps of a zigzag differ. So
+        # with an even number of arms, each arm follows each other arm exactly once. With an odd number this is
+        # impossible: the mirrored rows are added, and each arm follows each other arm twice.
         zigzag = [(place + 1) // 2 if place % 2 else -(place // 2) for place in range(count)]
         rows = [[shuffled_numbers[(start + step) % count] for step in zigzag] for start in range(count)]
         mirrored_rows = [row[::-1] for row in rows] if count % 2 else []
@@ -93,8 +93,8 @@ class RoundSession:
     def prepare(
         self, worker: Worker, quantisers: Quantisers | None = None, tell: ActivityCallback | None = None
     ) -> None:
-        """Prepares all arms. Then gives them equal cells and an equal number of discarded calls, so that the
-        comparison is fair.
+        """Prepares all arms. For a fair comparison, their steps then get comparable cells (the timed parts of a step),
+        and arms with short steps discard an equal number of calls.
         """
         for arm in self.arms:
             with raise_as_arm_failure(arm):
@@ -131,9 +131,10 @@ class RoundSession:
         clock: Callable[[], float] = time.monotonic,
         after: Callable[[MeasuredArm], None] | None = None,
     ) -> str:
-        """Times rounds until every candidate is decided or the rule ends them. Returns the reason why they ended.
+        """Times rounds until the comparison of every candidate is decided, or the rule ends the timing. Returns the
+        reason why the rounds ended.
 
-        `after` is called with the arm after each slot.
+        `after` is called with each arm after its slot.
         """
         orders: RoundOrders[MeasuredArm] = RoundOrders(random.Random(seed))
         started_at = clock()
@@ -173,8 +174,8 @@ class RoundSession:
         after: Callable[[MeasuredArm], None] | None,
     ) -> tuple[MeasuredArm, FreshRounds] | None:
         """Times the fastest candidate again, together with the reference and its control, in as many new rounds as
-        before. The first time of this candidate is biased: among equal candidates, noise decides which is the fastest.
-        New rounds have no such bias.
+        before. The earlier samples of this candidate are biased: among equal candidates, noise decides which is the
+        fastest.
         """
         candidates = [arm for arm in self.candidates if not arm.is_emulated]
         reference, control = self.reference, self.control
@@ -296,8 +297,8 @@ class ReplayPass:
             return f"capturing a step failed: {cause}"
 
     def _time_phases(self, arm: MeasuredArm, worker: Worker) -> tuple[tuple[str, float], ...]:
-        """Returns (phase, seconds) pairs of the fastest replay of a step whose phases are marked. Returns () if the
-        device supports no marks in a replay, or if the case has several states that are used in turn.
+        """Returns the seconds of each phase in the fastest replay of a captured step, as pairs (phase, seconds).
+        Returns () if the device cannot mark phases in a replay, or if the case rotates through several states.
         """
         fastest_step = None
         if arm.cache_mode != ROTATING:

@@ -1,10 +1,10 @@
-"""Computes the shape of a slot and the cells of a step. The shape of a slot is its number of timed calls, its number of
-discarded calls, and how long the device is kept busy before them.
+"""Computes the shape of a slot (the turn of one case in a round) and the cells of a step. The shape of a slot is its
+number of timed calls, its number of discarded calls, and how long the device is kept busy before them.
 
-A cell is the time of one phase within a block of a step. A block takes 100 us or more. Longer blocks give wider
-intervals: for a step of 30 ms, blocks of 1 ms widen the interval by a tenth, and blocks of 5 ms by two thirds. Shorter
-blocks gain nothing. The marks of a calibrating step define the cells, so that a cell is the same work in every call.
-The times of all cells add up to the time of the step.
+A step is cut into blocks of 100 us or more. A cell is the time of one phase within one block. Longer blocks give wider
+confidence intervals: for a step of 30 ms, blocks of 1 ms widen the interval by a tenth, and blocks of 5 ms by two
+thirds. Shorter blocks gain nothing. The phase markers of one calibrating step define the cells, so that a cell is the
+same work in every call. The times of all cells add up to the time of the step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _HOST_TIME_MARGIN = 1.25
 
 @dataclass(frozen=True)
 class SlotShape:
-    """The shape of a slot. First come `discard_count` calls that are not timed, then `calls` that are timed."""
+    """The calls in a slot (the turn of one case in a round): first `discard_count` calls that are not timed, then
+    `calls` that are timed.
+    """
 
     calls: int = 1
     discard_count: int = 0
@@ -57,9 +59,9 @@ def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_
 
 
 def choose_filling(host_seconds: float, calls: int) -> Filling | None:
-    """Returns for how long the device is kept busy while the host enqueues calls, and how many calls the host can
-    enqueue in this time. If enqueueing all calls takes longer than MAX_FILLING_SECONDS, only the first calls of a slot
-    are covered. Returns None if the host takes no measurable time.
+    """Returns how long to keep the device busy while the host enqueues calls, and how many calls the host can enqueue
+    in this time. If enqueueing all calls takes longer than MAX_FILLING_SECONDS, only the first calls of a slot are
+    covered. Returns None if enqueueing takes no measurable time.
     """
     if host_seconds <= 0:
         return None

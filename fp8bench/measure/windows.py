@@ -1,8 +1,9 @@
 """Runs one case, or a phase of the case, for seconds, to measure its energy and its sustained speed.
 
-A window is the time of such a run. Windows use the states that were timed. Cases alternate in random order, so that a
-device that heats up affects all of them alike. Each case runs for a while before its window, so that the window has the
-clocks and power of this case. Idle power is measured before and after the windows, with the same states in memory.
+A window is the time span of such a run. Windows use the tensors of the timed steps. Cases alternate in random order, so
+that a device that heats up affects all of them alike. Each case runs for a while before its window, so that the window
+has the clocks and power of this case. Idle power is measured before and after the windows, with the same states in
+memory.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ class WindowRule:
 
 
 def window_rule_for(request: Request, groups: int) -> WindowRule | None:
-    """Returns the rule for the windows of a run with `groups` groups. Returns None if the run needs no windows. With
-    --quick or --budget a case has fewer windows, because each must last for more than ten changes of the energy
-    counter.
+    """Returns the rule for the windows of a run: how often and how long each case runs to measure energy or sustained
+    speed. Returns None if the run measures neither. With --quick or --budget a case has fewer windows and not shorter
+    ones, because each must last for more than ten changes of the energy counter.
     """
     sustained_seconds = request.sustained
     if not request.energy and sustained_seconds is None:
@@ -153,8 +154,8 @@ class WindowPass:
     _clock: Callable[[], float] = time.monotonic
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
-        """Returns each arm's result by its key. If an arm fails here, its timing is kept, and its result has the
-        reason.
+        """Returns the energy and sustained speed of each arm by the arm's key. If an arm fails here, its result has the
+        reason, and its timing from earlier rounds is kept.
         """
         results = {arm.key: WindowResult() for arm in arms}
         has_energy_source = self._meter.kind is not SourceKind.NONE
@@ -208,8 +209,8 @@ class WindowPass:
     def _run_all_windows(
         self, arms_and_phases: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> None:
-        """Runs all windows of the arms or phases, in random and balanced orders. After a fault, the remaining windows
-        get the fault as the reason why they are missing.
+        """Runs all windows of the arms or phases, in random and balanced orders. After an error of the worker, each
+        remaining window is missing for this reason.
         """
         # Emulated arms get one window, because their energy is shown, but never compared.
         windows_in_order: list[ArmAndPhase] = []
@@ -238,8 +239,8 @@ class WindowPass:
     def _run_turns(
         self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
-        """Runs one window for each arm or phase in `windows_in_order`. Returns False after a fault, which destroys the
-        states of all arms.
+        """Runs one window for each pair of arm and phase, in this order. Returns False if an error ended the windows:
+        the worker was then restarted, and the states of all arms are lost.
         """
         for position, (arm, phase) in enumerate(windows_in_order):
             self._report_progress(arm, position / len(windows_in_order))

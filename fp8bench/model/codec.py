@@ -163,8 +163,8 @@ def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _find_plain_types(kind: Any) -> frozenset[type]:
-    """Returns the types of JSON values that need no decoding if they are decoded to `kind`. int is not one of them,
-    because integers are checked.
+    """Returns the types of JSON values that can be used as values of `kind` unchanged. int is not one of them, because
+    integers are checked.
     """
     member_types = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
     return frozenset(part for part in member_types if part in (str, float, bool, type(None)))

@@ -83,11 +83,11 @@ class EnergyUse:
 class DeviceWatch:
     """The state of a device while a case was timed, from `looks` samples between the slots of the case.
 
-    `throttle` has every bit that was set in any sample. `held` has pairs (limit, seconds): by the driver's counters,
-    the limit lowered the clocks for this part of the group's `seconds`. `others` counts other processes that use the
-    device. If the device is partitioned, `slices` counts its other partitions. `sm_clock` is the mean over the sampled
-    slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if the device
-    reports neither clock nor temperature.
+    `throttle` has every bit that was set in any sample. `held` has pairs (limit, seconds): for how many of the group's
+    `seconds` the limit lowered the clocks, according to the driver's counters. `others` counts other processes that use
+    the device. If the device is partitioned, `slices` counts its other partitions. `sm_clock` is the mean over the
+    sampled slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if the
+    device reports neither clock nor temperature.
     """
 
     looks: int
@@ -144,16 +144,16 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Emulating:
-    """A note in a trace of memory: an emulation begins. A device with the emulated formats would not make the
-    allocations between this note and the next EmulationEnd.
+    """Entry in a memory trace: an emulation begins. Until the next EmulationEnd, allocations do not count as memory of
+    hardware with the emulated formats.
     """
 
 
 @dataclass(frozen=True)
 class EmulationEnd:
-    """A note in a trace of memory: an emulation has ended. A device with the emulated formats would not have the blocks
-    at the `replaced` addresses: it would have the bytes of the notes `Laid`. All other blocks of the emulation that
-    still exist count as memory from this note on.
+    """Entry in a memory trace: an emulation ends. From here on, its blocks that still exist also count as memory of
+    hardware with the emulated formats, except for the blocks at the `replaced` addresses. Such hardware stores their
+    values in its own formats, with the sizes of the `Laid` entries.
     """
 
     replaced: tuple[int, ...] = ()
@@ -161,9 +161,9 @@ class EmulationEnd:
 
 @dataclass(frozen=True)
 class Laid:
-    """A note in a trace of memory: from this note until the note `Lifted` with the same key, a device with the emulated
-    formats would hold `size` more bytes. If an address is given, the device would keep the existing block at this
-    address instead, even if the block is released earlier here.
+    """Entry in a memory trace: hardware with the emulated formats would hold `size` more bytes, until the `Lifted`
+    entry with the same key. With an `address`, the hardware would instead keep the existing block at this address, even
+    if the block is released earlier in the trace.
     """
 
     key: int
@@ -173,8 +173,8 @@ class Laid:
 
 @dataclass(frozen=True)
 class Lifted:
-    """A note in a trace of memory: from this note on, a device with the emulated formats would no longer hold the bytes
-    that the note `Laid` with the same key added.
+    """Entry in a memory trace: hardware with the emulated formats no longer needs the memory of the `Laid` entry with
+    the same key.
     """
 
     key: int
@@ -187,11 +187,10 @@ DeviceNote = Emulating | EmulationEnd | Laid | Lifted
 class HeldBlock:
     """One allocation that existed at the highest point of memory.
 
-    `phase` is the phase in which it was made, '' if it was made before the measured part of the step. The flags are
-    true in these cases. `backward`: a backward pass made it. `awaited`: a forward pass made it, and it still existed
-    when backward began. `lasting`: it still existed at the end. `brief`: it was freed within the part of a phase that
-    made it (in backward, a part is a node of the autograd graph). `said` are the roles that were noted for its
-    address.
+    `phase` is the phase in which it was made, '' if it was made before the measured part of the step. `backward`: a
+    backward pass made it. `awaited`: a forward pass made it, and it still existed when backward began. `lasting`: it
+    still existed at the end. `brief`: it was freed within the part of a phase that made it (in backward, a part is a
+    node of the autograd graph). `said` are the memory roles that were declared for its address.
     """
 
     address: int
@@ -209,9 +208,10 @@ class MemoryCourse:
     """The highest point of memory in a part of a step, the blocks that existed at that point (`held`), and the highest
     point in each phase.
 
-    `held` is () if single allocations are unknown, and `why` has the reason. The blocks may sum to less than `peak`.
-    `on_device` is the highest point on a device that has the emulated formats; None if the emulation left no notes.
-    `forward` are the blocks that existed when the first backward pass began; () if the part has no such pass.
+    If single allocations cannot be observed, `held` is () and `why` is the reason. The blocks may sum to less than
+    `peak`. `on_device` is the highest point on a device that has the emulated formats; None if the trace has no entries
+    about the emulation. `forward` are the blocks that existed when the first backward pass began; () if the part has no
+    such pass.
     """
 
     peak: int
@@ -287,8 +287,8 @@ CHOSEN_REASONS = frozenset(
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit for which NVML counts how long it throttled the clocks. NVML reads the count of a `policy` by
-    nvmlDeviceGetViolationStatus, and that of a `field` as a field value.
+    """A limit for which NVML counts how long the limit throttled the clocks. The count is read with
+    nvmlDeviceGetViolationStatus if `policy` is set, and as the NVML field with number `field` otherwise.
     """
 
     name: str

@@ -17,9 +17,8 @@ def format_start_time(start_time: str) -> str:
 
 
 def make_safe(text: str) -> str:
-    """Returns a text that is safe as part of a path. Unsafe letters become _. A digest is added if letters were
-    replaced or cut, and if the text has capital letters: so different texts give names that differ in more than letter
-    case.
+    """Returns a text that is safe as part of a path. Unsafe letters become _. A digest is added if the text was changed
+    or has capital letters, so that different texts give different names even where letter case is ignored.
     """
     short_name = _shorten(text, 80)
     return short_name if short_name == text.lower() else f"{short_name}-{_make_short_digest(text)}"

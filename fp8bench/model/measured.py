@@ -82,12 +82,16 @@ class Ceilings:
         )
 
     def best(self, limit: Limit, precision: str = "") -> float | None:
-        """Returns the highest rate of all runs, even if the runs differ much. Returns None if the rate is unknown."""
+        """Returns the highest measured rate of a limit, even if its runs differ much. Returns None if the rate is
+        unknown.
+        """
         rate = self.rate(limit, precision)
         return None if rate is None else max(rate.runs)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
-        """Returns an upper bound of the rate. Returns None if the rate is unknown or its runs differ too much."""
+        """Returns an upper bound for the rate of a limit. Returns None if the rate is unknown or its runs differ too
+        much.
+        """
         rate = self.rate(limit, precision)
         return rate.value if rate is not None and rate.is_steady else None
 
@@ -135,16 +139,16 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class Products:
-    """Observations of the matrix products of an untimed step. The products were checked until one had an operand in
-    the case's formats.
+    """Observations of the matrix products of an untimed step. The products were checked until one had an operand in the
+    case's formats.
 
     `low` is whether a product had such an operand; None if the formats are unknown. `count` products were checked, and
-    `operands` are the dtypes of their operands. `operators` counts the operators of the whole step. `attention` are
-    the kernels of torch's attention. `wide` means that native products received values of their formats in wider
-    dtypes, and no codes. If a product did not compute in the case's precision, `looks_like` is the precision that its
-    numbers show, otherwise ''. `kernels` are the kernels of products in a profiled step, if there was one. `given` are
-    the tensors that the step reads or trains. `cast_before` counts the weights in the case's formats that no step casts
-    and that have no role in the state.
+    `operands` are the dtypes of their operands. `operators` counts the operators of the whole step. `attention` are the
+    kernels of torch's attention. `wide` means that native products received values of their formats in wider dtypes,
+    and no codes. If a product did not compute in the case's precision, `looks_like` is the precision that its numbers
+    show, otherwise ''. `kernels` are the kernels of products in a profiled step, if there was one. `given` are the
+    tensors that the step reads or trains. `cast_before` counts the weights that were stored in the case's formats
+    before the step, without a declared memory role.
     """
 
     count: int
@@ -334,8 +338,8 @@ def _invert_bound(bound: float) -> float:
 
 @dataclass(frozen=True)
 class FreshRounds:
-    """New rounds of a case that was chosen as the fastest of `candidates` cases. Only this case, the reference and its
-    control were measured in them.
+    """New rounds of a case that was chosen as the fastest of `candidates` cases. Only this case, the reference and the
+    control (a second copy of the reference) were measured in them.
 
     They do not contain the samples by which the case was chosen, so its ratio is not biased by the choice.
     """
@@ -351,10 +355,10 @@ class Reruns:
     """How much runs of the same case differ on this machine, estimated from `runs` earlier runs of this and other
     cases.
 
-    `spread` is the standard deviation of the logarithms of the runs' ratios, with `freedom` degrees of freedom. An
-    interval that covers this spread need not reach farther from its point than `max_reach`, on a logarithmic scale.
-    `own_runs` counts the earlier runs of this case (None in files of older versions), and `low` and `high` are the
-    lowest and highest logarithm of their ratios.
+    `spread` is the standard deviation of the logarithms of the runs' ratios, with `freedom` degrees of freedom. When an
+    interval is widened to cover this spread, `max_reach` is the largest half-width, on a logarithmic scale. `own_runs`
+    counts the earlier runs of this case (None in files of older versions), and `low` and `high` are the lowest and
+    highest logarithm of their ratios.
     """
 
     spread: float

@@ -78,8 +78,8 @@ class Difference(StrEnum):
 
     @property
     def conforms(self) -> bool:
-        """Whether the difference is allowed. A product may sum in any order, and in the way of the device's matrix
-        units if this way is known. If it is unknown, a product may sum in as few bits as matrix units do.
+        """Whether the difference is allowed: a different order of summation, or the summation of the device's matrix
+        units. If the summation of these units is unknown, sums may have as few bits as matrix units use.
         """
         return self in (Difference.NONE, Difference.ORDER, Difference.UNITS, Difference.SHORT_SUMS)
 
@@ -115,8 +115,8 @@ class Conformity:
 
 @dataclass(frozen=True)
 class ModeConformity:
-    """How all native casts and products of one mode compare with their emulation. `support` is how the device supports
-    the mode.
+    """How all native casts and products of one mode (a precision with its options) compare with their emulation.
+    `support` is how the device supports the mode.
     """
 
     mode: str

@@ -42,7 +42,9 @@ def stderr_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The time of each call of a slot on one rank, and how much of this time was communication, in nanoseconds."""
+    """The durations of the calls that one rank made in a slot (the turn of one case in a round), and how much of each
+    call was communication, in nanoseconds.
+    """
 
     rank: int
     step_ns: tuple[int, ...]

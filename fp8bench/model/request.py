@@ -31,8 +31,8 @@ class StaticScales:
     known: KnownScales = ()
 
     def find_magnitudes(self, mode: str) -> dict[tuple[str, str], float]:
-        """Returns the known magnitudes for a precision, by layer and role. If none are known for this precision,
-        returns the largest magnitudes over all precisions.
+        """Returns the largest known magnitude of each tensor in a precision, by layer and role. If none are known for
+        this precision, returns the largest magnitudes over all precisions.
         """
         known_modes = {scaled_mode for scaled_mode, *_ in self.known}
         amax_by_tensor: dict[tuple[str, str], float] = {}

@@ -138,11 +138,11 @@ class Finding:
     """The conclusions from the samples of one case. They are computed from its record whenever they are needed.
 
     `phases` are the best-case seconds of each phase, which sum to `best_seconds`. Phases in `below_floor` are too short
-    to be distinguished from the cost of their markers. `ratio` compares best cases with the reference, and `typical`
-    compares means over all calls. `floor` is the noise floor: how far the A/A interval reaches from 1. `why` is the
-    reason for a missing verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard` are the
-    labels of this case or its reference that prevent a verdict. The saved seconds in `gains` sum to the difference that
-    `ratio` measures.
+    to be distinguished from the cost of their markers. `ratio` compares the best-case times of case and reference, and
+    `typical` compares their means over all calls. `floor` is the noise floor: how far the interval of the A/A ratio
+    (between two copies of the reference) reaches from 1. `why` is the reason for a missing verdict, or an objection to
+    the verdict. `label_reasons` explain some labels. `hard` are the labels of this case or its reference that prevent a
+    verdict. The saved seconds in `gains` sum to the difference that `ratio` measures.
     """
 
     case: Case
@@ -203,7 +203,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A request, and the cells into which this version of fp8bench divided it."""
+    """A request, and the cells into which this version of fp8bench divided it. One process measures each cell."""
 
     id: str
     created: str
@@ -307,7 +307,7 @@ DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 def is_switched_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
     """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for a value other than
-    `on` and `off`. Its message contains 'Set it to `off` `purpose`'.
+    `on` and `off`. `purpose` completes the error's advice to set it to `off`.
     """
     value = environment.get(variable, "") or on
     if value not in (on, off):

@@ -1,4 +1,4 @@
-"""Defines the values of a history: series of points (one point per run), figures of commits, and faults of a store.
+"""Defines the data of a history: series of points (one point per run), figures of commits, and faults of stored files.
 
 Also defines comparisons of a figure between two sides (runs, interpreters or commits), and acknowledged changes. In all
 figures of a history, lower is better.
@@ -125,7 +125,7 @@ class Ending(NamedTuple):
     """The end of a trend: its last figure, the last figure with a number before that one, and how many figures have a
     number.
 
-    An ending that is listed has a `trend` without figures.
+    In a list of endings, each `trend` has no figures.
     """
 
     trend: Trend
@@ -178,8 +178,9 @@ class Evidence(StrEnum):
 class Noise:
     """The standard error of the logarithm of a ratio, and its degrees of freedom.
 
-    `before` and `after` are the numbers of runs on the first and second side, 0 in a duel. With 0 degrees of freedom,
-    it is unknown how much runs differ, and `error` is only the error within runs.
+    `before` and `after` are the numbers of runs on the first and second side, 0 in a duel (both sides measured in the
+    same rounds). With 0 degrees of freedom, it is unknown how much runs differ, and `error` is only the error within
+    runs.
     """
 
     error: float

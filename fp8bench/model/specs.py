@@ -55,11 +55,12 @@ class MetricSpec(str):  # noqa: SLOT000 - the dataclass makes them
     'energy', 'capacity') or a separate table; '' for none. `heading` is the heading of this column. `show` formats a
     value if the unit does not determine the format. `page` is the page of the docs about the figure.
 
-    `history` describes the series of the figure, '' if none is stored. Only grids with the word `kept_where` store the
-    series: a phase, a count of work, 'energy', 'ranks' or 'one rank'. `least_change` is the smallest relative change
-    that counts as a change. A gate fails beyond `threshold`, a relative and an absolute difference. A `counted` figure
-    has the same value whenever the same code runs. The three `error_sizes` are the largest negligible, the largest
-    small and the largest moderate error. A figure `of_workload` is measured by a suite, which may use its name.
+    `history` describes the series of the figure, '' if none is stored. `kept_where` is the property that a workload's
+    grid must have to store the series: a phase, a count of work, 'energy', 'ranks' or 'one rank'; '' for all grids.
+    `least_change` is the smallest relative change that counts as a change. A gate fails beyond `threshold`, a relative
+    and an absolute difference. A `counted` figure has the same value whenever the same code runs. The three
+    `error_sizes` are the largest negligible, the largest small and the largest moderate error. A figure `of_workload`
+    is measured by a suite, which may use its name.
     """
 
     name: str
@@ -108,9 +109,7 @@ def _show_exact(unit: str = "") -> Callable[[float], str]:
 
 
 def time_of_phase(phase: str) -> str:
-    """Returns the name of the figure for a phase's time, such as 'time_gemm', where the phase has no separate
-    column.
-    """
+    """Returns the name of the figure for a phase's time, such as 'time_gemm'."""
     return f"time_{phase}"
 
 

@@ -104,13 +104,13 @@ class LateSteps:
     """Observations of late steps: steps that ran after the timing, in a state that was timed, while their operators
     were recorded.
 
-    `told_apart` describes how timed steps differ from steps whose operators are recorded, or ''. `by_path` has the
-    mean FLOPs of a step for each dtype in which products multiply (compiled steps run uncompiled); None if an operator
-    has no formula. `varies` means that the FLOPs differ from step to step. `switches` are the arithmetic switches of
-    torch that a step sets and restores. `subnormal` is the share of subnormal numbers in the results of the operators.
-    `in_operators` is the mean time of all operators of a step, and `seconds` has the seconds of the slowest operators
-    by name. Both are measured by the CPU clock of the thread, and only on a CPU. `waits` is how often a step gave up
-    its core.
+    If steps behave differently while their operators are recorded, `told_apart` describes the difference; otherwise ''.
+    `by_path` has the mean FLOPs of a step for each dtype in which products multiply (compiled steps run uncompiled);
+    None if an operator has no formula. `varies` means that the FLOPs differ from step to step. `switches` are torch's
+    settings for arithmetic that a step sets and restores. `subnormal` is the share of subnormal numbers in the results
+    of the operators. `in_operators` is the mean time of all operators of a step, and `seconds` has the seconds of the
+    slowest operators by name. Both are measured by the CPU clock of the thread, and only on a CPU. `waits` is how often
+    a step gave up its core.
     """
 
     told_apart: str = ""
@@ -287,9 +287,9 @@ class Holder:
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """Products of a step that multiply no weight of a `Holder`. `operator` is torch's name of the product, and `module`
-    is the path of the module that runs it, or ''. If the product multiplies a parameter, `weight` names it; '' if none
-    or unknown. `flops` is None if the operator has no formula.
+    """A kind of product in a step that uses none of the weights in `Coverage.holders`. `operator` is torch's name of
+    the product, and `module` is the path of the module that runs it, or ''. If the product multiplies a parameter,
+    `weight` names it; '' if none or unknown. `flops` is None if the operator has no formula.
     """
 
     operator: str
@@ -330,8 +330,8 @@ class Coverage:
         return sum(product.calls for product in self.others if product.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """Returns the FLOPs of each kind of holder, the kind with the most FLOPs first: (all FLOPs, converted
-        FLOPs).
+        """Returns the FLOPs (all, converted) of the weights of each kind, such as 'linear' or 'head'. The kind with the
+        most FLOPs comes first.
         """
         flops_by_kind: dict[str, tuple[int, int]] = {}
         for holder in self.holders:

@@ -41,8 +41,9 @@ class StoppingRule:
     whole: bool = False
 
     def after(self, seconds: float, sessions: int = 1) -> StoppingRule:
-        """Returns the stopping rule for the next session of a group that has already taken `seconds`. A session times
-        those cases of a group that fit into memory together. `sessions` is the number of remaining sessions.
+        """Returns the stopping rule for the next session of a group that has already taken `seconds`: an equal part of
+        the remaining time for each of the remaining `sessions`. A session times those cases of a group that fit into
+        memory together.
         """
         if not self.whole:
             return self

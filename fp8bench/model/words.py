@@ -113,7 +113,7 @@ LABELS_OF_OTHER_WORK = frozenset(
 
 
 class MemoryRole(StrEnum):
-    """The purpose of bytes in the memory of a step."""
+    """The purpose of a tensor's memory in a step, such as weights or activations."""
 
     WEIGHTS = "weights"
     LOW_WEIGHTS = "low_precision_weights"

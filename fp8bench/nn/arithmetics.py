@@ -243,8 +243,8 @@ class _SeedSequence:
         return self._seed
 
     def reserve_seeds(self, device: torch.device, count: int, repeat: bool = False) -> Draw:
-        """Reserves the next `count` seeds of the sequence for a kernel, which computes them from the last seed. With
-        `repeat` the kernel uses the last seed again.
+        """Reserves the next `count` seeds of the sequence for a kernel, which computes them from the last reserved
+        seed. With `repeat` nothing is reserved, and the kernel uses the last seed again.
         """
         previous = self._seed
         last_seed = (

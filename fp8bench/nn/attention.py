@@ -31,7 +31,9 @@ class Cache(Protocol):
     """
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
-        """Stores the keys and values of new tokens. Returns those of all tokens, with the rounding of the cache."""
+        """Stores the keys and values of new tokens. Returns the keys and values of all tokens up to these, rounded to
+        the format of the cache.
+        """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 

@@ -106,8 +106,8 @@ class Block(nn.Module):
 
 
 class Modulation(nn.Module):
-    """Computes `count` vectors for each image, from the embedding of its time step and its condition. Each result is
-    (batch, 1, width).
+    """Computes `count` vectors for each image, to shift, scale and gate tensors. They depend on the embedding of the
+    image's time step and condition, and each is (batch, 1, width).
     """
 
     def __init__(self, width: int, count: int, choose: ChooseArithmetic) -> None:

@@ -137,8 +137,9 @@ class BlockArithmetic(RecipeArithmetic):
         return to_dtype(product, dtype)
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Multiplies each group of rows of `a` by its matrix in `b`. Only MX operands and operands in the carrier's
-        dtype are possible. The scales of each group fill whole tiles, and follow those of the group before.
+        """Multiplies each group of rows of `a` by its matrix in `b`. Each of `ends` is the row at which a group ends.
+        Operands are MX codes, or tensors in the carrier's dtype. The scales of each group fill whole tiles, directly
+        after the scales of the previous group.
         """
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:

@@ -41,11 +41,11 @@ def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> ForwardP
 
 
 def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> ForwardPass:
-    """Compiles the blocks of a model by a first call with these tensors. Returns the loss of the model, in which
-    embedding, head and loss are not compiled.
+    """Compiles the blocks of a model by a first call with these tensors. Returns the model's loss function, whose
+    embedding, head and loss run uncompiled.
 
-    Equal blocks share one graph, so this takes a fraction of the time that the whole model takes. Blocks that
-    calculate differently, like those of a precision map, have a graph each.
+    Equal blocks share one graph, so this takes a fraction of the time that the whole model takes. Blocks that calculate
+    differently, like those of a precision map, have a graph each.
     """
     import torch._dynamo  # imports the compiler, which is slow
 
@@ -61,9 +61,8 @@ def compile_blocks(model: GPT, tokens: Tensor, targets: Tensor) -> ForwardPass:
 def _compile_by_first_call(
     compiled_forward: ForwardPass, model: nn.Module, tokens: Tensor, targets: Tensor, graphs: int
 ) -> ForwardPass:
-    """Calls a function that torch compiles at its first call, and drops the gradients of this call. Returns a function
-    that calls it without phase markers. Raises an error unless torch compiled at least one and at most `graphs`
-    graphs.
+    """Compiles a forward pass by calling it and its backward pass once, and drops the gradients. Returns a forward pass
+    that ignores its phase markers. Raises an error unless torch compiled at least one and at most `graphs` graphs.
     """
     from torch._dynamo.utils import counters
 

@@ -55,11 +55,11 @@ class Conversion:
             conversion.phase = phase
             loss = model(**batch).loss
 
-    `product_weights` lists all weights that the model multiplies by, with a reason for each that is not converted.
-    `multiples` are two numbers: on this device, K and N of native products must be multiples of these. A layer whose
-    sides do not fit is not converted, and rows are padded. With `shown` each converted module gets its arithmetic as an
-    attribute, so that other code can watch its casts. `keys` are the keys of the precision map that `choose` uses. If a
-    layer has two paths, `choose` gets the path that the map names.
+    `product_weights` lists all weights that the model multiplies by, with a reason for each that is not converted. On
+    this device, K and N of native products must be multiples of the two numbers in `multiples`. So rows are padded, and
+    a layer whose inputs or outputs do not fit is not converted. With `shown`, each converted module gets its arithmetic
+    as an attribute, so that other code can watch its casts. `keys` are the keys of the precision map that `choose`
+    uses. If a layer has two paths, `choose` gets the path that a key matches.
 
     Raises UsageError if no layer would be converted, and UnknownName for a pattern or key that matches no layer. The
     model does not change until the context is entered. Copy a model before converting it, because replacements refer to
@@ -209,8 +209,8 @@ def _apply_rules(
 
 
 def explain_misfit(product_weight: ProductWeight, multiples: tuple[int, int]) -> str:
-    """Returns why native products refuse a layer with these numbers of inputs and outputs, or '' if they accept it.
-    The number of rows is not checked, because rows can be padded.
+    """Returns why native products refuse the shape of a layer's weight, or '' if they accept it. The rows of the
+    layer's input are not checked, because they can be padded.
     """
     side_multiple = max(multiples)  # each side of a weight is K in one product of the layer, and N in a second one
     outputs, inputs = product_weight.sides
@@ -238,8 +238,8 @@ class LayerProducts:
     """Computes the products of one layer in one arithmetic. `phase` returns the phase markers of the running step.
 
     Native products require K to be a multiple of `row_multiple`. A weight gradient sums over the rows of its input, so
-    these rows are padded with zeros, which change no product and no scale. If the arithmetic is shown as an attribute
-    of a module, `arithmetic_module` is that module.
+    these rows are padded with zeros, which change no product and no scale. If `arithmetic_module` is set, the
+    arithmetic is read from this module's attribute `arithmetic`.
     """
 
     chosen_arithmetic: Arithmetic

@@ -57,8 +57,8 @@ Layout = torch.memory_format
 
 
 def casts_in_memory_order(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Returns whether casts of images and weights work element by element, in the order of their memory. Otherwise they
-    work row by row.
+    """Returns whether images and weights can be cast element by element, in the order of their memory. Other casts need
+    a matrix with one row per pixel or output channel.
     """
     return arithmetic.plain and layout == torch.contiguous_format
 
@@ -113,8 +113,8 @@ class _OperandForm(NamedTuple):
         return self.decode_values(self.arithmetic.turn(operand, source, role)).t()
 
     def compute_gradient(self, output_gradient: Tensor, images: Tensor, windows: Tensor, for_windows: bool) -> Tensor:
-        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. Reads only the
-        shape of the operand whose gradient it computes.
+        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. The values of the
+        operand that the gradient belongs to are not read, only its shape.
         """
         stride, padding, dilation = self.geometry[1:]
         mask = [not for_windows, for_windows, False]
@@ -147,8 +147,8 @@ def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
 
 
 class _ConvolvedProduct(torch.autograd.Function):
-    """Convolves images (B, H, W, I) with weights (O, window x I). It marks phases in backward, which may run on
-    another thread.
+    """Convolves images (B, H, W, I) with weights (O, window x I). Its backward also marks the phases of casts and
+    products. Backward may run on another thread.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
 """A GPT for serving: it stores its weights in a format, has a static cache of keys and values, and turns tokens into
 logits.
 
-It has the blocks of every model (`nn/block.py`), but its layers multiply by stored weights. New tokens get the
-positions `at`, `at` + 1 and so on. Each attends to the cached keys and values of all positions up to that of the token.
+It is built of the same blocks as all models (`nn/block.py`), but its layers multiply by stored weights. A pass has new
+tokens at the positions `at`, `at` + 1 and so on. Each of them attends to the cached keys and values of all positions up
+to its position.
 
 Norms are computed in fp32, and everything else in the carrier. `around` can give embedding, norms, stream or logits
 another arithmetic, in which the weights of embedding and norms are then stored too. Every token reads all keys and

@@ -75,7 +75,9 @@ class Sampling(Exercise):
             free_weight(layer.weight)
 
     def step(self, phase: Phases) -> None:
-        """Runs all sampling steps. Each of them ends with the phase ACCUMULATE, so that the clock can separate them."""
+        """Runs all sampling steps. Each of them ends with the phase ACCUMULATE, so that the phase markers separate it
+        from the next sampling step.
+        """
         with phase.elementwise:
             for _ in self.sample_latents(phase):
                 pass
@@ -139,9 +141,8 @@ def measure_step_errors(
     measured in two ways: 'free' for a whole sampling from noise, and 'single' for one step that starts at the exact
     latent.
 
-    Each error has a floor: the difference that a change of kernels alone makes. `carrier_sampling` and `variant`
-    compute the same products by different kernels. The floor is the difference between their latents, relative to the
-    exact latent.
+    Each error has a noise floor: the difference between the latents of `carrier_sampling` and `variant`, relative to
+    the exact latent. These two compute the same products by different kernels.
     """
     phases = SilentPhases()
     exact_latents = list(exact.sample_latents(phases))
@@ -210,9 +211,9 @@ def make_denoiser_state(
     carrier: torch.dtype,
     rounded: bool,
 ) -> Sampling | DenoiserTraining:
-    """Returns a Sampling if there is a plan, and otherwise a DenoiserTraining. Noise, images, conditions and times
-    follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the
-    carrier.
+    """Returns a Sampling if there is a sampling `plan`, and otherwise a DenoiserTraining. Noise, images, conditions and
+    times follow from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to
+    the carrier.
     """
     input_dtype = widen_dtype(carrier)
     core: AttentionCore = FusedCore(causal=False)

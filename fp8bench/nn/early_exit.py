@@ -112,8 +112,8 @@ def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -
 
 
 def find_threshold_exits(exact: EarlyExit, x: Tensor, rows: Sequence[int]) -> ExitRule:
-    """Returns exits by thresholds of confidence. In the exact pass, these thresholds give each block as many rows as
-    `rows` states for it.
+    """Returns an exit rule with thresholds of confidence. In the exact pass, these thresholds leave `rows[i]` rows for
+    block i.
     """
     confidence_thresholds: list[float] = []
     staying_rows = torch.arange(len(x), device=x.device)

@@ -84,8 +84,8 @@ class Experts(nn.Module):
     """A feed-forward block of experts. `balance` is the balancing loss of the last pass: 1 if all experts are chosen
     equally often, and larger otherwise.
 
-    If the load is planned, `planned_experts` holds the experts of each token. `expert_count` is the number of experts
-    on all ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get
+    `planned_experts` holds the experts of each token; None if the router chooses them. `expert_count` is the number of
+    experts on all ranks. With `feeds_empty_experts` an expert without tokens multiplies zeros, so that its weights get
     gradients, which are zero.
     """
 
@@ -394,8 +394,8 @@ def measure_disagreements(choices: Sequence[Tensor], exact_choices: Sequence[Ten
 
 
 def summarise_load(counts: Sequence[Sequence[int]], expert_bytes: int) -> dict[str, float]:
-    """Returns figures about the experts of all layers: the largest imbalance of any layer, the number of experts that
-    have tokens, the bytes of these experts' weights, and the fewest and the median rows of such an expert.
+    """Returns figures about the load of the experts in all layers: the largest imbalance of any layer, the number of
+    experts that have tokens, the bytes of their weights, and the minimum and median rows of such an expert.
     """
     used_counts: list[int] = []
     largest_imbalance = 0.0

@@ -34,7 +34,7 @@ class ScaledStream(Protocol):
     """The constants that unit scaling applies at the start and the end of a model's residual stream."""
 
     def set_token_count(self, tokens: int) -> None:
-        """Prepares for a batch with this number of tokens."""
+        """Sets the number of tokens in the next batch, on which the scale of the loss gradient depends."""
 
     def scale_embedding(self, x: Tensor) -> Tensor: ...
     def scale_logits(self, logits: Tensor) -> Tensor: ...

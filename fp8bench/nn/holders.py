@@ -85,8 +85,8 @@ class ProductWeight:
         return "" if self.head else find_transformer_part(self.name)
 
     def layer(self, keys: Collection[str] = ()) -> Layer:
-        """Returns the weight as a layer that a precision map can name. If the weight has several paths, the map's
-        `keys` decide which one the layer gets: the one to which the longest key applies.
+        """Returns the weight as a layer that a precision map can name. If the weight has several paths, the layer gets
+        the path that the longest of the map's `keys` matches.
         """
         layers = list(_make_layers(self))
         layers_with_keys = [(find_map_key(layer, keys) or "", layer) for layer in layers]
@@ -352,7 +352,7 @@ _REPLACEABLE_FUNCTIONS = _LINEAR_FUNCTIONS | _MATMUL_FUNCTIONS | _GROUPED_FUNCTI
 
 
 class Multiplier(Protocol):
-    """Computes the products with one parameter in place of torch."""
+    """Computes products with one parameter, as a replacement for torch's matrix products."""
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Returns x (..., K) times a transposed weight (N, K)."""
@@ -364,9 +364,9 @@ class Multiplier(Protocol):
 
 
 class StackedWeightWatch(TorchFunctionMode):
-    """Watches a module's forward pass for products with its stacked parameters. `products` maps a parameter's name to
-    the Multiplier that computes its products in place of torch. Without `products`, torch computes each product inside
-    the callback `around`.
+    """Intercepts products with a module's stacked parameters during its forward pass. `products` maps a parameter's
+    name to the Multiplier that computes its products. Without `products`, torch computes them inside the callback
+    `around`.
     """
 
     def __init__(

@@ -73,7 +73,9 @@ def _make_random_norm(channels: int) -> BatchNorm:
 
 
 class ImageModel(nn.Module):
-    """Maps images (and for some models text) and targets to the mean loss. `around` is the same as in LanguageModel."""
+    """Maps images (and for some models text) and targets to the mean loss. `around` has the arithmetic of the
+    embedding, the logits and the residual stream, where None means high precision.
+    """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
     blocks: nn.ModuleList

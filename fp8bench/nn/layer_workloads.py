@@ -81,7 +81,7 @@ class LayerWorkload(Workload):
         return ledger.statistics()
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
-        """Returns a function for the parameter `choose` of `layer`. Its arithmetics add every tensor that they cast to
+        """Returns a `choose` function for `layer`, whose arithmetics also record every tensor that they cast in
         `ledger`.
         """
         from fp8bench.nn.arithmetics import count_casts
@@ -94,8 +94,8 @@ class ConvolvedWorkload(LayerWorkload):
     """A workload whose layers include convolutions. Its casts are counted by the kind of layer."""
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> ChooseArithmetic:
-        """Counts the values of the operands. Each pixel of an image counts once, even if an arithmetic copies
-        overlapping windows.
+        """Returns a `choose` function that records operands in `ledger`. Each pixel of an image counts once, even if an
+        arithmetic copies overlapping windows.
         """
         from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 

@@ -1,6 +1,6 @@
-"""Products and phase regions that mark their own backward pass, and the linear layer that uses them.
+"""Products and regions that also mark phases in their backward pass, and the linear layer that uses them.
 
-A linear layer has three products, which run in a chosen arithmetic with casts and products in their phases. Forward
+A linear layer computes three products in a chosen arithmetic, and marks casts and products as separate phases. Forward
 contracts inputs and weights over the input features. The input gradient contracts gradients and weights over the
 output features. The weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the
 dimension that its product contracts. The master weight stays fp32. It is cast in every forward pass, as under
@@ -13,8 +13,7 @@ refused.
 
 A grouped product is one product for many weights, each with its own group of rows, for example for the experts of a
 block. The operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one
-call. Weights and transposes are cast separately. For the weight gradient, the codes of all groups are adjacent along
-the contraction, and each group contracts only over its own codes.
+call. Weights and transposes are cast separately.
 """
 
 from __future__ import annotations
@@ -91,7 +90,9 @@ def prefix_names(choose: ChooseArithmetic, part: str) -> ChooseArithmetic:
 
 
 def number_parts(choose: ChooseArithmetic, part: str, count: int) -> list[ChooseArithmetic]:
-    """Returns one function of `prefix_names` for each of the equal parts `part.0`, `part.1` and so on."""
+    """Returns a function for each of the equal parts `part.0`, `part.1` and so on, which chooses the arithmetics of the
+    part's layers, as `prefix_names` does for one part.
+    """
     return [prefix_names(choose, f"{part}.{number}") for number in range(count)]
 
 
@@ -115,12 +116,12 @@ OperandPair = tuple[Operand, Operand]
 
 
 class _LinearProduct(torch.autograd.Function):
-    """Returns x (T, I) times transposed w (O, I). It marks phases in backward, which autograd may run on another
-    thread.
+    """Returns x (T, I) times transposed w (O, I). Its backward also marks the phases of casts and products, and
+    autograd may run it on another thread.
 
-    For backward it keeps one orientation of each operand that a gradient needs: the transposed one if both were cast
-    together, and otherwise the one of forward. If the arithmetic must cast the tensor again for its transpose, the
-    tensor is kept too.
+    For backward it saves one orientation of each operand that a gradient needs: the transposed operand if forward has
+    cast both orientations, and otherwise the operand of forward. If the arithmetic must cast the tensor again for its
+    transpose, the tensor is saved as well.
     """
 
     @staticmethod
@@ -291,7 +292,9 @@ def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> 
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Multiplies each group of rows of x (T, I) by its transposed weight (O, I). It marks phases in backward."""
+    """Multiplies each group of rows of x (T, I) by its transposed weight (O, I). Its backward also marks the phases of
+    casts and products.
+    """
 
     @staticmethod
     def forward(
@@ -356,9 +359,9 @@ def grouped_linear(
     """Multiplies groups of rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows
     are multiplied by the first weight, and so on.
 
-    `ends` (int32 on the device) has the row at which each group ends. I and O must be multiples of the arithmetic's
-    `groups`. The number of rows of each group must be a multiple of its `part_rows` (for plain products, of `groups`).
-    `operands` has an item for each weight: its operands if it was already cast, otherwise None.
+    `ends` (int32 on the device) has the row at which each group ends. I and O must be multiples of `arithmetic.groups`,
+    and the rows of each group a multiple of `arithmetic.part_rows` (for plain products, of `arithmetic.groups`).
+    `operands[i]` are the operands of weight i if it was already cast, otherwise None.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
@@ -377,7 +380,7 @@ def transpose_parts(
     arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]
 ) -> Operand:
     """Transposes each group of rows separately, and joins the results to a matrix (columns, rows of all groups). The
-    scales of the groups are one after the other.
+    scales of all groups are concatenated.
     """
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)

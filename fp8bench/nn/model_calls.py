@@ -252,5 +252,5 @@ def describe_type(value: Any) -> str:
 
 
 def was_changed(batch_copy: Any) -> bool:
-    """Returns whether an operator has written to any tensor of a fresh copy of a batch."""
+    """Returns whether any tensor of a batch was changed in place since the batch was copied."""
     return any(tensor._version for _, tensor in iterate_named_tensors(batch_copy) if not tensor.is_inference())

@@ -30,8 +30,8 @@ WEIGHT_DECAY = 0.1
 class MomentStorage:
     """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
-    `make_tensor_storage(name)` returns a separate storage for one tensor, and is None if the storage has no state.
-    `settles` means that the scale comes from earlier casts, so that it does not fit the first tensor.
+    `make_tensor_storage(name)` returns a separate storage for one tensor, and is None if the storage has no state. With
+    `settles`, scales come from earlier casts. So the first tensor must be stored twice, to get a scale that fits it.
     """
 
     store: Callable[[Tensor], Operand]
@@ -85,8 +85,8 @@ def choose_storages(arithmetic: Arithmetic, same_precision: bool) -> tuple[Momen
 
 
 class Bucket:
-    """Matrices with their gradients and AdamW's moments. `fp32_moments` holds the moments if they are stored in fp32. A
-    step then neither decodes nor casts.
+    """Parameters with their gradients and AdamW's moments. If both moments are stored in fp32, they are in
+    `fp32_moments`, and a step neither decodes nor casts moments.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class MakeResult(NamedTuple):
     """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
     if the output contains the loss.
 
-    The fields after `loss` are only for a training. `batches` is an iterable, or a function of step and seed. `batch`
+    The fields after `loss` are only for training. `batches` is an iterable, or a function of step and seed. `batch`
     is its first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
     `schedule` a function of the optimizer.
     """
@@ -79,8 +79,8 @@ def parse_make_result(name: str, returned_value: object, seed: int = 0) -> MakeR
 
 
 def _classify_batch(batch: Any) -> dict[str, Any]:
-    """Returns the second result of a user's function in a dictionary. The key is 'batches' for a function, and for an
-    iterable that is neither a tensor nor a container. For anything else it is 'batch'.
+    """Returns {'batches': batch} if the user's value is a source of batches: a function, or an iterable that is neither
+    a tensor nor a mapping, list or tuple. Otherwise returns {'batch': batch}.
     """
     has_several_batches = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
@@ -146,8 +146,8 @@ class OwnModel:
     """A copy of a user's model, converted for its case. It has an optimizer if it trains.
 
     `running_part` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
-    `multiples` are the multiples that native products on this device require. With `draws_alike` a compiled step
-    draws the same random numbers as an uncompiled step, which makes it slower.
+    K and N of native products on this device must be multiples of the two numbers in `multiples`. With `draws_alike` a
+    compiled step draws the same random numbers as an uncompiled step, which makes it slower.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class OwnModel:
         return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
     def outcome(self) -> Outcome:
-        """Returns the results of a step without the optimizer. Every call draws the same random numbers."""
+        """Returns the results of a step without running its optimizer. Every call draws the same random numbers."""
         self._set_phase(SilentPhases())
         batch = move_to_device(self._batch, self._facts.key, copy=True)
         positional, named = self._make_arguments(batch)

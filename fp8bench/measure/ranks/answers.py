@@ -28,18 +28,18 @@ def merge_answers(name: str, answers: Sequence[Any], more_merges: MergeFunctions
     """Merges the answers of all ranks to one request. The answers are in the order of ranks. Raises RanksDisagree if
     they contradict each other.
 
-    `more_merges` has merges for the requests of a special bench.
+    `more_merges` has the merge functions of requests that only a special bench answers.
     """
     merges = {**_MERGE_FUNCTIONS, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
 
 
 def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
-    """Merges the slots of all ranks call by call. A step ends when its slowest rank ends, so each call gets the marks
-    of its slowest rank.
+    """Merges the slots of all ranks call by call. A step ends when its slowest rank ends, so each call gets the phase
+    times of the rank that was slowest in this call.
 
-    All marks of a call come from one rank, so that its phases still add up. The system's counters are those of the
-    rank that was slowest over all calls.
+    All times of a call come from one rank, so that its phases still add up. The system's counters are those of the rank
+    that was slowest over all calls.
     """
     steps_of_ranks = [slot.steps for slot in slots]
     calls = tuple(max(steps, key=_sum_step_ns) for steps in zip(*steps_of_ranks, strict=True))
@@ -134,8 +134,8 @@ StepPartsAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 def _merge_step_parts(
     answers: Sequence[StepPartsAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
-    """Merges what ranks sent in a step, and the times of the step's parts. In each round, the time of a part is that of
-    the slowest rank.
+    """Merges the bytes that all ranks sent in a step, and the times of the step's parts. In each round, the time of a
+    part is that of the slowest rank.
     """
     measured_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
     if len(measured_answers) < len(answers):
@@ -238,8 +238,9 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """Returns the rank that failed. If it is unclear which rank failed, returns all ranks that reached the same phase
-    and heartbeat: each of them may have waited for the others, even if it raised the first error.
+    """Returns the rank that failed. If this is unclear, returns all ranks that stopped in the same phase and at the
+    same heartbeat as the most likely one: each of them may have waited for the others, even if it raised the first
+    error.
     """
     first_suspect = find_culprit(states)
     if first_suspect.ended or first_suspect.raised_first_error:

@@ -284,10 +284,10 @@ class RanksProcess(WorkerProcess):
             return b""
 
     def _find_statuses(self) -> Mapping[int, int] | None:
-        """Returns the exit statuses of failed ranks if a rank has ended. Returns None if the launcher reports none.
+        """Returns the exit status of each failed rank, or None if no rank has ended or the launcher sent no report.
 
-        The launcher does not notice a rank that exits with status 0 while others run. So all ranks are ended first,
-        because the launcher then reports in any case. Ranks that its report does not name exited with 0.
+        If a rank exits with status 0 while others run, the launcher reports nothing. So all ranks are ended first,
+        after which it always reports. A rank that is missing in its report exited with 0.
         """
         if not self._has_ended:
             return None

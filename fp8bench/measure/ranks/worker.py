@@ -25,10 +25,10 @@ _PLANNING_REQUESTS = ("probe", "software", "overheads")
 
 
 class RanksWorker(ProcessWorker):
-    """Runs a bench in each of several processes. Every process gets each request, and their answers are merged.
+    """Sends each request to several processes (ranks), and merges their answers.
 
-    If a rank fails before the first case, a single process answers the requests for planning. The first case then
-    fails with the error of that rank. Later cases get new ranks.
+    If a rank fails before the first case, a single process answers the requests for planning. The first case then fails
+    with the error of that rank. Later cases get new ranks.
     """
 
     _start_error: WorkerError | None = None
@@ -72,7 +72,9 @@ class RanksWorker(ProcessWorker):
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:
-        """Restricts communication to this machine's loopback interface, and keeps NCCL's debugging port closed."""
+        """Returns the environment of the ranks, which restricts communication to this machine's loopback interface, and
+        keeps NCCL's debugging port closed.
+        """
         inherited_variables = {
             name: text for name, text in super()._environment().items() if name not in _REMOVED_VARIABLES
         }

@@ -93,7 +93,9 @@ ReadValue = Callable[[AskLibrary], Reading]
 
 
 class QuerySubject(Enum):
-    """The subject of a value: the driver, the whole device, or a part of the device (a MIG instance)."""
+    """The part of the system that a query describes: the driver, the whole device, or a part of the device (a MIG
+    instance).
+    """
 
     DRIVER = auto()
     DEVICE = auto()

@@ -97,8 +97,8 @@ class Polling:
         return self._pause_until_tick(period, last_tick_at - now)
 
     def _pause_until_tick(self, period: float, last_tick: float) -> float:
-        """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the
-        last tick minus now.
+        """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the last
+        tick relative to now, so it is negative.
         """
         tick_count = max(1, math.ceil(self._tick_interval / period))
         seconds = last_tick + tick_count * period - self._margin
@@ -283,8 +283,8 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
 
 
 def summarise_readings(looks: Sequence[Readings]) -> Readings:
-    """Returns one summary of each value over several readings. A value that failed in one reading is unavailable,
-    because the missing reading may matter.
+    """Returns one summary of each value over several readings. If a value failed in one reading, its summary is
+    unavailable, because the lost reading could change it.
     """
     summaries = {}
     for name, (value_name, summarise) in SUMMARIES.items():
@@ -304,8 +304,8 @@ def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a window of `seconds`. It is the mean power of the measured part (`measured_stretch`), times the
-    window's length. `watched` is the device's state during the window.
+    """The energy of a window of `seconds`: the mean power of the measured part (`measured_stretch`), times the window's
+    length. `watched` is the device's state during the window.
     """
 
     source: SourceKind

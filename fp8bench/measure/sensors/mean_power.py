@@ -103,8 +103,8 @@ def measure_rhythm(ticks: Sequence[Tick]) -> CounterRhythm:
 
 
 def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:
-    """Returns the indices of the first and the last tick, or of ticks further inside whose times are much more
-    precise.
+    """Returns the indices of the two ticks between which the power is computed. These are the first and the last tick,
+    unless the time of a tick between them is known much more precisely.
     """
     start, end = ticks[0].time, ticks[-1].time
     first_index = min(

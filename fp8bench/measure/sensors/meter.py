@@ -123,7 +123,7 @@ class Meter(AbstractContextManager["Meter"]):
 
     def _stop_sampler(self, sampler: Sampler) -> None:
         """Ends a sampler, and raises NoReading if it failed. A source that hangs is not used again, because every
-        further window would wait for it as long.
+        further window would wait for the timeout.
         """
         try:
             sampler.stop(self._timeout)
@@ -221,7 +221,7 @@ def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, en
 
 
 class Meters(ExitStack):
-    """Opens the meters of a run's devices when first needed, which takes up to 3 s unless `energy` is false."""
+    """Opens the meter of each device when it is first needed. Opening one takes up to 3 s, unless `energy` is false."""
 
     def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__()

@@ -455,7 +455,7 @@ def _is_split_by_mig(call: Callable[..., Any], handle: Any) -> bool:
 
 
 def _list_instances(call: Callable[..., Any], handle: Any) -> list[str]:
-    """Returns the UUIDs of the MIG instances, whose numbers have gaps."""
+    """Returns the UUIDs of the MIG instances. Instance numbers that are not in use are skipped."""
     uuids = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:

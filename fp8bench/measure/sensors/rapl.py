@@ -131,7 +131,7 @@ _PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
 
 class HostDevice(AbsentDevice):
-    """Reads a processor's clock and temperature from files. Other queries have a reason in place of a value."""
+    """Reads a processor's clock and temperature from files. All other values are unavailable, for the same reason."""
 
     has_no_sensors = False
 

@@ -184,7 +184,7 @@ class FSDPModel(Division):
 
 def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
     """Replaces the linear layers of all blocks by torchao's float8 layers with the same weights. With `in_codes` FSDP
-    gathers these weights as codes. torchao casts inside its products, where no phase can be opened.
+    gathers these weights as codes. torchao casts inside its products, so their casts cannot be timed separately.
     """
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear

@@ -229,7 +229,9 @@ class FP8Wire:
         return joined_vector.values
 
     def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
-        """Sends `values` to all ranks by the exchange `program`. Returns what this rank receives."""
+        """Runs the exchange `program` with this rank's `values` and those of all other ranks. Returns what this rank
+        receives.
+        """
         with phase.cast:
             received_values = self._run_program(program(values, self._rank), phase)
         if self._witness is not None:
@@ -270,8 +272,9 @@ class WireWitness:
         self._fault = ""
 
     def compare_exchange(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
-        """Checks that `received_values` follow from the `values` that every rank has sent in an exchange. All
-        ranks must call it for every exchange, because the check needs the values of all ranks.
+        """Checks an exchange: computes it again from the `values` of all ranks, and stores a fault if `received_values`
+        differ from the result for this rank. All ranks must call it for every exchange, because it gathers these
+        values.
         """
         lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
         padded_values = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
