@@ -75,15 +75,15 @@ MAX_BLOCKS = 256
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Assigns each interval between two marks of a step to a cell."""
+    """Assigns each interval between two phase markers of a step to a cell."""
 
     codes: tuple[int, ...]
     cell_by_interval: tuple[int, ...]
     segments: Segments
 
     def cells(self, codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...] | None:
-        """Returns the nanoseconds of each cell in a step. Returns None if the step's marks differ from those of the
-        step that defined the cells.
+        """Returns the nanoseconds of each cell in a step. Returns None if the sequence of phases differs from that of
+        the step that defined the cells.
         """
         if tuple(codes) != self.codes:
             return None
@@ -100,8 +100,8 @@ def choose_block_ns(step_ns: int) -> int:
 def cut_into_cells(
     codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None, part_ends: str = ""
 ) -> Segmentation:
-    """Cuts a step at its marks into blocks. A cell is a pair of block and phase, and cells are numbered in their
-    order in the step.
+    """Cuts a step at its phase markers into blocks. A cell is a pair of block and phase, and cells are numbered in
+    their order in the step.
 
     A block also ends after the phase `part_ends`, which is the last phase of each part of a step.
     """

@@ -54,8 +54,8 @@ class WindowRule:
 
     With `turn_seconds`, a window lasts at least this long (then it is called a turn), and begins when the device has
     settled. Without `energy`, no energy is stored. With `phases`, each phase gets as many windows as the whole step. In
-    a `brisk` run a window takes little more than a second, and idle power is measured once. Each case gets two windows,
-    the second one in the opposite order of cases, and a third window if the two differ.
+    a `brisk` run (about 10 s for each group) a window takes little more than a second, and idle power is measured once.
+    Each case gets two windows, the second one in the opposite order of cases, and a third window if the two differ.
     """
 
     windows: int = 3
@@ -193,8 +193,8 @@ class WindowPass:
         return self._meter.measure_idle(self._window_rule.idle_seconds)
 
     def measure_phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
-        """Measures the energy of the phases of each arm. Returns the energies by the arm's key, in the order of the
-        step.
+        """Measures the energy of each phase of the arms. Returns the energies by the arm's key, with phases in the
+        order of the step.
 
         If a phase cannot run alone, or if repeating it gives wrong numbers, its energy is replaced by this reason.
         """

@@ -218,8 +218,8 @@ class StepEffect:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many states the calls of a slot use in turn, and the bytes of one state. There are enough states that a state
-    is no longer in the cache when it is used again.
+    """How many states (copies of the tensors of a case) the calls of a slot use in turn, and the bytes of one state.
+    There are enough states that a state is no longer in the cache when it is used again.
     """
 
     states: int

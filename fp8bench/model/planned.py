@@ -1,4 +1,4 @@
-"""The plan of a run: groups of cases, each with its support and work."""
+"""The plan of a run: groups of cases, each case with the device's support for it and its amount of work."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case with its support on the device. `skip` is the reason why it will not run, or ''."""
+    """A case, and how the device supports its precision. `skip` is the reason why the case will not run, or ''."""
 
     case: Case
     support: Support

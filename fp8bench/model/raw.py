@@ -28,8 +28,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class StateCheck:
-    """The result of checking a state after its steps. `wrong` describes the fault, or is ''. For workloads that allow
-    infinite and NaN numbers, `not_finite` is their share.
+    """The result of checking the tensors of a case after its steps. `wrong` describes the fault, or is ''. For
+    workloads that allow infinite and NaN numbers, `not_finite` is their share.
     """
 
     wrong: str = ""
@@ -38,7 +38,7 @@ class StateCheck:
 
 @dataclass(frozen=True)
 class RawStep:
-    """One timed step: `codes[i]` is the phase of `intervals_ns[i]`."""
+    """One timed step, as the intervals between its phase markers: `codes[i]` is the phase of `intervals_ns[i]`."""
 
     codes: tuple[int, ...]
     intervals_ns: tuple[int, ...]

@@ -50,8 +50,8 @@ def cast_to(x: Tensor, arithmetic: Arithmetic | None, role: Role = Role.INPUT) -
 
 
 def start_stream(x: Tensor, carrier: torch.dtype, residual: Arithmetic | None) -> Tensor:
-    """Returns the tensor that starts a residual stream. It is converted to the model's carrier, or rounded by the
-    stream's own arithmetic if there is one.
+    """Returns `x` as the start of a residual stream: in the dtype `carrier`, or rounded by the arithmetic `residual` if
+    there is one.
     """
     return x.to(carrier) if residual is None else cast_to(x.to(residual.carrier), residual)
 

@@ -39,8 +39,8 @@ class Cache(Protocol):
 
 
 def select_attention_kernel(name: str) -> AbstractContextManager[None]:
-    """Returns a context in which torch uses the named attention kernel. It must include the backward pass, because
-    recomputed blocks choose a kernel there.
+    """Returns a context in which torch uses the named attention kernel. The `with` block must include the backward
+    pass, because recomputed blocks choose a kernel there.
     """
     if name == "auto":
         return nullcontext()

@@ -100,8 +100,8 @@ def compute_confidence(logits: Tensor) -> Tensor:
 
 
 def make_scheduled_exits(rows: Sequence[int], seed: int, device: torch.device) -> ExitRule:
-    """Returns exits by a schedule: after each block, a random choice of rows stays. `rows` has the number of rows that
-    each block gets.
+    """Returns an exit rule with a schedule: after each block, a random choice of rows stays. `rows` has the number of
+    rows that each block gets.
     """
     generator: torch.Generator = torch.Generator("cpu").manual_seed(seed)
     staying_rows = []

@@ -5,11 +5,11 @@ results of the chosen experts are weighted by the softmax of their scores. Token
 dropped. Each expert's products run in its own arithmetic. If all experts share an arithmetic with grouped products,
 they run as one grouped product. The balancing loss is that of the Switch Transformer.
 
-In a `Mixture` the case also sets the load, and the format in which rows travel to their experts (dispatch) and back
-(combine). If the load is planned, the host knows the number of each expert's tokens before the step and never waits. If
-the router chooses the experts, the host waits for these numbers. Whether the load is planned or not, the router's
-scores weight the combination. Rows travel in the carrier, in bf16, or as E4M3 codes with a scale for each 128 elements.
-Gradients travel in the carrier.
+In a `Mixture` the case can also assign tokens to experts, and it sets the format in which rows are sent to their
+experts (dispatch) and back (combine). If the case assigns the tokens, the host knows the number of each expert's tokens
+before the step and never waits. If the router chooses the experts, the host waits for these numbers. In both cases, the
+router's scores weight the combination. Rows are sent in the carrier, in bf16, or as E4M3 codes with a scale for each
+128 elements. Gradients are sent in the carrier.
 """
 
 from __future__ import annotations
@@ -213,9 +213,8 @@ _E4M3_DTYPE = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RowTravel:
-    """How rows travel in a layer of experts. `dispatch_format` and `combine_format` are the formats on the way to the
-    experts and back. `router` is the router's arithmetic. `row_multiple` is the multiple to which each expert's rows
-    are padded.
+    """The formats in which rows are sent to their experts (`dispatch_format`) and back (`combine_format`). `router` is
+    the router's arithmetic. Each expert's rows are padded to a multiple of `row_multiple`.
     """
 
     dispatch_format: str
@@ -262,9 +261,7 @@ def set_load(model: nn.Module, load: str, tokens: int, seed: int) -> None:
 
 
 class _Transport(torch.autograd.Function):
-    """Selects rows of x by index, and rounds them to the format in which they travel. Gradients travel in their own
-    dtype.
-    """
+    """Selects rows of x by index, and rounds them to the format in which they are sent. Gradients keep their dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_indices: Tensor, row_format: str) -> Tensor:
@@ -289,8 +286,8 @@ def transport(x: Tensor, row_indices: Tensor, row_format: str) -> Tensor:
 
 
 class LoadedExperts(Experts):
-    """Experts with a load that may be planned, and a format in which rows travel. If `is_watched`, a pass stores two
-    things in `last_routing`: the router's choices, and each expert's number of tokens.
+    """Experts whose tokens may be assigned by a `plan`, and whose rows are sent in the formats of `travel`. If
+    `is_watched`, a pass stores two things in `last_routing`: the router's choices, and each expert's number of tokens.
     """
 
     feeds_empty_experts = False

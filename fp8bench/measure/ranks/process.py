@@ -193,8 +193,8 @@ class RanksProcess(WorkerProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Ends the ranks and the launcher. The launcher's warden ends all processes that they started, and removes
-        the folder.
+        """Ends the ranks and the launcher. The launcher's warden (a separate process) ends all processes that they
+        started, and removes the folder.
 
         The launcher gets time to notice that its ranks have ended, so that it leaves no process running.
         """

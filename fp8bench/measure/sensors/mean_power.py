@@ -47,8 +47,8 @@ class Tick:
 
 @dataclass(frozen=True)
 class PowerStretch:
-    """The measured part of a window. `intervals` is the number of intervals between ticks of a counter, or between
-    readings of a sensor.
+    """The part of a window from which its mean power is computed. `intervals` is the number of intervals between ticks
+    of a counter, or between readings of a sensor.
 
     With a counter, `joules` are exact even if the power varied, and `uncertainty` is the largest relative error of
     `seconds`, and so of `watts`. With a sensor the uncertainty is unknown: None.

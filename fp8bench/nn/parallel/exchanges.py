@@ -296,8 +296,8 @@ T = TypeVar("T")
 
 
 class OwnedTensors:
-    """Tensors of which each is owned by one rank. `sizes` are their numbers of elements, and `wire` is the format in
-    which they are sent.
+    """Tensors that are distributed over ranks: one rank owns each tensor. `sizes` are their numbers of elements, and
+    `wire` is the format in which they are sent.
     """
 
     def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
