@@ -357,8 +357,8 @@ class Passes:
     def _requesting(
         self, outcome: CaseOutcome, activity: str, missing_figure: str, fails_case: bool = False
     ) -> Iterator[tuple[RemoteBench, Case, DeviceFacts]]:
-        """Yields the bench, the case and its device, so that the `with` block can make a request. If the request fails,
-        the outcome gets the reason why `missing_figure` is missing.
+        """Yields the bench, the case and its device for one request. If the request fails, the outcome gets the reason
+        why `missing_figure` is missing.
 
         If `fails_case` is true, a failed request also fails the case, unless memory ran out.
         """

@@ -47,8 +47,8 @@ class RoundOrders(Generic[T]):
         return [arms[place] for place in self._remaining_orders.pop()]
 
     def _make_orders(self, count: int) -> list[list[int]]:
-        """Returns orders of the arms in which each arm follows each other arm equally often: the rows of a Williams
-        square, with the arms assigned to its numbers at random. The orders are shuffled.
+        """Returns orders of the arms, shuffled, in which each arm follows each other arm equally often: the rows of a
+        Williams square, with the arms assigned to its numbers at random.
         """
         shuffled_numbers = list(range(count))
         self._draw.shuffle(shuffled_numbers)
@@ -93,8 +93,8 @@ class RoundSession:
     def prepare(
         self, worker: Worker, quantisers: Quantisers | None = None, tell: ActivityCallback | None = None
     ) -> None:
-        """Prepares all arms. For a fair comparison, their steps then get comparable cells (the timed parts of a step),
-        and arms with short steps discard an equal number of calls.
+        """Prepares all arms. For a fair comparison, their steps get comparable cells (timed parts of a step), and arms
+        with short steps discard equally many calls.
         """
         for arm in self.arms:
             with raise_as_arm_failure(arm):

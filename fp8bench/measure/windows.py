@@ -80,8 +80,8 @@ class WindowRule:
 
 def window_rule_for(request: Request, groups: int) -> WindowRule | None:
     """Returns the rule for the windows of a run: how often and how long each case runs to measure energy or sustained
-    speed. Returns None if the run measures neither. With --quick or --budget a case has fewer windows and not shorter
-    ones, because each must last for more than ten changes of the energy counter.
+    speed. Returns None if the run measures neither. With --quick or --budget a case has fewer windows, because each
+    must last for more than ten changes of the energy counter.
     """
     sustained_seconds = request.sustained
     if not request.energy and sustained_seconds is None:
@@ -155,7 +155,7 @@ class WindowPass:
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
         """Returns the energy and sustained speed of each arm by the arm's key. If an arm fails here, its result has the
-        reason, and its timing from earlier rounds is kept.
+        reason.
         """
         results = {arm.key: WindowResult() for arm in arms}
         has_energy_source = self._meter.kind is not SourceKind.NONE
@@ -239,8 +239,8 @@ class WindowPass:
     def _run_turns(
         self, windows_in_order: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
-        """Runs one window for each pair of arm and phase, in this order. Returns False if an error ended the windows:
-        the worker was then restarted, and the states of all arms are lost.
+        """Runs one window for each pair of arm and phase, in this order. Returns False after an error, which destroys
+        the states of all arms.
         """
         for position, (arm, phase) in enumerate(windows_in_order):
             self._report_progress(arm, position / len(windows_in_order))

@@ -341,7 +341,7 @@ class FreshRounds:
     """New rounds of a case that was chosen as the fastest of `candidates` cases. Only this case, the reference and the
     control (a second copy of the reference) were measured in them.
 
-    They do not contain the samples by which the case was chosen, so its ratio is not biased by the choice.
+    The samples by which the case was chosen are left out, so that the choice does not bias its ratio.
     """
 
     timing: Timing

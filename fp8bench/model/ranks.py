@@ -42,8 +42,8 @@ def stderr_file(rank: int) -> str:
 
 @dataclass(frozen=True)
 class RankCalls:
-    """The durations of the calls that one rank made in a slot (the turn of one case in a round), and how much of each
-    call was communication, in nanoseconds.
+    """How long each call of one rank took in a slot (the turn of one case in a round), and how much of it was
+    communication, in nanoseconds.
     """
 
     rank: int

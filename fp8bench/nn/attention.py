@@ -149,8 +149,7 @@ class EmulatedCore:
     become infinite. For the same reason results depend on where the factor 1 / sqrt(head width) is applied: to the
     scores or, if `scales_queries`, to the queries.
 
-    A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32 and pass each rounding
-    unchanged.
+    A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32.
     """
 
     arithmetic: Arithmetic

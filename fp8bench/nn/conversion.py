@@ -1,8 +1,8 @@
 """Temporarily computes some layers of a model in a different arithmetic.
 
-The forward pass of such a layer is replaced on the instance. The layer's class, parameters, hooks and state do not
-change. Tied weights and existing optimizers do not change either. To undo the conversion, the replacement is removed.
-The result has the dtype of the layer's original forward pass, which is the input's or autocast's.
+The forward pass of such a layer is replaced on the instance, and the replacement is removed to undo the conversion. The
+layer's class, parameters, hooks and state do not change, nor do tied weights and existing optimizers. The result has
+the dtype of the layer's original forward pass, which is the input's or autocast's.
 
 Accelerate replaces layers itself, so `AcceleratedModel` lets it prepare the whole model instead.
 """

@@ -3,8 +3,8 @@ not, why. It also replaces the products with stacked weights.
 
 A parameter of three dimensions is a stack: it holds a matrix for each expert. In general it cannot be known how a
 module distributes tokens to its experts. So its forward pass runs unchanged, while torch's functions are watched. A
-slice of the parameter, a selection of its matrices, or a cast of it is recognised by the call that made it. Products
-with any of these are replaced, whether they have one matrix, a batch of matrices, or groups.
+slice, a selection of matrices or a cast of the parameter is recognised by the call that made it, and all products with
+it are replaced: with one matrix, a batch of matrices, or groups.
 """
 
 from __future__ import annotations

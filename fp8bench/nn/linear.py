@@ -7,9 +7,8 @@ dimension that its product contracts. The master weight stays fp32. It is cast i
 autocast, unless the layer already has its operands.
 
 A region is a phase around operators that torch differentiates itself. Each end of the region has an autograd Function
-that changes nothing. In backward the Function at the end runs first and opens the phase. The Function at the beginning
-runs last and closes the phase. If an input needs no gradient, this Function might never run, so such inputs are
-refused.
+that changes nothing. In backward the Function at the end opens the phase, and the Function at the beginning closes it.
+If an input needs no gradient, this Function might never run, so such inputs are refused.
 
 A grouped product is one product for many weights, each with its own group of rows, for example for the experts of a
 block. The operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one

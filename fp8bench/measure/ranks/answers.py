@@ -238,9 +238,8 @@ def find_culprit(states: Sequence[RankState]) -> RankState:
 
 
 def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """Returns the rank that failed. If this is unclear, returns all ranks that stopped in the same phase and at the
-    same heartbeat as the most likely one: each of them may have waited for the others, even if it raised the first
-    error.
+    """Returns the rank that failed. If this is unclear, returns all ranks with the same phase and heartbeat as the most
+    likely one: each of them may have waited for the others, even if it raised the first error.
     """
     first_suspect = find_culprit(states)
     if first_suspect.ended or first_suspect.raised_first_error:

@@ -93,9 +93,7 @@ ReadValue = Callable[[AskLibrary], Reading]
 
 
 class QuerySubject(Enum):
-    """The part of the system that a query describes: the driver, the whole device, or a part of the device (a MIG
-    instance).
-    """
+    """The subject of a query: the driver, the whole device, or a part of the device (a MIG instance)."""
 
     DRIVER = auto()
     DEVICE = auto()

@@ -58,7 +58,7 @@ class Polling:
     """Computes how long the sampler sleeps between two readings. It adapts to how far the counter's changes (ticks)
     deviate from its period, and to the CPU time that readings take. `blind` means that the counter may change more than
     once during the sleep, so that the time of the next tick is unknown. With `every_tick`, the sampler wakes up for
-    each tick, so that the ends of a window of 1.2 s are precise. Then readings may take more CPU time.
+    each tick, for precise ends of a window of 1.2 s. Then readings may take more CPU time.
     """
 
     def __init__(self, counts: bool, rhythm: CounterRhythm | None = None, every_tick: bool = False) -> None:
@@ -98,7 +98,7 @@ class Polling:
 
     def _pause_until_tick(self, period: float, last_tick: float) -> float:
         """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the last
-        tick relative to now, so it is negative.
+        tick relative to now.
         """
         tick_count = max(1, math.ceil(self._tick_interval / period))
         seconds = last_tick + tick_count * period - self._margin

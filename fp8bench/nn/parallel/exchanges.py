@@ -272,9 +272,8 @@ class WireWitness:
         self._fault = ""
 
     def compare_exchange(self, values: Tensor, received_values: Tensor, program: RankProgram) -> None:
-        """Checks an exchange: computes it again from the `values` of all ranks, and stores a fault if `received_values`
-        differ from the result for this rank. All ranks must call it for every exchange, because it gathers these
-        values.
+        """Computes an exchange again from the `values` of all ranks, and stores a fault if this rank's
+        `received_values` differ from the result. All ranks must call it for every exchange.
         """
         lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
         padded_values = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
