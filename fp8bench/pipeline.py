@@ -104,7 +104,7 @@ def execute(
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
+    """Measures the missing groups of an interrupted run. Returns whether the run was incomplete, and the run, which is
     unfinished if it is interrupted again. `store` is used only if the run's file is not in a store.
     """
     run = load_run(path)
@@ -258,9 +258,9 @@ class RunResources(NamedTuple):
     """The resources of a run while it is measured: the store, the switches, the text that suites read, the energy
     meters and the workers. `start` is the time at which the run began.
 
-    `timing` is the worker that times steps, and `untimed` is the worker that runs untimed passes. `counting` is a
-    worker that counts allocations, if this was requested. If untimed passes may run while `timing` works, `second` is
-    the worker `untimed`; otherwise it is None.
+    `timing` is the worker that times steps, and `untimed` the worker that runs untimed passes. `counting` counts
+    allocations, if this was requested. `second` is the worker `untimed` if it may run while `timing` works; otherwise
+    it is None.
     """
 
     store: Path
@@ -328,8 +328,8 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 @contextmanager
 def open_worker(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """A context with the worker for a request, which is closed at the end. `begun` is a worker that was started
-    earlier.
+    """Opens a context with the worker for a request, and closes the worker at the end. `begun` is a worker that was
+    started earlier, to use instead of a new one.
     """
     settings = worker_settings(request, corpus)
     if begun is not None:
@@ -413,8 +413,9 @@ def now() -> str:
 def _choose_counting_worker(
     run: Run, group: Group, is_brisk_run: bool, resources: RunResources, is_last: bool
 ) -> Worker | None:
-    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually this is
-    the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
+    """Returns the worker that counts the operators of a group's steps, or None if this run does not count them. Usually
+    it is the worker for untimed passes. For the last group it may be the worker that times steps, which has nothing to
+    time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
         return None  # counted in the earlier run, and not countable with ranks
@@ -431,7 +432,7 @@ def divide_budget(budget: float | None, start: float, remaining_parts: int) -> f
 
 
 def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -> GroupMethod:
-    """Returns how all groups of a run are measured. `_measure_group` changes this for single groups."""
+    """Returns how all groups of a run are measured by default. `_measure_group` adapts the method to single groups."""
     request, switches = run.request, resources.switches
     is_brisk_run = is_run_brisk(request.brisk, request.budget, len(run.plan.groups))
     return GroupMethod(

@@ -88,8 +88,8 @@ class FourModels:
         return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
 
     def figures(self) -> dict[str, float]:
-        """Returns the bytes of each model between two steps. A trained model has weights, gradients and moments. The
-        other models have weights and scales.
+        """Returns the bytes of each model between two steps: weights, gradients and moments of a trained model, or
+        weights and scales of any other model.
         """
         trained_bytes = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
         frozen_bytes = {name: model.weight_bytes() for name, model in self.frozen_models.items()}

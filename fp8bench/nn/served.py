@@ -234,7 +234,7 @@ class ServedShape:
 
     @property
     def active_weights(self) -> float:
-        """Returns by how many weights of the blocks one token is multiplied."""
+        """Returns the number of the blocks' weights that one token uses. Only `top_k` of the experts count."""
         expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS_PATH in name)
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
 
@@ -334,8 +334,8 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
 
 
 def estimate_min_memory(model: ServedShape, batch: int, context: int) -> float:
-    """Returns a lower bound of the memory in bytes: half a byte for each number of the blocks' weights and of the
-    cache, and two bytes for each number of the embedding.
+    """Returns a lower bound of the memory in bytes: half a byte for each element of the blocks' weights and of the
+    cache, and two bytes for each element of the embedding.
     """
     cache_numbers = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
     return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache_numbers)

@@ -118,8 +118,8 @@ class RecipePrecision(Precision):
     """A precision whose options make a recipe. An impossible recipe is refused before anything is planned.
 
     `words` names the formats in messages about devices that do not support them. All roles have the same scaling,
-    unless `make_recipe` is overridden. `block` has the rows and columns that share a scale, and `scale_format` is the
-    format of that scale. `element` is the format of every role, or None if options choose it.
+    unless `make_recipe` is overridden. `block` is the shape (rows, columns) of the elements that share a scale, and
+    `scale_format` the format of that scale. `element` is the format of every role, or None if options choose it.
     """
 
     carried_by = "bf16"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
-    """Returns how a device supports storing tensors in this precision. A precision that changes only products is
-    refused. The message ends with `without`, which names what the case would lack.
+    """Returns how a device supports storing tensors in this precision. Refuses a precision that changes only products,
+    such as TF32. The message includes the text `without`, which names what the case would lack.
     """
     if precision.float32_products != "highest":
         return refused(f"{precision.name} only changes how products read float32 tensors: {without}, so choose fp32")
@@ -81,11 +81,11 @@ def is_training(params: Scalars) -> bool:
 
 
 def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
-    """Returns how a device supports convolutions in this precision. They are emulated if torch has no convolution of
-    the rounded values.
+    """Returns how a device supports convolutions in this precision. They are emulated if torch cannot convolve the
+    rounded values.
 
-    TF32 is a switch of torch's own convolution. If operands are rotated, windows are copied into a matrix and
-    multiplied as in linear layers.
+    TF32 needs no emulation, because it is a switch of torch's convolution. If a recipe rotates operands, windows are
+    copied into a matrix and multiplied as in linear layers.
     """
     support = precision.support(facts)
     rounds_values = bool(precision.carried_by) and precision.float32_products == "highest"
@@ -98,8 +98,8 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
 def require_fit(
     support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, sizes_text: str
 ) -> Support:
-    """Returns `support` unchanged, or a refusal if a native precision does not accept the sizes of a layer's
-    products. `sizes_text` names the sizes in the message.
+    """Returns `support`, or a refusal if native products of this precision do not accept a layer's sizes. `sizes_text`
+    names the sizes in the message.
     """
     along_k, along_n = precision.multiples
     sizes_fit = not any(size % along_k or size % along_n for size in features) and not (training and rows % along_k)

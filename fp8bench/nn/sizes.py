@@ -15,7 +15,7 @@ EXPERTS_PER_TOKEN = 2
 
 
 class MoeSizes(NamedTuple):
-    """The sizes of a layer of gated experts, of which each token uses `top_k`."""
+    """The sizes of a layer of gated experts. Each token uses `top_k` experts."""
 
     width: int
     hidden: int
@@ -192,8 +192,8 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """Returns the name of each kind of layer with two numbers: how many rows it has for one image, and by how many
-        weights each row is multiplied.
+        """Returns (name, rows, weights) of each kind of layer: how many rows its input has for one image, and how many
+        weights multiply each row.
         """
         width = self.width
         inner_width = self.inner_width
@@ -209,15 +209,15 @@ class VisionSizes:
         return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_kinds
 
     def attention_flops(self) -> float:
-        """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block. If text is read,
-        half of that is masked.
+        """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block, with T tokens and
+        width w. Attention over text is causal, which halves its FLOPs.
         """
         text_flops = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
         return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + text_flops)
 
     def around(self) -> tuple[Layer, ...]:
-        """Returns the layers around products. A vision transformer's positions count as its embedding. A ResNet has
-        no embedding.
+        """Returns the layers that compute no matrix product, such as norms and residual sums. A vision transformer's
+        positions count as its embedding. A ResNet has no embedding.
         """
         if self.model == "resnet":
             return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")

@@ -136,7 +136,9 @@ class CachedHeads:
             self.codes[:, :, positions] = scaled_values.clamp(-E4M3.largest, E4M3.largest).to(self.codes.dtype)
 
     def read(self, end: int) -> Tensor:
-        """Returns the first `end` positions in the carrier, without a copy if they are stored in the carrier."""
+        """Returns the first `end` positions in the model's dtype (the carrier), without a copy if they are stored in
+        it.
+        """
         codes = self.codes[:, :, :end] if self.grown_tensor is None else self.grown_tensor
         if self.blocks is not None:
             assert self.scales is not None

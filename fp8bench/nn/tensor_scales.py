@@ -40,7 +40,7 @@ class NextScale(Protocol):
 
     @property
     def last_pair(self) -> ScalePair | None:
-        """Returns the scale of the last cast, or None before the first scale."""
+        """Returns the scale of the last cast, or None before the first cast."""
 
 
 class DelayedScale:
@@ -75,7 +75,7 @@ class DelayedScale:
 
     def cast(self, x: Tensor, repeat: bool, both: bool) -> DelayedCodes | None:
         """Casts `x`, finds its largest magnitude and updates the scale, all in one pass. Returns None if one pass is
-        impossible, because the scale depends on other ranks or the last cast is repeated.
+        impossible: the scale depends on other ranks, or `repeat` asks for the previous scale.
         """
         if not self.is_local or (repeat and self.last_pair is not None):
             return None
@@ -124,17 +124,17 @@ def make_static_scales(book: ScaleBook, layer: str, treatments: Mapping[Role, Tr
 
 
 class StaticScale:
-    """The static scale of one role in one layer. A ScaleBook decides when it is renewed.
+    """The static scale of one role in one layer. `ScaleBook` decides when the scale is computed again.
 
-    While the book watches data, each cast uses the tensor's current scale and records the tensor's largest magnitude.
-    The first cast after that makes the static scale from the largest recorded magnitude. Magnitudes of 0, infinity or
-    NaN do not count. A scale that is given and never renewed changes no state, so that a graph can be compiled around
-    it.
+    While the book is `watching`, each cast uses the tensor's current scale and records the tensor's largest magnitude.
+    The first cast after that computes the static scale from the largest recorded magnitude. Magnitudes of 0, infinity
+    or NaN do not count. A scale that is given and never renewed changes no state, so that torch can compile a graph
+    around it.
     """
 
     def __init__(self, book: ScaleBook, fmt: Format, rounding: ScaleRounding, found_amax: float | None = None) -> None:
-        """Makes the scale at once if an earlier calibration found `found_amax`, the largest magnitude. The scale is on
-        torch's default device.
+        """Computes the scale at once if an earlier calibration found the largest magnitude (`found_amax`). Such a scale
+        is on torch's default device.
         """
         self._book = book
         self._fmt = fmt
@@ -203,7 +203,7 @@ class StaticScale:
         return ScaleState(float(self._amax), float(self._scale.scale), int(self._renewals))
 
     def _set_scale(self, amax: Tensor) -> None:
-        """Makes the scale from the largest magnitude `amax`. The first time does not count as a renewal."""
+        """Computes the scale from the largest magnitude `amax`. The first time does not count as a renewal."""
         self._recorded_amax = None
         if self._scale is None:
             self._amax, self._scale = amax, _make_scale_pair(self._compute_scale_factor(amax))
@@ -256,8 +256,8 @@ class RecipeView:
 
 
 def make_recipe_view(precision: Precision, role: Role, x: Tensor, earlier: Sequence[Tensor] = ()) -> RecipeView:
-    """Returns the format and the scale with which `x` would be cast after the tensors `earlier` of previous steps, of
-    which the newest comes first. For a precision without a recipe, returns only a format.
+    """Returns the format and the scale with which a precision would cast `x`, after casts of the tensors `earlier` in
+    previous steps (newest first). For a precision without a recipe, returns only a format.
     """
     recipe = getattr(precision, "recipe", None)
     # A format without a recipe has no scale.

@@ -20,8 +20,8 @@ from fp8bench.protocols import Arithmetic, Phases
 
 
 class WindowMLP(LanguageModel):
-    """An MLP: concatenates the last CONTEXT_TOKENS tokens, multiplies them once, and runs feed-forward blocks with
-    residuals.
+    """An MLP on windows of text. It concatenates the embeddings of the last CONTEXT_TOKENS tokens, projects them to the
+    model's width, and runs feed-forward blocks with residuals.
     """
 
     def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:

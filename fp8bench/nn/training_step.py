@@ -37,8 +37,8 @@ _SEED_STRIDE = 0x9E3779B9
 
 @contextmanager
 def seed_weights(setup: Setup) -> Iterator[None]:
-    """Opens a context for making a model: its weights follow from the case's seed and draw, and are made on the case's
-    device. torch's random state is restored afterwards.
+    """Opens a context for making a model on the case's device. The weights depend on the case's seed and on
+    `setup.draw`, the number of the initialisation. torch's random state is restored afterwards.
     """
     gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
@@ -75,10 +75,10 @@ def make_adamw(
 
 @dataclass
 class TrainingState:
-    """The state of one arm's training: model, optimizer, fp32 gradient buffers and data.
+    """The state of one case's training: model, optimizer, fp32 gradient buffers and data.
 
-    `forward` returns the loss. It is the model itself or a compiled function. `hold_cast_weights` opens a context
-    around all micro-batches of a step. If weights are cast once for a step, they are cast there.
+    `forward` is the model or a compiled function, and returns the loss. `hold_cast_weights` opens a context around all
+    micro-batches of a step, to cast weights once for all of them if the case does so.
     """
 
     model: torch.nn.Module

@@ -1,16 +1,16 @@
 """Unit scaling (Blake et al., 2023): constants that depend on a model's shapes keep its tensors' standard deviation
 near 1.
 
-Every operation is followed by one constant in forward and another in backward. So activations, weights and gradients
-have a deviation near 1 when a training starts, for any widths, and casts to FP8 need no scale. A product over n
-inputs is divided by root(n), and its input gradient by the root of its outputs. GELU is divided by its deviation for
-a Gaussian. In a residual sum the squares of both weights add up to 1. The gradient of the loss is multiplied by
-tokens x vocabulary / root(vocabulary - 1).
+The result of every operation is multiplied by a constant, and its gradient by another. So activations, weights and
+gradients have a deviation near 1 when a training starts, for any widths, and casts to FP8 need no scale. A product over
+n inputs is divided by root(n), and its input gradient by the root of the number of outputs. GELU is divided by its
+deviation for Gaussian inputs. In a residual sum the squares of both factors add up to 1. The gradient of the loss is
+multiplied by tokens x vocabulary / root(vocabulary - 1).
 
 With these constants the model is still the same function of the same weights. Weights are stored as in every other
-precision, and are multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient.
-Under AdamW this equals a training of unit weights whose rates are divided by the initial deviations. So all arms have
-the same weights, rates, clipping and checkpoints, and differ only in rounding.
+precision, and are multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient. Under
+AdamW this equals a training of weights with deviation 1 whose learning rates are divided by the initial deviations. So
+all arms have the same weights, rates, clipping and checkpoints, and differ only in rounding.
 
 `gradient_factor` is the ratio of an output's scaled gradient to its true gradient. It leaves out the factor of the
 loss, which depends on the batch.
@@ -111,8 +111,8 @@ class UnitProduct:
 
 
 def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGradient) -> float:
-    """Makes the product of a layer unit-scaled. Returns the ratio of its scaled input gradient to its true input
-    gradient.
+    """Makes a linear layer unit-scaled. Returns the ratio of the input gradient that the layer then computes to the
+    true input gradient.
     """
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
@@ -123,9 +123,9 @@ def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGr
 
 @dataclass
 class UnitFeedForward:
-    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for
-    Gaussian inputs. `input_factors` and `output_factors` are those of the part's input and output, each for forward and
-    for backward.
+    """The forward pass of a unit-scaled feed-forward part. For Gaussian inputs of the activation function, `deviation`
+    is its standard deviation, and `slope` the root mean square of its slope. `input_factors` and `output_factors`
+    multiply the part's input and output. Each has a factor for forward and one for backward.
     """
 
     deviation: float
@@ -163,15 +163,15 @@ class UnitCore:
 
 
 def compute_attention_deviation(tokens: int) -> float:
-    """Returns the standard deviation of the result of causal attention, for random scores of deviation 1. Token t
-    then mixes about 1 + (t - 1) / e values.
+    """Returns the standard deviation of the output of causal attention, for random scores and values with standard
+    deviation 1. Token t then averages about 1 + (t - 1) / e values.
     """
     return math.sqrt(sum(1 / (1 + position / math.e) for position in range(tokens)) / tokens)
 
 
 class UnitSum(NamedTuple):
-    """The factors of a residual sum in a block: of the stream (`skip`), of the branch, and of the gradient that
-    leaves the branch (`backward`).
+    """The factors of a residual sum in a unit-scaled block. `skip` multiplies the residual stream, `branch` the output
+    of the branch, and `backward` the gradient of the branch's input.
     """
 
     skip: float
@@ -181,7 +181,7 @@ class UnitSum(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitResidual:
-    """The forward pass of a unit-scaled block, with the factors of its two residual sums."""
+    """The forward pass of a unit-scaled block. `attn` and `mlp` have the factors of its two residual sums."""
 
     attn: UnitSum
     mlp: UnitSum
@@ -195,9 +195,7 @@ class UnitResidual:
 
 @dataclass
 class UnitStream:
-    """Scales the start of a model's stream, and the gradient that comes from the loss. Logits are multiplied by
-    `gain`.
-    """
+    """Scales a model's embedding and logits, and their gradients. `gain` is the factor of the logits."""
 
     deviation: float
     gradient_factor: float

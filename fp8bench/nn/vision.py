@@ -109,8 +109,8 @@ def make_inference_state(model: ImageModel, loader: ImageLoader) -> InferenceSta
 
 
 def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
-    """Returns the loss of the first batch and all gradients, or the logits for inference. With `settles` an additional
-    pass runs first, because the arithmetic's scales come from earlier casts.
+    """Returns the loss and the gradients of one training batch, or the logits of one inference batch. With `settles`
+    the batch runs twice, because the first pass only makes the scales of the second one.
     """
     state.loader.load_ahead(1)  # with `settles` both passes read the same batch
     if settles:

@@ -177,7 +177,7 @@ def wrap_model_forward(model: nn.Module) -> None:
 class CachedWeights:
     """Casts the weights of a model's linear layers once for many passes.
 
-    Layers of other libraries cast their own weights. They only learn which pass is the first of a step.
+    Layers of other libraries cast their weights themselves. For them, only the first pass of a step is marked.
     """
 
     def __init__(self, model: nn.Module) -> None:

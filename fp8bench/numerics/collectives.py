@@ -116,9 +116,8 @@ def get_overflow_factor(scaling: str, size: int, auto_scale: AutoScale) -> float
 def scale_for_cast(values: Tensor, scaling: str, size: int, auto_scale: AutoScale) -> Program[tuple[Tensor, Tensor]]:
     """Returns the scaled values, and the scale that all ranks use.
 
-    MS-AMP computes the scale from the largest magnitude of all ranks. In FP8-LM, each rank first stores its gradients
-    in FP8 with its own scale. Then all ranks cast them again with the smallest of these scales. This smallest scale
-    is computed before mu is applied, because it would otherwise cancel mu.
+    The scale comes from the largest magnitude on any rank. In FP8-LM, however, each rank first rounds its values to FP8
+    with its own scale. Then all ranks use the smallest of these scales, multiplied by mu (`AutoScale`).
     """
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_SCALING:
@@ -426,8 +425,8 @@ class FP8Collective:
     def __call__(
         self, values: Tensor, rank: int, size: int, around: PhaseMarker, counted: SentBytes | None = None
     ) -> ReducedVector:
-        """Runs the collective on this process's rank. Each exchange runs inside `around`. The bytes that the rank sends
-        are added to `counted`.
+        """Runs the collective on this process's rank. Each exchange runs inside the context `around`. The bytes that
+        the rank sends are added to `counted`.
         """
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 

@@ -85,8 +85,8 @@ def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class ConformitySums:
-    """The exact float64 product of the matrices a (M, K) and b (N, K), with b transposed. Also gives the largest
-    error that a sum in `bits` bits may have.
+    """The exact float64 product of the matrices a (M, K) and b (N, K), with b transposed. Also gives the largest error
+    that the product may have if its sums have `bits` significant bits.
     """
 
     a: Tensor
@@ -107,8 +107,8 @@ class ConformitySums:
         return self.relative_bound(self.bits) * self.magnitude
 
     def relative_bound(self, bits: int) -> float:
-        """Returns the largest error of sums in `bits` bits, divided by the sum of magnitudes. Sums of fewer bits than
-        float32 are truncated once per instruction.
+        """Returns the largest error of a sum with `bits` significant bits, divided by the sum of its terms' magnitudes.
+        A sum with fewer bits than float32 is truncated once per instruction.
         """
         length = self.a.shape[1]
         float32_bound = (length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS
@@ -128,7 +128,7 @@ class ConformitySums:
         return bool(((result >= smallest_result) & (result <= largest_result)).all())
 
     def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
-        """Returns whether every element could be a sum whose error is within `bound`, rounded up or down."""
+        """Returns whether each element of the result differs from `exact` by at most `bound` and one rounding step."""
         return bool(((result - exact).abs() <= bound + self.spacing(exact.abs() + bound)).all())
 
     def spacing(self, values: Tensor) -> Tensor:
@@ -166,7 +166,9 @@ class ConformitySums:
         return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
-        """Returns by how much results are smaller than the exact ones on average, divided by the magnitude."""
+        """Returns by how much results are smaller in magnitude than the exact ones, on average. Each difference is
+        divided by the sum of the products' magnitudes.
+        """
         return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 
 
@@ -211,8 +213,8 @@ def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference
 
 
 def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
-    """Returns whether a result is as exact as sums of 14 bits, both in each element and in the mean square of its
-    errors.
+    """Returns whether a result could come from sums of 14 bits: each error is within their bound, and the mean square
+    of the errors is not much larger than theirs.
 
     Hopper's units sum in 14 bits, and no unit is known to use fewer.
     """
@@ -225,11 +227,11 @@ def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
 
 
 def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
-    """Returns the number of bits in which sums seem to be kept. Returns 24, those of float32, if nothing indicates
+    """Returns the number of significant bits in which sums seem to be computed, or 24 (float32) if nothing indicates
     fewer.
 
-    Truncation makes all results smaller. The same product is computed with sums of 14 bits. It shows how much smaller
-    they become for these operands, and how large the errors of single results are.
+    Truncated sums are too small in magnitude. The deficit, and the errors of single results, are compared with those of
+    the same product in sums of 14 bits.
     """
     short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
     loss = sums.mean_magnitude_loss(result)
@@ -261,8 +263,9 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
 
 
 def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the correct values with their rows in the order that fits the result, then the same for columns. Yields
-    nothing for rows that are already in order, and nothing if two rows are nearest to the same correct row.
+    """Yields the correct values with permuted rows, then with permuted columns, in the order that fits the result best.
+    Skips rows (or columns) that are already in order. Also skips them if two are nearest to the same correct row (or
+    column).
     """
     for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
         line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
@@ -300,8 +303,8 @@ def matches_hopper_units(
 
 
 class _Fit(NamedTuple):
-    """A product that is multiplied by fitted factors. `description` is about the factors, `scaled_product` is the
-    multiplied product, and `magnitude` is the sum of its terms' magnitudes.
+    """A product whose scale was fitted to a result. `description` names the fitted factors, `scaled_product` is the
+    product multiplied by these factors, and `magnitude` is the sum of its terms' magnitudes.
     """
 
     description: str
@@ -310,8 +313,8 @@ class _Fit(NamedTuple):
 
 
 def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Yields the product with fitted factors, if they are not 1: one factor for the tensor, one for each row or
-    column, or one for each block along the contraction.
+    """Fits scale factors to the result: one factor for the tensor, one for each row or column, or one for each block
+    along the contraction. Yields the scaled product of each kind, unless the factors are 1.
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
@@ -411,8 +414,8 @@ def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -
 
 
 def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the ratio of the result to the correct values. It is the median over the tensor, then over each row,
-    each column and each block.
+    """Yields the median ratio of the result to the correct values: over the tensor, then over each row, each column and
+    each block.
     """
     ratio = torch.where(correct != 0, result / correct, torch.nan)
     yield "the tensor", ratio.nanmedian().nan_to_num(1.0)
@@ -425,9 +428,9 @@ def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str,
 
 
 def estimate_mantissa_bits(values: Tensor) -> int:
-    """Estimates the number of mantissa bits of values, from the number of distinct magnitudes between a value and its
-    double. Each run of 128 values may have its own scale. The estimate is too small if few values are in each such
-    range.
+    """Estimates the number of mantissa bits of values from the largest number of distinct magnitudes within a factor of
+    two. Each run of 128 values is examined separately, because it may have its own scale. The estimate is too small if
+    few values of a run are that close.
     """
     length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]
     runs = values.detach().abs().reshape(-1, length)

@@ -144,12 +144,12 @@ def has_format_dtype(tensor: Tensor, fmt: Format) -> bool:
 
 
 def has_format(tensor: Tensor, fmt: Format) -> bool:
-    """Returns whether a tensor has the format's dtype, or has a wider dtype but only values on the format's grid. The
-    grid may have any scale.
+    """Returns whether a tensor has the format's dtype, or has a wider dtype but only values that the format can
+    represent with some scale.
 
-    If the scale is a power of two, values on the grid have few significant bits. With other scales, they have few
-    distinct magnitudes. A run of values also counts if it is on the grid with the scale that maps the format's
-    largest number to the run's largest value.
+    If the scale is a power of two, these values have few significant bits. With other scales, they have few distinct
+    magnitudes. Runs of values are also tested with the scale that maps the largest value of a run to the format's
+    largest number.
     """
     if has_format_dtype(tensor, fmt):
         return True
@@ -189,8 +189,8 @@ def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
 
 
 def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Returns whether every run of values has at most as many distinct magnitudes as the format, and whether the runs
-    have many values for each magnitude. Zeros are not counted, because activations have many zeros.
+    """Returns whether values seem rounded to a scaled format: each run has at most as many distinct magnitudes as the
+    format, and on average each magnitude occurs many times. Zeros are not counted, because activations have many zeros.
     """
     sorted_magnitudes = runs.abs().sort(dim=1).values
     is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)

@@ -124,8 +124,8 @@ def _get_exponents(values: Tensor) -> Tensor:
 
 
 def _truncate(values: Tensor, exponents: Tensor | None) -> Tensor:
-    """Truncates each value at the bit that is HOPPER_SUM_BITS - 1 places below an exponent. Without `exponents`, it
-    is the exponent of the value itself.
+    """Truncates each value to a multiple of 2^(exponent - (HOPPER_SUM_BITS - 1)). Without `exponents`, the exponent is
+    that of the value itself.
     """
     exponent = _get_exponents(values) if exponents is None else exponents
     last_bit_value = torch.exp2((exponent - (HOPPER_SUM_BITS - 1)).to(torch.float64))

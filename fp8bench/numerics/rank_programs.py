@@ -167,8 +167,8 @@ class PendingExchange(Generic[T]):
 
 
 def start_program(program: Program[T]) -> PendingExchange[T]:
-    """Runs a program up to its first exchange of codes, and starts this exchange without waiting for it. Maxima over
-    ranks before it are waited for, because codes depend on them.
+    """Runs a program up to its first exchange of codes, and starts this exchange without waiting for it. Earlier
+    exchanges of maxima are waited for, because codes depend on the maxima.
     """
     answer = None
     while True:

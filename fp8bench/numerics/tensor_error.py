@@ -39,8 +39,8 @@ class Factors:
     columns: int = 0
 
     def expand_to_tile(self, tile: Tile) -> Tensor:
-        """Returns the factors of a tile's elements in fp64. If one block covers a whole side of the tensor, the result
-        has length 1 along this side.
+        """Returns the scaling factor of each element of a tile, in fp64. If one block covers a whole side of the
+        tensor, the result has length 1 along this side.
         """
         row_blocks, column_blocks = (
             self._block_indices(part, size) for part, size in zip(tile, (self.rows, self.columns), strict=True)
@@ -48,7 +48,7 @@ class Factors:
         return self.by_block.index_select(0, row_blocks).index_select(1, column_blocks).to(torch.float64)
 
     def update_block_peaks(self, peaks: Tensor, magnitudes: Tensor, tile: Tile) -> None:
-        """Raises `peaks`, the largest magnitudes of all blocks until now, to those of a tile's `magnitudes`."""
+        """Updates `peaks`, the largest magnitude of each block, with the `magnitudes` of a tile."""
         # 1. Reduce each row of the tile to one number for each block across.
         row_peaks = reshape_to_blocks(magnitudes, self.columns).amax(-1)
         first_block = tile[1].start // self.columns if self.columns else 0
@@ -111,10 +111,10 @@ class SqnrSpread:
 
 @dataclass(frozen=True)
 class TensorError:
-    """Figures of a tensor and its rounded copy. Shares are percentages of all `count` values.
+    """Figures of a tensor x and its rounded copy y. Shares are percentages of all `count` values.
 
     `lost_count` values are finite in x, but not in y. `vanished_count` values are not zero in x, but zero in y.
-    `signal`, `noise` and `output` are the sums of x^2, e^2 and y^2, and `cross_sum` is the sum of x y. `amax` and
+    `signal`, `noise` and `output` are the sums of x^2, (y - x)^2 and y^2, and `cross_sum` is the sum of x y. `amax` and
     `smallest` are the largest and the smallest non-zero magnitude of x.
 
     For an empty or zero tensor, SQNR, error, cosine, slope and spreads are None, and shares are 0. Figures that need
@@ -140,7 +140,7 @@ class TensorError:
 
     @property
     def sqnr_db(self) -> float | None:
-        """10 log10(sum x^2 / sum e^2). It is infinite without errors."""
+        """10 log10(sum x^2 / sum e^2) for the tensor x and its error e. It is infinite without errors."""
         return to_decibels(self.signal, self.noise) if self.signal else None
 
     @property
@@ -167,7 +167,7 @@ class TensorError:
 
     @property
     def underflow_nonzero_percent(self) -> float:
-        """The percentage of the non-zero values of x that became zero in y."""
+        """The percentage of a tensor's non-zero values that rounding turned into zero."""
         return 100 * self.vanished_count / self.nonzero_count if self.nonzero_count else 0.0
 
     @property
@@ -179,7 +179,9 @@ class TensorError:
 
     @property
     def subnormal_percent(self) -> float | None:
-        """The percentage of values that are not zero and below the format's smallest normal value times the scale."""
+        """The percentage of values whose magnitude is above zero and below the format's smallest normal value times the
+        scale.
+        """
         return None if self.subnormal_count is None else self._to_percent(self.subnormal_count)
 
     @property
@@ -244,8 +246,8 @@ class _ValueSums:
     def add(
         self, exact_values: Tensor, rounded_values: Tensor, finite: Tensor, both_finite: Tensor, tile: Tile
     ) -> None:
-        """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks values
-        that are finite in x and y.
+        """Adds one tile of x and y. Values of x that are not `finite` were replaced by 0. `both_finite` marks the
+        values that are finite in both tensors.
         """
         is_nonzero = exact_values != 0
         self._counts[0] += is_nonzero.sum()
@@ -292,8 +294,8 @@ class _ValueSums:
 
 
 class _GridFigures:
-    """The figures that depend on the number format of y, such as errors in ulp. To compute them, the values of x and
-    y are divided by the scaling factor of their block.
+    """The figures that depend on the number format of y, such as errors in ulp. The values of x and y are first divided
+    by the scaling factor of their block.
     """
 
     def __init__(self, fmt: Format, factors: Factors) -> None:
@@ -323,8 +325,8 @@ class _GridFigures:
         self._max_ulp = torch.maximum(self._max_ulp, torch.where(is_counted, errors, 0.0).amax())
 
     def collect_figures(self) -> tuple[int, int, float, float | None]:
-        """Returns the counts of saturated and of subnormal values, the largest error in ulp, and the utilisation,
-        which is None for zeros.
+        """Returns the number of saturated and of subnormal values, the largest error in ulp, and the used fraction of
+        the format's range (None if all values are zero).
         """
         peaks = self._peaks[self._peaks > 0]
         utilisation = float(peaks.median()) / self._fmt.largest if peaks.numel() else None

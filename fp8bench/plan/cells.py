@@ -16,13 +16,15 @@ _VENDOR_WORDS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", 
 
 
 def list_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
-    """Returns a cell for each group in which a case will run, in the order of the plan."""
+    """Returns the cells of a plan: one for each group in which a case will run. A cell is a group that a fleet measures
+    on one machine.
+    """
     return tuple(make_cell(group, facts) for group in plan if any(planned.runs for planned in group.cases))
 
 
 def make_cell(group: Group, facts: Sequence[DeviceFacts] = ()) -> Cell:
-    """Makes the cell in which a fleet measures a group. If `facts` does not describe the group's device, the cell
-    names no kind of device.
+    """Makes the cell in which a fleet measures a group. The cell has no kind of device if `facts` does not describe the
+    group's device.
     """
     case_ids = tuple(planned.case.id for planned in group.cases)
     first_case = group.cases[0].case

@@ -58,7 +58,7 @@ def _translates_user_errors(
 @_translates_user_errors
 def checked_axes(workload: Workload, facts: DeviceFacts) -> tuple[Axis, ...]:
     """Returns the axes of a workload, followed by the axes that all workloads have. Raises UsageError if a quiet axis
-    does not have exactly one default (a quiet axis is not part of a case's name if it has its default).
+    does not have exactly one default. A case's name omits a quiet axis that has its default.
     """
     axes = workload.axes(facts)
     for axis in axes:
@@ -76,7 +76,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
     """Returns the parameters of the cases for one value of every axis. `chosen_values` need not contain quiet axes.
 
     The workload receives only the values of the axes that it declares. The values of common axes are added after its
-    parameters. A quiet axis that has its default is left out of the parameters, so that a new quiet axis does not
+    parameters. A quiet axis is left out of the parameters if it has its default, so that a new quiet axis does not
     change the ids of existing cases.
     """
     # Without parameters, a quiet axis has its default.
@@ -111,7 +111,7 @@ def expand_request(workload: Workload, request: Request, facts: DeviceFacts, cor
 def _choose_axis_values(
     request: Request, workload: Workload, axes: Sequence[Axis], facts: DeviceFacts
 ) -> list[list[Scalar]]:
-    """Returns the values of each axis: those of the request; otherwise, with --grid, those of the history's grid;
+    """Returns the values of each axis: those of the request; otherwise, with --grid, those of the workload's `history`;
     otherwise the defaults of the axis.
     """
     requested_values = dict(request.axes)
@@ -229,7 +229,8 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
 
 @_translates_user_errors
 def checked_layers(workload: Workload, params: Scalars, keys: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """Returns the layers of a case, and the operations around them that a precision map can name.
+    """Returns the layers of a case that a precision map can name, including those without a matrix product (embeddings,
+    norms).
 
     Only a worker knows the layers of a user's model. For such a model, all layers in `keys` are assumed to exist.
     """
@@ -244,14 +245,14 @@ def checked_products(workload: Workload, params: Scalars) -> tuple[Layer, ...]:
 
 
 def merge_layers(workload: Workload, settings: Iterable[Params], keys: Sequence[str] = ()) -> list[Layer]:
-    """Returns the layers of the cases with these parameters, each layer once."""
+    """Returns the layers of the cases with the parameters `settings`, each layer once."""
     layers = (checked_layers(workload, dict(params), keys) for params in settings)
     return list(dict.fromkeys(itertools.chain.from_iterable(layers)))
 
 
 def _check_layers(workload: Workload, layers: object) -> tuple[Layer, ...]:
-    """Returns `layers` unchanged. Raises UsageError unless the names are unique, and names and kinds can be keys of a
-    precision map. A layer with `high` stays in high precision unless a map names it.
+    """Returns `layers` unchanged. Raises UsageError unless it is a tuple of layers with unique names, and each name and
+    kind can be a key of a precision map.
     """
     if not isinstance(layers, tuple):
         raise _make_planning_error(workload, f"layers() returned {layers!r:.120}, and must return a tuple of Layer")

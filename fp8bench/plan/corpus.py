@@ -54,7 +54,7 @@ def read_standard_library() -> bytes:
 
 
 def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
-    """Reads at most `max_bytes` of a user's text file. Raises UsageError if the file is not text or is too short."""
+    """Reads at most `max_bytes` of a user's text file. Raises UsageError if it is not text or too short."""
     try:
         with open_file(path, most=None) as file:
             text = file.read(max_bytes or MAX_BYTES)

@@ -119,8 +119,8 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
 
 def has_reference_added(plan: Plan) -> bool:
-    """Returns whether the plan has ADDED_REFERENCE, so that it may have been added. Old versions of fp8bench added
-    none.
+    """Returns whether the plan contains the precision ADDED_REFERENCE, which fp8bench or the user may have added. Old
+    versions of fp8bench never added it.
     """
     return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 
@@ -196,7 +196,7 @@ def settings_with_batch_search(plan: Plan) -> frozenset[str]:
 
 
 def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
-    """Raises UsageError if a search for the largest batch within this memory limit is not safe on this device."""
+    """Raises UsageError if a search for the largest batch within this memory limit could exhaust the device's memory."""
     if limit == ALL_MEMORY and not facts.accelerated:
         raise UsageError(
             f"--max-batch device would take the memory of other programs on {facts.key}. Give a size, "
@@ -209,8 +209,8 @@ def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
 
 
 def _check_memory(request: Request, suites: Sequence[Workload], devices_of_request: Sequence[DeviceFacts]) -> list[str]:
-    """Returns notes about the search for the largest batch, if it is requested. Raises UsageError if its memory limit
-    is not safe on a device.
+    """Returns notes about the search for the largest batch, if it is requested. Raises UsageError if the search could
+    exhaust a device's memory.
     """
     limit = request.memory_limit
     if limit is None:

@@ -43,8 +43,8 @@ _MAX_EXAMPLES = 4
 
 
 def check_keys(precision_map: PrecisionMap, layers: Sequence[Layer], owner: str) -> None:
-    """Raises UsageError if a key of the map names no layer, or if a key names an elementwise operation that cannot use
-    the key's precision.
+    """Raises UsageError if a key of the map names no layer, or names elementwise operations that do not support the
+    key's precision.
     """
     keys = list_map_keys(layers)
     names = [layer.name for layer in layers if layer.product]
@@ -92,8 +92,9 @@ def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes
 def iterate_layer_supports(
     workload: Workload, params: Scalars, facts: DeviceFacts, map_entries: PrecisionMap, mode: str
 ) -> Iterator[Support]:
-    """Yields how a device supports the precisions of a precision map (`map_entries`) in a case of this mode, for each
-    key and each kind of the layers that the key applies to. A key that names no layer of the case yields a refusal.
+    """Yields how a device supports the precisions of a precision map (`map_entries`) in a case of this mode. There is
+    one result for each pair of a key and a kind of layers that the key names. A key that names no layer yields a
+    refusal.
     """
     keys = [key for key, _ in map_entries]
     case_layers = checked_layers(workload, params, keys) if map_entries else ()
@@ -129,8 +130,8 @@ def list_layer_precisions(workload: Workload, case: Case) -> dict[str, None]:
 
 
 def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tuple[Group, ...], tuple[str, ...]]:
-    """Returns the groups, in which all cases that support static scales have them, and notes about the other cases.
-    Raises UsageError if no case supports static scales.
+    """Returns the groups with static scales in all cases that support them, and notes about the other cases. Raises
+    UsageError if no case supports static scales.
 
     Static scales are float32 scales of tensors that are derived from data in untimed steps or in an earlier run.
     """
@@ -162,8 +163,8 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
 
 
 def _check_source(rule: StaticScales, cases: Iterable[Case]) -> None:
-    """Raises UsageError if the run from which static scales are taken has no layer with a name that these cases
-    have.
+    """Raises UsageError if no layer of these cases has the name of a layer in the run that static scales are taken
+    from.
     """
     # `known` has the largest magnitudes of tensors that the run stored.
     available_names = {layer for _mode, layer, _role, _amax in rule.known}

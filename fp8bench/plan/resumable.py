@@ -68,9 +68,8 @@ def _make_missing_file_error(subject: str, name: str) -> UsageError:
 
 
 def _is_owned_by_others(file: Path) -> bool:
-    """Returns whether a file lies below a folder like /tmp, in which every user may create files, and a different user
-    owns the file or a folder between. After a temporary folder in /tmp was deleted, any user can create a folder with
-    the same name.
+    """Returns whether another user owns a file, or one of its parent folders, below a folder like /tmp, where every
+    user may create files. After a temporary folder in /tmp was deleted, any user can create one with the same name.
     """
     has_other_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
@@ -112,7 +111,9 @@ def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environm
 
 
 def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
-    """Yields a sentence for each fact that differs between two environments and that must be equal to resume a run."""
+    """Compares the facts that must not change before a run is resumed. Yields a sentence for each fact that differs
+    between the two environments.
+    """
     for fact, name in _REQUIRED_FACTS.items():
         previous_names = first.get(fact)
         current_names = second.get(fact)

@@ -122,7 +122,7 @@ class Untouched(PlainPrecision):
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
+        """Returns a refusal. Only the workload `model` supports this precision, in its method `support`."""
         return refused(
             "untouched is your model unchanged, and no model was given. Give it: `fp8bench train net.py:make --dtypes "
             "untouched,fp8`, or `fp8bench profile net.py:make`"
@@ -130,5 +130,5 @@ class Untouched(PlainPrecision):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Leaves the switches of the process unchanged, while other precisions set them."""
+        """Changes no settings of the process, such as TF32. Other precisions change them here."""
         yield

@@ -48,7 +48,7 @@ class AccelerateFp8(PlainPrecision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
+        """Returns a refusal. Only the workload `model` supports this precision, in its method `support`."""
         return refused(f"{self.mode} needs your own model, which Accelerate converts: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
@@ -90,14 +90,14 @@ class AccelerateFp8(PlainPrecision):
 
 
 def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
-    """Returns a parser for the name of a format. An empty text stands for the carrier's dtype."""
+    """Returns a parser for the name of a format. An empty text means the dtype of all other tensors (the carrier)."""
     parse = one_of(*names)
     return lambda text: parse(text) if text else ""
 
 
 @precisions.register(SERVED_PRECISION)
 class Served(Precision):
-    """A served model whose KV cache and weights have chosen formats. All other tensors have the carrier's dtype."""
+    """A served model whose KV cache and weights have chosen formats. All other tensors have one dtype, the carrier."""
 
     name = SERVED_PRECISION
     summary = "bf16 or fp32, with separate formats for the KV cache and for weights."
@@ -116,7 +116,7 @@ class Served(Precision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refuses this precision. The workloads that serve a model allow it, in their own `support`."""
+        """Returns a refusal. Only workloads that serve a model support this precision, in their method `support`."""
         return refused("served describes only a model's cache and weights: choose suite prefill, decode or gemm")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:

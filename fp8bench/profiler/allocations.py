@@ -167,9 +167,9 @@ class _PeakMemoryFinder:
 
 @dataclass(slots=True)
 class _DeviceBlock:
-    """Memory on a device. It is held as long as it has users: the allocation itself, and low-precision tensors that
-    a real device would store in it. `is_counted` is False for the blocks of an emulation that has not ended, and
-    for blocks that a device would not have.
+    """A block of memory on a device. It is held as long as it has users: the allocation itself, and low-precision
+    tensors that a real device would store in the block. `is_counted` is False until the emulation that allocated the
+    block has ended, and for blocks that a device would not have.
     """
 
     size: int
@@ -235,8 +235,8 @@ class _DevicePeakMemoryFinder:
             self._emulation_blocks[change.address] = block
 
     def _end_emulation(self, replaced: Sequence[int]) -> None:
-        """Counts the blocks of the emulation that still exist. A device would not have those at the `replaced`
-        addresses, because it stores their values in its low-precision formats.
+        """Ends an emulation, and counts its blocks of memory that still exist. Blocks at the `replaced` addresses are
+        not counted, because a device stores their values in its low-precision formats.
         """
         for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
@@ -331,7 +331,9 @@ class AllocationStream:
         self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: Note) -> None:
-        """Adds a note at this point of the stream. Does nothing unless the stream is being recorded."""
+        """Adds a note, such as the start of a phase, to the recorded events. Does nothing unless events are being
+        recorded.
+        """
         from torch.autograd.profiler import record_function
 
         if self._profile is None:

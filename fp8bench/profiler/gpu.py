@@ -100,7 +100,7 @@ _NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
 class BackwardPass:
-    """A backward pass of one element. It waits until autograd's thread of a device has finished its earlier work. Only
+    """Waits until autograd's thread of a device has finished its earlier work, by a backward pass of one element. Only
     the first pass allocates memory.
     """
 
@@ -202,7 +202,7 @@ class AllocatorMeter(StreamMeter):
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
     def _close_phase(self) -> None:
-        """Assigns the peak since the last change of phase to the phase that ends now."""
+        """Stores the peak since the last change of phase as a peak of the phase that ends now."""
         if not self._phase:
             return
         # If a phase occurs several times in a step, keep its highest peak.

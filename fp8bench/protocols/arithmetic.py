@@ -30,9 +30,8 @@ class ScaleState(NamedTuple):
 class ScaleBook:
     """The static scales of all layers of one model.
 
-    While the book is `watching`, a cast uses a scale computed from the present values of the tensor, and the largest
-    magnitude of these values is recorded. While the book is not watching, a cast uses the scale of the recorded
-    magnitude.
+    While `watching` is True, a cast uses a scale computed from its tensor, and records the tensor's largest magnitude.
+    Otherwise a cast uses the scale of the recorded magnitude.
 
     A book that starts without known magnitudes watches in every step, because it calibrates the scales.
     """
@@ -51,10 +50,10 @@ class ScaleBook:
             self.watching = self._steps % self.rule.refresh == 0
 
     def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
-        """Registers the scale of a layer and role. `state` is a function that reads the scale, for which it waits for
-        the device. The function returns None if nothing was cast with the scale.
+        """Registers a function that reads the scale of a layer and role, for which it waits for the device. The
+        function returns None if nothing was cast with the scale.
 
-        If a model is built again with the same book, the new scales replace the old ones.
+        If a model is built again with the same book, the new functions replace the old ones.
         """
         self._readers[layer, role] = state
 
@@ -145,14 +144,14 @@ class Arithmetic(ABC):
         return self
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        """Returns the arithmetic of the layer `name` with static scales, which the book stores. Returns this arithmetic
+        """Returns the arithmetic of the layer `name` with static scales, which `book` stores. Returns this arithmetic
         if the recipe does not have one scale for each tensor.
         """
         return self
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
-        """Returns a layer of a library, as a function that multiplies inputs by `weight`. The layer casts by itself and
-        computes its gradients. Returns None if this arithmetic has no such layers, but `cast` and `product`.
+        """Returns a library's function that multiplies inputs by `weight`. The function includes the casts and the
+        gradients. Returns None if this arithmetic calls `cast` and `product` instead.
         """
         return None
 
@@ -211,22 +210,22 @@ class Arithmetic(ABC):
         return self.cast(source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        """Returns the operand with its dimensions swapped, for a product that sums over the other dimension.
+        """Returns the operand transposed, for a product that sums over the other dimension.
 
-        If `keeps_source` is False, `source` may be missing. The scale of the operand, if it has one, is then a single
-        number for all values.
+        If `keeps_source` is True, the source is cast again. Otherwise `source` is not needed, and the operand must have
+        no scale or a single number as its scale.
         """
         if self.keeps_source:
             return self.cast_transpose(source.t(), role)
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """Returns the cast tensor, and also the cast transposed tensor if one pass over the tensor gives both.
-        Otherwise the second result is None, and the caller uses `turn` when it needs the transposed operand. Both
-        results have the same bits as those of `cast` and `turn`.
+        """Returns the cast tensor, and the cast transposed tensor if one pass over the tensor gives both. Otherwise the
+        second result is None, and `turn` returns the transposed operand. Both results have the same bits as those of
+        `cast` and `turn`.
 
         `amax` is the largest magnitude of the tensor, in float32 on its device, if the caller has computed it. Only an
-        arithmetic with `takes_amax` uses it.
+        arithmetic with `takes_amax` uses `amax`.
         """
         return self.cast(tensor, role), None
 

@@ -99,7 +99,7 @@ def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
 
 
 def read_integers(params: Mapping[str, Scalar], *names: str) -> list[int]:
-    """Returns the values of the parameters with these names as whole numbers, in the order of `names`."""
+    """Returns the values of the parameters in `names`, in this order, as whole numbers."""
     return [int(params[name]) for name in names]
 
 

@@ -15,7 +15,7 @@ from fp8bench.model.consumed import DeviceNote
 
 
 class Stamper(ABC):
-    """A clock of one device that takes time stamps, which is cheap. `intervals_ns` returns the times between stamps."""
+    """A clock of one device with cheap time stamps. `intervals_ns` returns the times between stamps."""
 
     @abstractmethod
     def source(self) -> Callable[[], Any]:
@@ -53,8 +53,8 @@ class MemoryMeter(ABC):
 
     @abstractmethod
     def stop(self) -> MemoryCourse | None:
-        """Stops counting and returns the memory of the work. Returns None if `enter` was never called. `stop` is also
-        called after an exception.
+        """Stops counting and returns the memory peaks since `enter` was first called, or None if it never was. `stop`
+        is also called after an exception.
         """
 
     def mark(self) -> None:
@@ -72,21 +72,21 @@ class MemoryMeter(ABC):
         return False
 
     def note(self, note: DeviceNote) -> None:
-        """Records what memory hardware with the emulated formats would need from this point on. A meter that is not
-        `listening` ignores this call.
+        """Records a note about the memory that hardware with the emulated formats would use from this point on. A meter
+        that is not `listening` ignores this call.
         """
 
 
 class CannotCapture(RuntimeError):
-    """A step cannot be captured in a CUDA graph and replayed as one launch."""
+    """Raised if a step cannot be captured in a CUDA graph and replayed as one launch."""
 
 
 class CannotMark(RuntimeError):
-    """A device has no named ranges that an external profiler could show."""
+    """Raised if a device has no named ranges for an external profiler, such as NVTX ranges."""
 
 
 class CannotLimit(RuntimeError):
-    """The memory of a device cannot be limited on this machine."""
+    """Raised if the memory of a device cannot be limited on this machine."""
 
 
 class Device(ABC):
@@ -117,7 +117,9 @@ class Device(ABC):
         """
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` has no work for the device, and only makes it wait. Returns '' if the device works."""
+        """Returns why `occupy` only makes the device wait and gives it no products to compute. Returns '' without such
+        a reason.
+        """
         return ""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
@@ -174,10 +176,10 @@ class Device(ABC):
         """
 
     def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
-        """A context in which at most `limit` more bytes can be allocated. An allocation beyond the limit raises an
-        error that `is_out_of_memory` recognises.
+        """Opens a context in which at most `limit` more bytes can be allocated. An allocation beyond the limit raises
+        an error that `is_out_of_memory` recognises.
 
-        A device on which the limit also counts other memory than that of tensors may set a larger limit. Raises
+        The actual limit may be larger on a device that can only limit tensors together with other memory. Raises
         CannotLimit if no limit can be set.
         """
         raise CannotLimit(f"the memory of {self.kind} devices cannot be limited")
@@ -230,7 +232,7 @@ class ReportingMarker:
 
 
 class SilentPhases(Markers):
-    """Markers that do nothing, for untimed passes of a step."""
+    """Markers without effect, for untimed passes of a step."""
 
     __slots__ = ()
 

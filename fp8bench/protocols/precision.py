@@ -106,8 +106,8 @@ class Precision(ABC):
         return False
 
     def prepares(self, facts: DeviceFacts) -> Support | None:
-        """Returns how a device is supported by the library that converts whole models to this precision. Returns None
-        for a precision to which models are converted layer by layer.
+        """Returns whether a device can use the library that converts whole models to this precision, such as
+        Accelerate. Returns None if models are converted layer by layer.
         """
         return None
 
@@ -119,8 +119,8 @@ class Precision(ABC):
         """Returns the casts and products for a device. Called only if `support` does not refuse the device."""
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        """Returns an arithmetic that stores codes in memory as hardware with these formats would, which serves only to
-        count memory. If it is unknown how hardware would store them, returns the reason.
+        """Returns an arithmetic that stores codes in memory as hardware with these formats would. It is used only to
+        count memory. Returns the reason if it is unknown how hardware would store the codes.
         """
         # A native arithmetic already stores codes as the device does.
         if self.support(facts).is_native:
@@ -169,7 +169,7 @@ class Backend(ABC):
 
     def why_inseparable(self, precision: Precision) -> str:
         """Returns why the casts and products inside the library's layers cannot be called separately. Returns '' if
-        they can be, by `Arithmetic.separate`.
+        `Arithmetic.separate` can do so.
         """
         return f"{self.name} has whole layers, whose casts and products cannot be called one by one"
 

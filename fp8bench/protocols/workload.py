@@ -94,12 +94,12 @@ Shared = Callable[[Callable[[], Any]], Any]
 class Setup:
     """The arguments with which a workload prepares a case.
 
-    `arithmetic` is the arithmetic of the case's precision, and `high` is that of all layers that stay in high
-    precision. `layers` has the arithmetics that the precision map sets, by the keys of the map. `corpus` is the path of
-    the token file, for workloads that read one. `scales` stores the static scales, if the case has any. A different
-    `draw` gives different initial weights for the same data. `shared` calls a function only once for several cases, and
-    returns its result in each of them: it is for functions whose result does not depend on the precision. `shared` is
-    None if there is only one case.
+    `arithmetic` is the arithmetic of the case's precision, and `high` that of the layers that stay in high precision.
+    `layers` has the arithmetics that the precision map sets, by the keys of the map. `corpus` is the path of the token
+    file, for workloads that read one. `scales` stores the static scales, if the case has any. `draw` is the number of
+    the initialisation: a different number gives different initial weights for the same data. `shared` calls a function
+    once and returns its result in several cases. Results must not depend on the precision. `shared` is None if there is
+    only one case.
     """
 
     case: Case
@@ -128,7 +128,9 @@ class Setup:
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
-        """Returns the arithmetic of each layer without a product (embedding, norm) that the precision map names."""
+        """Returns the arithmetics that the precision map sets for layers without a matrix product (embeddings, norms),
+        by the name of the layer.
+        """
         return {
             layer.name: self.layers[key] for layer in layers if (key := find_map_key(layer, self.layers)) is not None
         }
@@ -167,9 +169,9 @@ class Grid:
 
 
 class Covered(NamedTuple):
-    """The data from which FLOP coverage is computed: the unchanged model, the weights of its products in the form in
-    which the conversion stores them (`held`), and a step. The sides of native products must be multiples of `multiple`.
-    After the step, `loss` returns a sentence about the tensor from which the backward pass started.
+    """The data from which FLOP coverage is computed: the unchanged model, a step, and the weights of the model's
+    products as the conversion stores them (`held`). The sides of native products must be multiples of `multiple`. After
+    the step, `loss` describes the tensor from which the backward pass started.
     """
 
     model: Any
@@ -180,13 +182,13 @@ class Covered(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """The parts of a step of several ranks, which are timed separately.
+    """The parts of a step on several ranks, which are timed separately.
 
     `compute` runs the step without communication, `communicate` runs only the communication, and `together` runs both.
-    If `together` is None, fp8bench combines the other two: `communicate` must only start a transfer and return a handle
-    with a method `wait()`, and `compute` must run products, which are repeated during the transfer. `sent` is what this
-    rank sends in a step. `alone` runs the step on a single rank, first with the whole batch, then with one rank's share
-    of the batch.
+    If `together` is None, fp8bench repeats `compute` during a transfer. Then `compute` must run products, and
+    `communicate` must only start the transfer and return a handle with a method `wait()`. `sent` is what this rank
+    sends in a step. `alone` has two functions that run the step on a single rank: with the whole batch, and with one
+    rank's share of the batch.
     """
 
     compute: Callable[[], object]
@@ -199,9 +201,9 @@ class StepParts(NamedTuple):
 class Workload(ABC):
     """Something to measure. `prepare` makes its state in a worker process, and `step` is timed.
 
-    `layer_kinds` are the kinds of layers in all cases of the workload. `dtypes` are the precisions of a run that names
-    none. `history` has the cases whose figures are stored from commit to commit. If `fused` is True, quantisers are
-    compiled before they are timed. `batch_axis` is the axis that --max-batch varies, or ''.
+    `layer_kinds` are the kinds of layers in all cases of the workload. `dtypes` are the default precisions of a run.
+    `history` has the cases whose figures are stored for each commit. If `fused` is True, quantisers are compiled before
+    they are timed. `batch_axis` is the axis that --max-batch varies, or ''.
 
     If `may_diverge` is True, a case with infinite or NaN numbers in its state gets a label and does not fail. If
     `linear_layers` is True, all low-precision products are those of linear layers, which a backend may replace. If
@@ -209,13 +211,13 @@ class Workload(ABC):
     unit-scaled. `loads` describes what `load` copies, or is ''.
 
     A workload that is not `listed` has a separate command, or needs several processes. `least_ranks` is the smallest
-    number of processes with which it runs. A step may consist of parts whose times a report shows, such as sampling
-    steps: then `part_ends` is the last phase of each part. If `examined` is True, only a worker knows which cases and
-    layers are possible, and is asked by `examine` before measuring.
+    number of processes. A step may consist of parts whose times a report shows, such as sampling steps: then
+    `part_ends` is the last phase of each part. If `examined` is True, the possible cases and layers are known only in a
+    worker, which calls `examine` before measuring.
 
-    If `own_paths` is True, the operations of a step depend on its numbers, so that precisions may do different work.
-    `numbers_ignore` are the axes that change no number of a step. If it is unknown how much memory emulated cases need
-    on hardware that has their formats, `not_on_device` explains why; otherwise it is ''.
+    If `own_paths` is True, the values in a step decide which operations it runs, so that precisions may do different
+    work. `numbers_ignore` are the axes that do not change the numerical results of a step. `not_on_device` explains why
+    the memory of emulated cases is unknown for hardware that has their formats, or is ''.
     """
 
     name: ClassVar[str]
@@ -300,7 +302,9 @@ class Workload(ABC):
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Returns the layers without products that a precision map can name: embeddings and norms."""
+        """Returns the layers that compute no matrix product, such as embeddings and norms. A precision map can name
+        them.
+        """
         return ()
 
     def examine(self, setup: Setup) -> Sequence[str]:
@@ -320,7 +324,7 @@ class Workload(ABC):
         return lambda name: setup.layer(layers_by_name[name])
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
-        """Returns why layers with these parameters cannot have static scales by this rule. Returns '' if they can."""
+        """Returns why cases with these parameters cannot have the static scales of `rule`, or '' if they can."""
         return ""
 
     def error_refused(self, params: Mapping[str, Scalar]) -> str:
@@ -328,18 +332,17 @@ class Workload(ABC):
         return ""
 
     def error(self, setup: Setup) -> Mapping[str, float]:
-        """Returns the numerical errors of one case by the name of the figure. An error that is not finite fails the
-        case.
+        """Returns the numerical errors of one case, as figures by name. An error that is not finite fails the case.
 
-        The end of a name determines the unit (`specs.spec_of`): '_db', '_percent', '_ulp' or '_octaves'. Any other
+        The suffix of a name determines the unit (`specs.spec_of`): '_db', '_percent', '_ulp' or '_octaves'. Any other
         error is a plain ratio, and 'relative_loss' is a ratio near 1. A name that fp8bench uses for a figure or a phase
         (`model.specs`) also fails the case.
         """
         return {}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Returns statistics of the tensors in a step before any scaling. They are measured once for each group, in the
-        precision of the group's reference.
+        """Returns statistics of the tensors in a step before any scaling. They are measured once for each group of
+        compared cases, in the precision of the reference.
         """
         return ()
 
@@ -362,15 +365,15 @@ class Workload(ABC):
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | str | None:
-        """Returns the parts of a step of several ranks that are timed separately, to find out how much of the
-        communication runs at the same time as computing. If the parts cannot run separately, returns the reason.
-        Returns None if the workload has no such parts.
+        """Returns the parts of a step on several ranks that are timed separately: computing and communication. The
+        times show how much of the two overlaps. Returns the reason if the parts cannot run separately, and None if the
+        workload has no such parts.
         """
         return None
 
     def sent_by(self, case: Case) -> Params:
-        """Returns the parameters that determine what the ranks of a case send to each other. Cases with equal results
-        share one measurement of their parts.
+        """Returns the parameters that determine what the ranks of a case send to each other. If they are equal for two
+        cases, the parts of a step (`step_parts`) are measured only once.
         """
         return case.params
 

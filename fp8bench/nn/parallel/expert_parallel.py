@@ -119,7 +119,7 @@ def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
 
 
 class ExpertsByRanks(Division):
-    """This rank's experts, and a copy of all other parts of the model. They run on the rank's share of a batch."""
+    """This rank's experts, and a copy of all other parts of the model, for the rank's share of a batch."""
 
     module: GPT
     _shared_group: RankGroup

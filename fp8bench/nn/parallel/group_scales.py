@@ -27,7 +27,7 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class GroupCurrentScale:
-    """The current scale of a divided tensor, from its largest magnitude on all ranks."""
+    """The current scale of a tensor that is divided among ranks, from the largest magnitude of the whole tensor."""
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
@@ -44,7 +44,9 @@ class GroupCurrentScale:
 
 
 class GroupDelayedScale(DelayedScale):
-    """The delayed scale of a divided tensor. Its history has the largest magnitudes on all ranks."""
+    """The delayed scale of a tensor that is divided among ranks. Its history has the largest magnitudes of the whole
+    tensor.
+    """
 
     is_local = False
 

@@ -59,11 +59,11 @@ class StageModel(nn.Module):
 
 
 class MarkedStage(PipelineStage):
-    """Marks the phases of a rank's computation. Sending and waiting, the rest of a step, are in the phase
+    """A pipeline stage that marks its computing as a phase. Sending and waiting, the rest of a step, are in the phase
     communication.
 
-    All stages know the shapes of inputs and outputs. So shapes need not be exchanged, which a group that sends
-    nothing could not do.
+    All stages know the shapes of inputs and outputs. So they do not exchange shapes, which would be impossible in a
+    group that sends nothing.
     """
 
     def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:

@@ -48,9 +48,9 @@ _SGD_LEARNING_RATE = 0.05
 
 
 class WeightUpdate(NamedTuple):
-    """Compares the change of a weight by several ranks with its change by one rank. `distance` is the squared distance
-    between the two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two
-    changes.
+    """Compares the change of a weight in training on several ranks with its change on one rank. `distance` is the
+    squared distance between the two changes. `reference` is the squared change on one rank. `product` is the scalar
+    product of the two changes.
     """
 
     distance: float
@@ -63,16 +63,16 @@ class WeightUpdate(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """Returns by what factor the change by several ranks is larger than the change by one rank. The factor is
-        about 1 if the changes differ only by noise, and 2 if gradients are added twice.
+        """Returns the change of a weight on several ranks as a multiple of its change on one rank (a projection). The
+        multiple is about 1 if the changes differ only by noise, and 2 if gradients are added twice.
         """
         return self.product / self.reference if self.reference else 1.0
 
 
 @dataclass(frozen=True)
 class RankDifference:
-    """How training on several ranks differs from training on one rank. It has the largest difference of a loss, the
-    largest difference of a weight, and how each weight changed (`WeightUpdate`).
+    """How training on several ranks differs from training on one rank: the largest difference of a loss, the largest
+    difference of a weight, and how each weight changed (`WeightUpdate`).
     """
 
     loss: float
@@ -98,9 +98,9 @@ class RankDifference:
 
 
 class Limits(NamedTuple):
-    """The largest differences between several ranks and one rank that rounding can explain. `update` limits the
-    relative distance over all weights. `furthest` limits that distance for the single weight that is furthest off.
-    `gain` limits how far the weights' gain (`WeightUpdate.gain`) is from 1.
+    """The largest differences between training on several ranks and on one rank that rounding can explain. `update`
+    limits the relative distance of all weights' changes, and `furthest` that of a single weight's change. `gain` limits
+    how far `WeightUpdate.gain` is from 1.
     """
 
     update: float
@@ -108,8 +108,8 @@ class Limits(NamedTuple):
     gain: float
 
     def combine_with(self, further_limits: Limits) -> Limits:
-        """Returns the limits if two independent roundings add up. The squares of the distances' limits are added, and
-        the gains' limits themselves.
+        """Returns the limits for the sum of two independent roundings. The new limit of a distance is the root of the
+        summed squares, and that of the gain is the sum.
         """
         distances = math.hypot(self.update, further_limits.update), math.hypot(self.furthest, further_limits.furthest)
         return Limits(*distances, self.gain + further_limits.gain)
@@ -141,8 +141,8 @@ _FP8_BITS = 8
 
 
 def find_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
-    """Returns the differences from one rank that rounding can explain in a case. They depend on the precisions of its
-    products, the format `wire` of its exchanges ('' without that option), and the load of its experts.
+    """Returns the differences from training on one rank that rounding can explain in a case. They depend on the
+    precisions of the products, the format `wire` of exchanges ('' without that option), and the `load` of the experts.
     """
     products = max(map(_find_product_limits, precisions))
     if wire == "fp8":
@@ -207,9 +207,9 @@ def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts
 
 
 def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps: int) -> RankDifference:
-    """Runs this number of steps on several ranks and on one rank, and returns the differences. Also checks scales and
-    exchanges, because a mistake in these may change results less than rounding does. Raises RanksDisagree if a scale
-    or an exchange is wrong.
+    """Trains for `steps` steps on several ranks and on one rank, and returns the differences. Also checks scales and
+    exchanges, because wrong ones may change results less than rounding does. Raises RanksDisagree if a scale or an
+    exchange is wrong.
     """
     # 1. Train with several ranks and with one, and watch exchanges and scales.
     witnesses = parallel.model.witnesses()

@@ -49,9 +49,9 @@ def share_blocks(
     exchange_after: ExchangeTensor = add_over_ranks,
     amax: str = OWN,
 ) -> None:
-    """Reduces every block to this rank's share, and adds exchanges before and after attention and the feed-forward
-    part. `amax` chooses whether a share is scaled by its own largest magnitude or by that of the whole tensor. Layers
-    keep their paths in the model.
+    """Replaces the weights of every block by this rank's share, and adds exchanges before and after attention and the
+    feed-forward part. `amax` chooses the largest magnitude from which a share is scaled: its own, or that of the whole
+    tensor. Layers keep their paths in the model.
     """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
@@ -157,8 +157,8 @@ class TensorFSDP(TensorCut):
 
 @cache
 def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
-    """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks share tensors. The mesh's
-    groups have the backend of the given group, which may send nothing.
+    """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks form a tensor-parallel pair.
+    The mesh's groups have the backend of `group`, which may be one that sends nothing ('fake').
     """
     ranks = dist.get_process_group_ranks(group)
     mesh = torch.tensor(ranks).view(-1, 2)

@@ -63,8 +63,8 @@ class ParallelCase:
 class Job:
     """Everything that a rank needs to make its part of a model.
 
-    `make` returns the whole model, with the same weights on every rank. All exchanges use `group`, which may be a
-    group that sends nothing. `emulated` means that the device has no kernels for the precision.
+    `make` returns the whole model, with the same weights on every rank. All exchanges use `group`, whose backend may be
+    one that sends nothing ('fake'). `emulated` means that the device has no kernels for the precision.
     """
 
     make: Callable[[], GPT]
@@ -152,8 +152,8 @@ def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
 
 
 def _divide_by(path: str) -> Callable[[Job], Division]:
-    """Returns a function that makes this rank's part of a model, by the class with this path in the package. The
-    class needs torch, so it is imported when the function is called.
+    """Returns a function that makes this rank's part of a model. `path` names the class of the part, within this
+    package. The class needs torch, so it is imported when the function is called.
     """
 
     def make_division(job: Job) -> Division:
@@ -216,9 +216,7 @@ def refuse_experts(case: ParallelCase) -> str:
 
 
 def refuse_block_cut(case: ParallelCase, ranks: int = 0) -> str:
-    """Returns why blocks cannot be cut among this number of ranks, or ''. By default that is the case's number of
-    ranks.
-    """
+    """Returns why blocks cannot be cut among `ranks` ranks, or ''. The default is the case's number of ranks."""
     if case.options["amax"] == OF_GROUP and case.precision.tensor_scale is TensorScale.NONE:
         return f"{case.precision.name} has no tensor scale that ranks could share: choose amax=own"
     return explain_uncuttable(case.config, ranks or case.ranks)
@@ -245,9 +243,9 @@ class ScaleTraffic(NamedTuple):
 
 
 def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
-    """Counts the exchanges of the methods `tp` and `sp` for amax=group and tensor scales. Each block has four
-    products with two divided operands each. Before a divided operand is cast, the ranks exchange its largest
-    magnitude.
+    """Counts the exchanges with which the methods `tp` and `sp` agree on tensor scales (amax=group). Each block has
+    four linear layers, and two operands of each are divided among the ranks. Before each cast of such an operand, the
+    ranks exchange its largest magnitude.
     """
     divided_casts = 2 * 4 * blocks
     return ScaleTraffic(divided_casts, 4 * divided_casts * 2 * (ranks - 1) / ranks)

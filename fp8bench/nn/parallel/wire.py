@@ -60,7 +60,7 @@ _OPERATIONS_WITHOUT_DATA = {
 
 
 class NotCounted(RuntimeError):
-    """Raised for an operation between ranks whose bytes are not defined in this module."""
+    """Raised for an operation between ranks if this module does not define how many bytes it sends."""
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
@@ -70,8 +70,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, rank: int = 0, repeatable: bool = True) -> None:
-        """With `repeatable` the watch also records each operation, with tensors of the same size, so that the
-        operations can be repeated.
+        """If `repeatable` is True, also records the operations between ranks, so that they can be repeated. Each record
+        has zero tensors of the same size instead of the data.
         """
         super().__init__()
         self._rank = rank

@@ -29,8 +29,8 @@ SharedRoles = Callable[[str], Collection[Role]]
 
 @dataclass(eq=False)
 class _WatchedScale:
-    """Wraps a source of scales. It records each scale and the largest magnitude of the scaled tensor, and computes
-    the expected scales from these magnitudes.
+    """Wraps the scales of one operand to check them. Records each scale and the largest magnitude of the scaled tensor,
+    and computes from these magnitudes which scales are right.
 
     If the scale is `is_shared`, all ranks must have the same one. Repeated casts are not recorded.
     """
@@ -64,8 +64,8 @@ class _WatchedScale:
 
 
 class ScaleWitness:
-    """Checks the scales of a rank's layers, except those that depend on the current tensor alone. `sharing_ranks` are
-    the ranks that share scales with this rank, by default all ranks.
+    """Checks the scales that come from earlier tensors or from several ranks, by computing them again. `sharing_ranks`
+    are the ranks that share scales with this rank, by default all ranks.
     """
 
     def __init__(
