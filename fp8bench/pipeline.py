@@ -279,7 +279,7 @@ class RunResources(NamedTuple):
         return self.corpus.identity if self.corpus else None
 
     def wait_for_second(self) -> None:
-        """Waits until the second worker has imported torch, so that its import does not disturb the timing."""
+        """Waits until the second worker has imported torch, because the import would disturb the timing."""
         if self.second is not None:
             with contextlib.suppress(WorkerError):  # the next request to the worker will report the error
                 self.second.within(START_SECONDS).versions(())
@@ -289,8 +289,8 @@ class RunResources(NamedTuple):
 def _prepare_run(
     request: Request, store: Path, observer: Observer, write: bool = True, begun: Sequence[ProcessWorker] = ()
 ) -> Iterator[RunResources]:
-    """A context with the resources for a run. Refuses an impossible request, then starts the workers, unless `begun`
-    already has them. In this context, no other run can measure in this process.
+    """A context with the resources for a run. Refuses an impossible request, then starts the workers (or uses those in
+    `begun`). No other run can measure in this process inside the context.
     """
     start = time.monotonic()
     with ExitStack() as stack:
@@ -425,8 +425,8 @@ def _choose_counting_worker(
 
 
 def divide_budget(budget: float | None, start: float, remaining_parts: int) -> float | None:
-    """Returns the seconds for each of the remaining parts of a run: an equal share of what is left of the budget. The
-    budget began at the time `start`. Returns None without a budget.
+    """Returns the seconds for each of the remaining parts of a run: an equal share of the time that remains of the
+    budget since `start`. Returns None without a budget.
     """
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
@@ -457,9 +457,7 @@ def _choose_method(run: Run, groups: Sequence[Group], resources: RunResources) -
 def _measure_group(
     group: Group, run: Run, method: GroupMethod, budget: float | None, resources: RunResources, untimed: Worker | None
 ) -> tuple[Record, ...]:
-    """Measures one group. `budget` is the number of seconds for the group, and `untimed` is the worker that counts the
-    operators of its steps.
-    """
+    """Measures one group within `budget` seconds. `untimed` is the worker that counts the operators of its steps."""
     request, facts = run.request, {device.key: device for device in run.devices}
     method = replace(method, rule=make_stopping_rule(request.quick, request.rounds, budget, method.brisk))
     if not workloads.get(group.cases[0].case.workload).fused:

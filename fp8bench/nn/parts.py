@@ -66,7 +66,7 @@ class FeedForward(nn.Module):
 
 class NormedFeedForward(nn.Module):
     """RMS norm, up product, activation and down product. A backend may compute norm and up product as one layer. With
-    `both_products` it may compute all four as one layer.
+    `both_products` it may compute all four operations as one layer.
     """
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: ChooseArithmetic, both_products: bool) -> None:

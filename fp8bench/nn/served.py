@@ -227,7 +227,7 @@ class ServedShape:
     top_k: int = 0
 
     def count_chosen_experts(self, tokens: int) -> float:
-        """Returns how many experts of a layer are expected to get any of these tokens, if each token chooses `top_k`
+        """Returns how many experts of a layer get a token on average, if each of `tokens` tokens chooses `top_k`
         experts at random.
         """
         return self.experts * (1 - (1 - self.top_k / self.experts) ** tokens) if self.experts else 0.0
@@ -302,10 +302,10 @@ class StepBytes:
 
 
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
-    """Counts the fewest bytes that a decode step can read. The weight format of the arm must be one of
-    WEIGHT_FORMATS, not `own`.
+    """Counts the fewest bytes that a decode step can read. The arm's weights must have one of WEIGHT_FORMATS, not `own`
+    (the format of the case's precision).
 
-    `experts` is how many experts of a layer are read on average. By default it is the expected number.
+    `experts` is the average number of experts of a layer that are read. By default it is the expected number.
     """
     # 1. Count the weights: rows of embedding and positions, block matrices in the arm's format, and the rest in the
     # carrier.

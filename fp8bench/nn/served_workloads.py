@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class ServedWorkload(Workload):
-    """Runs a model with a static cache. A step runs the last `new_token_count` tokens of the context, or all
-    tokens if it is None.
+    """Runs a model with a static cache. A step runs the last `new_token_count` tokens of the context, or all tokens if
+    `new_token_count` is None.
 
     `default_sizes` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the
     help text of the context.

@@ -46,10 +46,10 @@ class NextScale(Protocol):
 class DelayedScale:
     """The delayed scale of one role in one layer, with its history.
 
-    As in Transformer Engine, a cast uses the scale that earlier casts left, and then records the largest magnitude of
-    its tensor. The first scale is 1. A history of zeros does not change the scale. A cast with infinities or NaN
-    records 0. `scale` is for the next cast. `history` is a ring of largest magnitudes, filled from its front. Both
-    `scale` and `history` are float32 on the device, and None before the first cast.
+    As in Transformer Engine, a cast uses the scale computed after the previous casts, and then records the largest
+    magnitude of its tensor. The first scale is 1. A history of zeros does not change the scale. A cast with infinities
+    or NaN records 0. `scale` is for the next cast. `history` is a ring of largest magnitudes, filled from its front.
+    Both `scale` and `history` are float32 on the device, and None before the first cast.
     """
 
     # Whether the scale depends only on this rank's tensors. Only then the cast itself can find the largest magnitude.
@@ -246,8 +246,8 @@ def _make_scale_pair(scale: Tensor) -> ScalePair:
 
 @dataclass(frozen=True)
 class RecipeView:
-    """How a recipe casts one tensor: the element format, the scale factors (None if unknown), and the history of a
-    delayed scale.
+    """How a recipe casts one tensor: the element format, the scale factors (None if unknown), and how a delayed scale
+    followed the tensor in earlier steps.
     """
 
     fmt: Format | None = None

@@ -24,11 +24,12 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
 class LibraryLayer(NamedTuple):
-    """A library's layer.
+    """Functions of a library that compute a layer.
 
-    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale). In
-    a step with several passes, `multiply_in_step` multiplies instead. Its second argument is whether this is the first
-    pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in each pass.
+    `multiply` multiplies inputs by the layer's weights. `scales` lists the layer's scales as (part, role, largest
+    magnitude, scale). In a step with several passes, `multiply_in_step` multiplies instead. Its second argument is True
+    in the first pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in
+    each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
@@ -41,8 +42,8 @@ BuildLayer = Callable[[nn.Parameter], LibraryLayer]
 
 
 class LibraryArithmetic(Arithmetic):
-    """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` makes a layer
-    with several products. A model's forward pass must run inside the context `around`, if there is one.
+    """An arithmetic that uses a library's layers. `whole` makes a layer from an fp32 weight, and `fuse` a layer with
+    several products. A model's forward pass must run inside the context `around`, unless it is None.
     """
 
     casts = False

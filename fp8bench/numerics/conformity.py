@@ -67,7 +67,7 @@ def have_different_bits(native_result: Tensor, emulated_result: Tensor) -> Tenso
 
 
 def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tensor:
-    """Returns for each element how many numbers of the dtype are between two results.
+    """Returns for each element by how many steps of the dtype two results differ.
 
     Returns infinity where the results differ and one of them is not finite.
     """
@@ -119,8 +119,8 @@ class ConformitySums:
         )
 
     def is_within_bound(self, result: Tensor, toward_zero: bool = False) -> bool:
-        """Returns whether every element could be a rounded sum whose error is within `bound`. Sums are rounded to
-        nearest, or toward 0 with `toward_zero`.
+        """Returns whether every element could be the rounded value of a sum whose error is within `bound`. The sum is
+        rounded to nearest, or toward 0 with `toward_zero`.
         """
         round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
         smallest_result = round_values(self.product - self.bound)
@@ -147,8 +147,8 @@ class ConformitySums:
         )
 
     def is_unbiased(self, result: Tensor) -> bool:
-        """Returns whether the errors are as small as rounding makes them, and centred around 0. Small deviations may
-        be chance.
+        """Returns whether the errors are as small as those of rounding, and centred around 0. Small deviations may be
+        chance.
         """
         if self.bits < FLOAT32_BITS:  # sums in fewer bits are truncated, which biases all errors
             return True
@@ -277,11 +277,11 @@ def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Te
 def matches_hopper_units(
     result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool
 ) -> bool:
-    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K). `scales` have
-    the shapes of the codes.
+    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K). `scales` have the
+    shapes of the codes.
 
-    The sums of these units are known to the bit. The order in which scales and promotions to float32 are applied is
-    not known, so results may differ by its rounding.
+    The sums of these units are known to the bit. It is unknown in which order they apply scales and add up in float32,
+    so results may differ by the rounding of these operations.
     """
     length = PROMOTION_LENGTH if promoted else codes[0].shape[1]
     total_products = magnitude = torch.zeros((), dtype=torch.float64)
@@ -444,8 +444,8 @@ def estimate_mantissa_bits(values: Tensor) -> int:
 
 
 def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Tensor:
-    """Returns, for each value, the largest possible distance between two neighbouring numbers of a format. The scale
-    may be any number.
+    """Returns for each value the largest possible distance between neighbouring numbers of a scaled format. The scale
+    is unknown.
 
     `largest_value` is the format's largest value times the largest scale.
     """

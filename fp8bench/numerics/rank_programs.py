@@ -152,9 +152,7 @@ class AsyncOperation(Protocol):
 
 @dataclass(frozen=True)
 class PendingExchange(Generic[T]):
-    """A program of a rank whose first exchange of codes was started asynchronously. `wait` runs the remaining part of
-    the program.
-    """
+    """A rank's program whose first exchange of codes runs asynchronously. `wait` runs the rest of the program."""
 
     program: Program[T]
     operations: Sequence[AsyncOperation]

@@ -140,7 +140,7 @@ class TensorError:
 
     @property
     def sqnr_db(self) -> float | None:
-        """10 log10(sum x^2 / sum e^2) for the tensor x and its error e. It is infinite without errors."""
+        """10 log10(sum x^2 / sum e^2), for a tensor x with the error e. It is infinite without errors."""
         return to_decibels(self.signal, self.noise) if self.signal else None
 
     @property

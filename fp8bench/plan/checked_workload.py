@@ -93,7 +93,7 @@ def expand_cases(workload: Workload, axes: tuple[Axis, ...], chosen_values: Scal
 
 @_translates_user_errors
 def expand_request(workload: Workload, request: Request, facts: DeviceFacts, corpus: str | None) -> tuple[Params, ...]:
-    """Returns the parameters of all cases that a request asks for in a suite on a device, each once."""
+    """Returns the parameters of each case of a suite that a request asks for on a device. Each case occurs once."""
     axes = checked_axes(workload, facts)
     values = _choose_axis_values(request, workload, axes, facts)
     combinations = math.prod(len(choices) for choices in values)
@@ -189,7 +189,9 @@ def checked_memory(workload: Workload, params: Scalars, precision: Precision) ->
 def checked_support(
     workload: Workload, params: Scalars, precision: Precision, facts: DeviceFacts, kind: str = ""
 ) -> Support:
-    """Returns how a device supports a precision in a workload, or only in the workload's layers of this `kind`."""
+    """Returns how a device supports a precision in a workload. With `kind`, only the workload's layers of this kind
+    count.
+    """
     if reason := _explain_refusal(workload, params, precision, kind):
         return Support(Level.REFUSED, reason)
     if kind:

@@ -196,7 +196,7 @@ def settings_with_batch_search(plan: Plan) -> frozenset[str]:
 
 
 def check_batch_limit(limit: int, facts: DeviceFacts) -> None:
-    """Raises UsageError if a search for the largest batch within this memory limit could exhaust the device's memory."""
+    """Raises UsageError if a search for the largest batch within this limit could exhaust the device's memory."""
     if limit == ALL_MEMORY and not facts.accelerated:
         raise UsageError(
             f"--max-batch device would take the memory of other programs on {facts.key}. Give a size, "
@@ -315,8 +315,8 @@ def find_device(name: str, facts: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def _plan_group(suite_plan: _SuitePlan, params: Params, facts: DeviceFacts, is_named: bool) -> tuple[Group, str]:
-    """Plans the cases of one setting. Also returns a note if a reference was added, otherwise ''. If the user named the
-    reference (`is_named`), it stays the reference even if it is emulated.
+    """Plans the cases of one setting, and returns a note if a reference was added (otherwise ''). A reference that the
+    user named (`is_named`) stays the reference even if it is emulated.
     """
     cases_without_map = [_plan_case(suite_plan.workload, params, facts, name, ()) for name in suite_plan.modes]
     reference = _choose_reference(cases_without_map, is_named)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryChange:
-    """An allocation at an address. If `size` is negative, it is a release. `node` is the number of the autograd node
-    that caused it, or 0 outside of backward passes.
+    """An allocation at an address, or its release if `size` is negative. `node` is the number of the autograd node that
+    caused it, or 0 outside of backward passes.
     """
 
     address: int
@@ -178,7 +178,7 @@ class _DeviceBlock:
 
 
 class _DevicePeakMemoryFinder:
-    """Finds the peak of memory that a device with the formats in hardware would have. It reads the same events as
+    """Finds the peak of memory that a device would have if its hardware had the formats. Reads the same events as
     _PeakMemoryFinder, but replaces the allocations of the emulation by those that notes describe.
     """
 
@@ -251,9 +251,7 @@ class _DevicePeakMemoryFinder:
 
 
 def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
-    """Returns the peak of memory since the first phase, and what is held at the peak. Returns None if no phase
-    begins.
-    """
+    """Returns the peak of memory since the first phase, and what is held at the peak. Returns None without a phase."""
     finder = _PeakMemoryFinder()
     device_finder = _DevicePeakMemoryFinder()
     for number, event in enumerate(events):

@@ -217,8 +217,8 @@ class AllocatorMeter(StreamMeter):
 
 
 def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
-    """Returns what is held at the peak of memory. The events have a note at the end of the step, and then libraries
-    free their workspaces. So a block that is released after this note is a workspace.
+    """Returns the allocations at the peak of memory. After the note at the end of the step, libraries free their
+    workspaces. So a block that is released after this note is a workspace.
     """
     end_note_index = events.index(_STEP_END_NOTE) if _STEP_END_NOTE in events else len(events)
     memory_at_peak = find_memory_course(events[:end_note_index])

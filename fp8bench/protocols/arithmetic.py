@@ -168,8 +168,8 @@ class Arithmetic(ABC):
         return None
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
-        """Returns the current scales of the library's layers that this arithmetic has made, for which it waits for the
-        device.
+        """Returns the current scales of the library layers that this arithmetic has made. Waits for the device to read
+        them.
         """
         return ()
 
@@ -178,7 +178,7 @@ class Arithmetic(ABC):
         return {}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Continues from the tensors that `memory()` of an earlier instance returned. The tensors are not copied."""
+        """Continues with the tensors that `memory()` of an earlier instance returned, without a copy."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
@@ -189,8 +189,9 @@ class Arithmetic(ABC):
         """Multiplies a (M, K) by the transpose of b (N, K). Returns (M, N) in `dtype`."""
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Computes several products in one call, in the carrier's dtype. The rows or columns of a are divided into
-        parts, one for each product, and `ends` (int32) has the index at which each part ends.
+        """Computes several products in one call, in the carrier's dtype (that of values between products). The rows or
+        columns of a are divided into parts, one for each product, and `ends` (int32) has the index at which each part
+        ends.
 
         If a is (M, K) and b is (groups, N, K), the rows of a are divided. Part i of the rows is multiplied by the
         transposed matrix i of b, which gives (M, N).

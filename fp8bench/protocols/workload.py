@@ -38,8 +38,8 @@ _SECOND_KEY_OF_KIND = {"head": "output"}
 
 
 def kind_keys(layer: Layer) -> tuple[str, ...]:
-    """Returns the keys by which a precision map can name this layer together with similar ones. The key that names the
-    fewest layers comes first.
+    """Returns the keys by which a precision map can name a layer together with similar layers. The key for the fewest
+    layers comes first.
     """
     return tuple(filter(None, (layer.group, layer.kind, _SECOND_KEY_OF_KIND.get(layer.kind, ""))))
 
@@ -137,8 +137,8 @@ class Setup:
 
     @property
     def settles(self) -> bool:
-        """Whether errors are measured in a second pass, because the first pass only fills the history from which the
-        precision gets its scales.
+        """Whether errors are measured in a second pass of a step. The first pass then only fills the history from which
+        the precision gets its scales.
         """
         return any(layer.settles for layer in (self.arithmetic, *self.layers.values()))
 
@@ -292,8 +292,8 @@ class Workload(ABC):
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """Returns how a device supports `precision` for the layers of this kind. Called if a precision map gives these
-        layers another precision than the rest of the model.
+        """Returns how a device supports `precision` for the layers of this kind. Called if a precision map sets the
+        precision of these layers.
         """
         return self.support(params, precision, facts)
 

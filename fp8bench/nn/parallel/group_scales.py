@@ -68,8 +68,8 @@ def cut_roles(cut: WeightCut) -> tuple[Role, ...]:
 
 
 def use_group_scales(arithmetic: Arithmetic, roles: Iterable[Role], max_over_ranks: MaxOverRanks) -> Arithmetic:
-    """Returns an arithmetic whose casts in these roles use scales that all ranks share. If `arithmetic` has no tensor
-    scales, it is returned unchanged. All ranks must cast in the same order.
+    """Returns an arithmetic that casts operands with these roles by scales that all ranks share. Returns `arithmetic`
+    unchanged if it has no tensor scales. All ranks must cast in the same order.
     """
     if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
         return arithmetic

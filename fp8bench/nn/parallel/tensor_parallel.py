@@ -50,8 +50,8 @@ def share_blocks(
     amax: str = OWN,
 ) -> None:
     """Replaces the weights of every block by this rank's share, and adds exchanges before and after attention and the
-    feed-forward part. `amax` chooses the largest magnitude from which a share is scaled: its own, or that of the whole
-    tensor. Layers keep their paths in the model.
+    feed-forward part. `amax` chooses whether a share is scaled by its largest magnitude or by that of the whole tensor.
+    Layers keep their paths in the model.
     """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
@@ -132,9 +132,9 @@ class SequenceCut(TensorCut):
 
 
 class TensorFSDP(TensorCut):
-    """Tensor parallelism in pairs of ranks, and FSDP2 over all pairs. The pairs divide the batch, and the two ranks
-    of a pair divide the weights. A rank keeps only a shard of its share of the weights. The ranks with the same share
-    in other pairs keep the other shards.
+    """Tensor parallelism in pairs of ranks, and FSDP2 over the pairs. The pairs divide the batch, and the two ranks of
+    a pair divide the weights. Ranks with the same share of the weights in different pairs each store one shard of this
+    share.
     """
 
     def __init__(self, job: Job) -> None:

@@ -47,8 +47,8 @@ _TORCHAO_WIRES = ("torchao_fp32", "torchao_fp8")
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """The properties of a case that decide whether a method can divide its model. `batch` is the number of sequences
-    on all ranks together.
+    """The properties of a case that decide whether a method can divide its model. `batch` is the number of sequences in
+    the batch of all ranks together.
     """
 
     config: GPTConfig
