@@ -104,8 +104,8 @@ def execute(
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Measures the missing groups of an interrupted run. Returns whether the run was incomplete, and the run, which is
-    unfinished if it is interrupted again. `store` is used only if the run's file is not in a store.
+    """Measures the missing groups of an interrupted run. Returns whether it was incomplete, and the run, which may be
+    interrupted again. `store` is used only if the run's file is not in a store.
     """
     run = load_run(path)
     # Refuse a damaged file first, because resuming would append to it.
@@ -328,8 +328,8 @@ def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
 
 @contextmanager
 def open_worker(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """Opens a context with the worker for a request, and closes the worker at the end. `begun` is a worker that was
-    started earlier, to use instead of a new one.
+    """Opens a context with the worker for a request, and closes the worker at the end. If `begun` is given, it is this
+    worker.
     """
     settings = worker_settings(request, corpus)
     if begun is not None:
@@ -414,8 +414,7 @@ def _choose_counting_worker(
     run: Run, group: Group, is_brisk_run: bool, resources: RunResources, is_last: bool
 ) -> Worker | None:
     """Returns the worker that counts the operators of a group's steps, or None if this run does not count them. Usually
-    it is the worker for untimed passes. For the last group it may be the worker that times steps, which has nothing to
-    time afterwards.
+    it is the untimed worker. For the last group it may be the timing worker, which has nothing to time afterwards.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
         return None  # counted in the earlier run, and not countable with ranks

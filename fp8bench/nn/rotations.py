@@ -44,8 +44,8 @@ def rotate(x: Tensor, seed: int) -> Tensor:
 
 
 class RotatedTensor(NamedTuple):
-    """A rotated tensor. `amaxes` and `amaxes_before` have the largest magnitudes of its parts after and before the
-    rotation. Their maximum is the largest magnitude of the whole tensor.
+    """A rotated tensor. `amaxes` and `amaxes_before` have the largest magnitudes of parts of the tensor, after and
+    before the rotation. Their maxima are those of the whole tensor.
     """
 
     values: Tensor
@@ -54,8 +54,8 @@ class RotatedTensor(NamedTuple):
 
 
 def rotate_and_find_amaxes(x: Tensor, seed: int) -> RotatedTensor:
-    """Applies the random Hadamard transform of `seed` to a matrix, and finds the largest magnitudes that a later cast
-    needs. The result is row-major or column-major, like the matrix.
+    """Applies the random Hadamard transform of `seed` to a matrix, and finds the largest magnitudes for a later cast.
+    The result is row-major or column-major, like the matrix.
     """
     padded_matrix = _pad_to_runs(x)
     matrix = _make_matrix(seed, x.device)

@@ -234,7 +234,7 @@ class ServedShape:
 
     @property
     def active_weights(self) -> float:
-        """Returns the number of the blocks' weights that one token uses. Only `top_k` of the experts count."""
+        """Returns how many of the blocks' weights one token uses, with only `top_k` experts."""
         expert_weights = sum(prod(shape) for name, shape in self.shapes if EXPERTS_PATH in name)
         return self.weights("blocks") - (expert_weights * (1 - self.top_k / self.experts) if self.experts else 0)
 
@@ -302,8 +302,8 @@ class StepBytes:
 
 
 def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, experts: float | None = None) -> StepBytes:
-    """Counts the fewest bytes that a decode step can read. The arm's weights must have one of WEIGHT_FORMATS, not `own`
-    (the format of the case's precision).
+    """Counts the fewest bytes that a decode step can read. The arm's weights must have one of WEIGHT_FORMATS, not
+    `own`.
 
     `experts` is the average number of experts of a layer that are read. By default it is the expected number.
     """

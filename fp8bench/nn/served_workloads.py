@@ -90,7 +90,7 @@ class ServedWorkload(Workload):
         return gpt_layers(config.layers, config.experts) if config else ()
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        """Returns the layers that compute no matrix product, such as embeddings and norms. A user's model has none."""
+        """Returns the layers without a matrix product (embeddings, norms). A user's model has none."""
         config = SERVED_SIZES.get(str(params["size"]))
         return gpt_around(config.layers) if config else ()
 

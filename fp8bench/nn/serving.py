@@ -119,7 +119,7 @@ def measure_logits_error(
     setup: Setup, arm: ServedArm, layers: tuple[Layer, ...], new: int, find_maker: FindModelMaker
 ) -> dict[str, float]:
     """Returns the error of a step's logits, compared with fp64 for the same weights, cache and tokens. For a model with
-    experts, also returns how the tokens are distributed over the experts.
+    experts, also returns how tokens are distributed among them.
     """
     exact_setup = replace(
         setup, arithmetic=PlainArithmetic(torch.float64), high=PlainArithmetic(torch.float64), layers={}

@@ -84,8 +84,8 @@ def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
     """Returns how a device supports convolutions in this precision. They are emulated if torch cannot convolve the
     rounded values.
 
-    TF32 needs no emulation, because it is a switch of torch's convolution. If a recipe rotates operands, windows are
-    copied into a matrix and multiplied as in linear layers.
+    TF32 is a switch of torch's convolution, and needs no emulation. If operands are rotated, windows are copied into a
+    matrix and multiplied as in linear layers.
     """
     support = precision.support(facts)
     rounds_values = bool(precision.carried_by) and precision.float32_products == "highest"

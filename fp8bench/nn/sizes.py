@@ -209,15 +209,15 @@ class VisionSizes:
         return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_kinds
 
     def attention_flops(self) -> float:
-        """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block, with T tokens and
-        width w. Attention over text is causal, which halves its FLOPs.
+        """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block with T tokens and
+        width w, or half of that if the block reads text.
         """
         text_flops = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
         return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + text_flops)
 
     def around(self) -> tuple[Layer, ...]:
-        """Returns the layers that compute no matrix product, such as norms and residual sums. A vision transformer's
-        positions count as its embedding. A ResNet has no embedding.
+        """Returns the layers without a matrix product, such as norms. A vision transformer's positions count as its
+        embedding. A ResNet has no embedding.
         """
         if self.model == "resnet":
             return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")

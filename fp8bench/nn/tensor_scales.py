@@ -247,7 +247,7 @@ def _make_scale_pair(scale: Tensor) -> ScalePair:
 @dataclass(frozen=True)
 class RecipeView:
     """How a recipe casts one tensor: the element format, the scale factors (None if unknown), and how a delayed scale
-    followed the tensor in earlier steps.
+    followed earlier tensors.
     """
 
     fmt: Format | None = None

@@ -20,8 +20,8 @@ from fp8bench.protocols import Arithmetic, Phases
 
 
 class WindowMLP(LanguageModel):
-    """An MLP on windows of text. It concatenates the embeddings of the last CONTEXT_TOKENS tokens, projects them to the
-    model's width, and runs feed-forward blocks with residuals.
+    """An MLP on windows of text: concatenates the embeddings of CONTEXT_TOKENS tokens, projects them to the model's
+    width, and runs residual MLP blocks.
     """
 
     def __init__(self, config: GPTConfig, choose: ChooseArithmetic, carrier: torch.dtype, dropout: float = 0.0) -> None:

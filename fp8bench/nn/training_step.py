@@ -37,8 +37,8 @@ _SEED_STRIDE = 0x9E3779B9
 
 @contextmanager
 def seed_weights(setup: Setup) -> Iterator[None]:
-    """Opens a context for making a model on the case's device. The weights depend on the case's seed and on
-    `setup.draw`, the number of the initialisation. torch's random state is restored afterwards.
+    """Opens a context for making a model on the case's device, with weights that depend on the case's seed and on
+    `setup.draw`. torch's random state is restored afterwards.
     """
     gpu_indices = [setup.facts.index] if setup.facts.accelerated else []
     # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.

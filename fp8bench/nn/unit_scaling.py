@@ -7,13 +7,13 @@ n inputs is divided by root(n), and its input gradient by the root of the number
 deviation for Gaussian inputs. In a residual sum the squares of both factors add up to 1. The gradient of the loss is
 multiplied by tokens x vocabulary / root(vocabulary - 1).
 
-With these constants the model is still the same function of the same weights. Weights are stored as in every other
-precision, and are multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient. Under
-AdamW this equals a training of weights with deviation 1 whose learning rates are divided by the initial deviations. So
-all arms have the same weights, rates, clipping and checkpoints, and differ only in rounding.
+The model is still the same function of the same weights. Weights are stored as in every other precision, and are
+multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient. Under AdamW this equals a
+training of unit weights with learning rates divided by the initial deviations. So all arms have the same weights,
+rates, clipping and checkpoints, and differ only in rounding.
 
-`gradient_factor` is the ratio of an output's scaled gradient to its true gradient. It leaves out the factor of the
-loss, which depends on the batch.
+`gradient_factor` is the ratio of an output's scaled gradient to its true gradient. It excludes the factor of the loss,
+which depends on the batch.
 """
 
 from __future__ import annotations
@@ -123,9 +123,9 @@ def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGr
 
 @dataclass
 class UnitFeedForward:
-    """The forward pass of a unit-scaled feed-forward part. For Gaussian inputs of the activation function, `deviation`
-    is its standard deviation, and `slope` the root mean square of its slope. `input_factors` and `output_factors`
-    multiply the part's input and output. Each has a factor for forward and one for backward.
+    """The forward pass of a unit-scaled feed-forward part. `deviation` is the activation's standard deviation and
+    `slope` the root mean square of its slope, for Gaussian inputs. `input_factors` and `output_factors` multiply the
+    part's input and output: one factor in forward, one in backward.
     """
 
     deviation: float
@@ -170,8 +170,8 @@ def compute_attention_deviation(tokens: int) -> float:
 
 
 class UnitSum(NamedTuple):
-    """The factors of a residual sum in a unit-scaled block. `skip` multiplies the residual stream, `branch` the output
-    of the branch, and `backward` the gradient of the branch's input.
+    """The factors of a residual sum in a unit-scaled block: of the residual stream (`skip`), of the branch's output,
+    and of the gradient of the branch's input (`backward`).
     """
 
     skip: float

@@ -24,12 +24,12 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
 class LibraryLayer(NamedTuple):
-    """Functions of a library that compute a layer.
+    """A layer of a library, as functions.
 
-    `multiply` multiplies inputs by the layer's weights. `scales` lists the layer's scales as (part, role, largest
-    magnitude, scale). In a step with several passes, `multiply_in_step` multiplies instead. Its second argument is True
-    in the first pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in
-    each pass.
+    `multiply` multiplies inputs by the layer's weights. `scales` lists its scales as (part, role, largest magnitude,
+    scale). In a step with several passes, `multiply_in_step` multiplies instead. Its second argument is True in the
+    first pass of the step, which casts the weights. `multiply_in_step` is None if the library casts weights in each
+    pass.
     """
 
     multiply: Callable[[Tensor], Tensor]

@@ -85,8 +85,8 @@ def count_steps_between(native_result: Tensor, emulated_result: Tensor) -> Tenso
 
 @dataclass(frozen=True)
 class ConformitySums:
-    """The exact float64 product of the matrices a (M, K) and b (N, K), with b transposed. Also gives the largest error
-    that the product may have if its sums have `bits` significant bits.
+    """The exact float64 product of the matrices a (M, K) and b (N, K), with b transposed, and the largest error that
+    the product may have if its sums have `bits` significant bits.
     """
 
     a: Tensor
@@ -107,8 +107,8 @@ class ConformitySums:
         return self.relative_bound(self.bits) * self.magnitude
 
     def relative_bound(self, bits: int) -> float:
-        """Returns the largest error of a sum with `bits` significant bits, divided by the sum of its terms' magnitudes.
-        A sum with fewer bits than float32 is truncated once per instruction.
+        """Returns the largest error of a sum with `bits` significant bits, relative to the sum of its terms'
+        magnitudes. Sums of fewer bits than float32 are truncated once per instruction.
         """
         length = self.a.shape[1]
         float32_bound = (length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS
@@ -166,8 +166,8 @@ class ConformitySums:
         return float((((result - self.product) / self.magnitude) ** 2).mean())
 
     def mean_magnitude_loss(self, result: Tensor) -> float:
-        """Returns by how much results are smaller in magnitude than the exact ones, on average. Each difference is
-        divided by the sum of the products' magnitudes.
+        """Returns by how much results are too small in magnitude: mean of sign(exact) (exact - result) /
+        sum(|products|).
         """
         return -float(((result - self.product) / self.magnitude * self.product.sign()).mean())
 
@@ -213,8 +213,8 @@ def explain_product(result: Tensor, sums: ConformitySums) -> ExplainedDifference
 
 
 def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
-    """Returns whether a result could come from sums of 14 bits: each error is within their bound, and the mean square
-    of the errors is not much larger than theirs.
+    """Returns whether a result is as exact as sums of 14 bits: each error is within their bound, and the mean square
+    error is not much larger.
 
     Hopper's units sum in 14 bits, and no unit is known to use fewer.
     """
@@ -264,8 +264,7 @@ def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str
 
 def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yields the correct values with permuted rows, then with permuted columns, in the order that fits the result best.
-    Skips rows (or columns) that are already in order. Also skips them if two are nearest to the same correct row (or
-    column).
+    Skips rows (or columns) that are already in order, and those of which two are nearest to the same correct one.
     """
     for line_name, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
         line_order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
@@ -304,7 +303,7 @@ def matches_hopper_units(
 
 class _Fit(NamedTuple):
     """A product whose scale was fitted to a result. `description` names the fitted factors, `scaled_product` is the
-    product multiplied by these factors, and `magnitude` is the sum of its terms' magnitudes.
+    product with these factors, and `magnitude` the sum of the magnitudes of its terms.
     """
 
     description: str
@@ -313,8 +312,8 @@ class _Fit(NamedTuple):
 
 
 def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Fits scale factors to the result: one factor for the tensor, one for each row or column, or one for each block
-    along the contraction. Yields the scaled product of each kind, unless the factors are 1.
+    """Fits scale factors to the result: one for the tensor, one for each row or column, or one for each block along the
+    contraction. Yields the scaled products whose factors are not 1.
     """
     tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
@@ -429,7 +428,7 @@ def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str,
 
 def estimate_mantissa_bits(values: Tensor) -> int:
     """Estimates the number of mantissa bits of values from the largest number of distinct magnitudes within a factor of
-    two. Each run of 128 values is examined separately, because it may have its own scale. The estimate is too small if
+    two. Each run of 128 values may have its own scale, so runs are examined separately. The estimate is too small if
     few values of a run are that close.
     """
     length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]

@@ -140,7 +140,7 @@ class TensorError:
 
     @property
     def sqnr_db(self) -> float | None:
-        """10 log10(sum x^2 / sum e^2), for a tensor x with the error e. It is infinite without errors."""
+        """10 log10(sum x^2 / sum (y - x)^2). It is infinite without errors."""
         return to_decibels(self.signal, self.noise) if self.signal else None
 
     @property
@@ -326,7 +326,7 @@ class _GridFigures:
 
     def collect_figures(self) -> tuple[int, int, float, float | None]:
         """Returns the number of saturated and of subnormal values, the largest error in ulp, and the used fraction of
-        the format's range (None if all values are zero).
+        the format's range (None for zeros).
         """
         peaks = self._peaks[self._peaks > 0]
         utilisation = float(peaks.median()) / self._fmt.largest if peaks.numel() else None

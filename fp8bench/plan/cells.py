@@ -16,9 +16,7 @@ _VENDOR_WORDS = frozenset({"nvidia", "amd", "intel", "r", "instinct", "radeon", 
 
 
 def list_cells(plan: Plan, facts: Sequence[DeviceFacts] = ()) -> tuple[Cell, ...]:
-    """Returns the cells of a plan: one for each group in which a case will run. A cell is a group that a fleet measures
-    on one machine.
-    """
+    """Returns a cell (a group that a fleet measures on one machine) for each group in which a case will run."""
     return tuple(make_cell(group, facts) for group in plan if any(planned.runs for planned in group.cases))
 
 

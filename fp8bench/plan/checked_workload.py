@@ -231,8 +231,7 @@ def _explain_refusal(workload: Workload, params: Scalars, precision: Precision, 
 
 @_translates_user_errors
 def checked_layers(workload: Workload, params: Scalars, keys: Iterable[str] = ()) -> tuple[Layer, ...]:
-    """Returns the layers of a case that a precision map can name, including those without a matrix product (embeddings,
-    norms).
+    """Returns the layers of a case that a precision map can name, with or without a matrix product.
 
     Only a worker knows the layers of a user's model. For such a model, all layers in `keys` are assumed to exist.
     """

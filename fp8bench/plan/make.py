@@ -119,8 +119,8 @@ def make_plan(request: Request, facts: Sequence[DeviceFacts], corpus: str | None
 
 
 def has_reference_added(plan: Plan) -> bool:
-    """Returns whether the plan contains the precision ADDED_REFERENCE, which fp8bench or the user may have added. Old
-    versions of fp8bench never added it.
+    """Returns whether the plan has the precision ADDED_REFERENCE, which fp8bench may have added. Old versions did not
+    add it.
     """
     return any(planned.case.precision == ADDED_REFERENCE for group in plan for planned in group.cases)
 

@@ -92,9 +92,8 @@ def select_map_entries(request: Request, layers_of_suite: Sequence[Layer], modes
 def iterate_layer_supports(
     workload: Workload, params: Scalars, facts: DeviceFacts, map_entries: PrecisionMap, mode: str
 ) -> Iterator[Support]:
-    """Yields how a device supports the precisions of a precision map (`map_entries`) in a case of this mode. There is
-    one result for each pair of a key and a kind of layers that the key names. A key that names no layer yields a
-    refusal.
+    """Yields how a device supports the precisions of a precision map (`map_entries`) in a case of this mode: once for
+    each key and each kind of layer that the key names. A key that names no layer yields a refusal.
     """
     keys = [key for key, _ in map_entries]
     case_layers = checked_layers(workload, params, keys) if map_entries else ()

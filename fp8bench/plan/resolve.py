@@ -30,8 +30,8 @@ class Switches:
 
     `why_eager` is the reason why quantisers are not compiled, or ''. If `ceilings` is True, the highest rates of a
     device are measured, unless they are stored already. `warm_up_seconds` is the longest warm-up of a device. If
-    `tapes` is True, the operators of a step are recorded. If `tapes_apart` is True, a separate worker process records
-    them, which takes seconds to start. If `second` is True, a second worker process starts for untimed passes.
+    `tapes` is True, operators are recorded; if `tapes_apart` is True, by a separate worker, which takes seconds to
+    start. If `second` is True, a second worker process runs untimed passes.
     """
 
     why_eager: str
@@ -72,9 +72,8 @@ def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
 def read_switches(
     environ: Mapping[str, str], quick: bool = False, has_budget: bool = False, tape: bool = False
 ) -> Switches:
-    """Reads the switches from environment variables. A quick run compiles no quantisers and measures no ceilings
-    (highest rates). A quick run and a run with a budget have a shorter warm-up. With `tape`, operators are recorded
-    regardless of the variables.
+    """Reads the switches from environment variables. A quick run compiles no quantisers and measures no ceilings. A
+    quick run and a run with a budget warm up less. With `tape`, operators are always recorded.
     """
     compiles_quantisers = is_switched_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
     eager_reason = "--quick compiles none" if quick else ""

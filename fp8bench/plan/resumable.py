@@ -111,9 +111,7 @@ def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environm
 
 
 def describe_environment_changes(first: Environment, second: Environment) -> Iterator[str]:
-    """Compares the facts that must not change before a run is resumed. Yields a sentence for each fact that differs
-    between the two environments.
-    """
+    """Yields a sentence for each difference between two environments that prevents a run from being resumed."""
     for fact, name in _REQUIRED_FACTS.items():
         previous_names = first.get(fact)
         current_names = second.get(fact)

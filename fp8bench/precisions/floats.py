@@ -122,7 +122,7 @@ class Untouched(PlainPrecision):
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Returns a refusal. Only the workload `model` supports this precision, in its method `support`."""
+        """Returns a refusal. Only the workload `model` supports this precision."""
         return refused(
             "untouched is your model unchanged, and no model was given. Give it: `fp8bench train net.py:make --dtypes "
             "untouched,fp8`, or `fp8bench profile net.py:make`"
@@ -130,5 +130,5 @@ class Untouched(PlainPrecision):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Changes no settings of the process, such as TF32. Other precisions change them here."""
+        """Changes no settings of the process, such as TF32. Other precisions do."""
         yield

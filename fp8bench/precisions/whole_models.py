@@ -48,7 +48,7 @@ class AccelerateFp8(PlainPrecision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Returns a refusal. Only the workload `model` supports this precision, in its method `support`."""
+        """Returns a refusal. Only the workload `model` supports this precision."""
         return refused(f"{self.mode} needs your own model, which Accelerate converts: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
@@ -90,7 +90,7 @@ class AccelerateFp8(PlainPrecision):
 
 
 def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
-    """Returns a parser for the name of a format. An empty text means the dtype of all other tensors (the carrier)."""
+    """Returns a parser for the name of a format. An empty text means the carrier, the dtype of all other tensors."""
     parse = one_of(*names)
     return lambda text: parse(text) if text else ""
 
@@ -116,7 +116,7 @@ class Served(Precision):
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Returns a refusal. Only workloads that serve a model support this precision, in their method `support`."""
+        """Returns a refusal. Only workloads that serve a model support this precision."""
         return refused("served describes only a model's cache and weights: choose suite prefill, decode or gemm")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:

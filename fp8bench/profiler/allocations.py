@@ -168,8 +168,8 @@ class _PeakMemoryFinder:
 @dataclass(slots=True)
 class _DeviceBlock:
     """A block of memory on a device. It is held as long as it has users: the allocation itself, and low-precision
-    tensors that a real device would store in the block. `is_counted` is False until the emulation that allocated the
-    block has ended, and for blocks that a device would not have.
+    tensors that a real device would store in it. `is_counted` is False until the emulation that allocated the block
+    ends, and for blocks that a device would not have.
     """
 
     size: int
@@ -329,7 +329,7 @@ class AllocationStream:
         self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: Note) -> None:
-        """Adds a note, such as the start of a phase, to the recorded events. Does nothing unless events are being
+        """Adds a note, such as the start of a phase, at this point of the stream of events. Does nothing unless it is
         recorded.
         """
         from torch.autograd.profiler import record_function

@@ -189,9 +189,8 @@ class Arithmetic(ABC):
         """Multiplies a (M, K) by the transpose of b (N, K). Returns (M, N) in `dtype`."""
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Computes several products in one call, in the carrier's dtype (that of values between products). The rows or
-        columns of a are divided into parts, one for each product, and `ends` (int32) has the index at which each part
-        ends.
+        """Computes several products in one call, in the carrier's dtype. The rows or columns of a are divided into
+        parts, one for each product, and `ends` (int32) has the index at which each part ends.
 
         If a is (M, K) and b is (groups, N, K), the rows of a are divided. Part i of the rows is multiplied by the
         transposed matrix i of b, which gives (M, N).

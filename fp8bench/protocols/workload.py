@@ -96,10 +96,9 @@ class Setup:
 
     `arithmetic` is the arithmetic of the case's precision, and `high` that of the layers that stay in high precision.
     `layers` has the arithmetics that the precision map sets, by the keys of the map. `corpus` is the path of the token
-    file, for workloads that read one. `scales` stores the static scales, if the case has any. `draw` is the number of
-    the initialisation: a different number gives different initial weights for the same data. `shared` calls a function
-    once and returns its result in several cases. Results must not depend on the precision. `shared` is None if there is
-    only one case.
+    file, for workloads that read one. `scales` stores the static scales, if the case has any. A different `draw` gives
+    different initial weights for the same data. `shared` calls a function once and returns its result in several cases,
+    so the result must not depend on the precision. It is None if there is only one case.
     """
 
     case: Case
@@ -128,8 +127,8 @@ class Setup:
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
-        """Returns the arithmetics that the precision map sets for layers without a matrix product (embeddings, norms),
-        by the name of the layer.
+        """Returns by layer name the arithmetics that the precision map sets for layers without a matrix product
+        (embeddings, norms).
         """
         return {
             layer.name: self.layers[key] for layer in layers if (key := find_map_key(layer, self.layers)) is not None
@@ -212,12 +211,12 @@ class Workload(ABC):
 
     A workload that is not `listed` has a separate command, or needs several processes. `least_ranks` is the smallest
     number of processes. A step may consist of parts whose times a report shows, such as sampling steps: then
-    `part_ends` is the last phase of each part. If `examined` is True, the possible cases and layers are known only in a
-    worker, which calls `examine` before measuring.
+    `part_ends` is the last phase of each part. If `examined` is True, only a worker knows the possible cases and
+    layers, and calls `examine` before measuring.
 
-    If `own_paths` is True, the values in a step decide which operations it runs, so that precisions may do different
-    work. `numbers_ignore` are the axes that do not change the numerical results of a step. `not_on_device` explains why
-    the memory of emulated cases is unknown for hardware that has their formats, or is ''.
+    If `own_paths` is True, values decide which operations a step runs, so that precisions may do different work.
+    `numbers_ignore` are the axes that change no numerical result. `not_on_device` explains why it is unknown how much
+    memory emulated cases need on hardware with their formats, or is ''.
     """
 
     name: ClassVar[str]
@@ -302,9 +301,7 @@ class Workload(ABC):
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Returns the layers that compute no matrix product, such as embeddings and norms. A precision map can name
-        them.
-        """
+        """Returns the layers without a matrix product (embeddings, norms). A precision map can name them."""
         return ()
 
     def examine(self, setup: Setup) -> Sequence[str]:
@@ -365,15 +362,15 @@ class Workload(ABC):
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | str | None:
-        """Returns the parts of a step on several ranks that are timed separately: computing and communication. The
-        times show how much of the two overlaps. Returns the reason if the parts cannot run separately, and None if the
-        workload has no such parts.
+        """Returns the computing and the communication of a step on several ranks, to time them separately and find out
+        how much they overlap. Returns the reason if they cannot run separately, and None if the workload has no such
+        parts.
         """
         return None
 
     def sent_by(self, case: Case) -> Params:
-        """Returns the parameters that determine what the ranks of a case send to each other. If they are equal for two
-        cases, the parts of a step (`step_parts`) are measured only once.
+        """Returns the parameters that determine what the ranks of a case send to each other. Cases with equal results
+        share one measurement of `step_parts`.
         """
         return case.params
 

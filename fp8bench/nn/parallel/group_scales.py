@@ -27,7 +27,7 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class GroupCurrentScale:
-    """The current scale of a tensor that is divided among ranks, from the largest magnitude of the whole tensor."""
+    """The current scale of a tensor that is divided among ranks, from the whole tensor's largest magnitude."""
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
@@ -44,9 +44,7 @@ class GroupCurrentScale:
 
 
 class GroupDelayedScale(DelayedScale):
-    """The delayed scale of a tensor that is divided among ranks. Its history has the largest magnitudes of the whole
-    tensor.
-    """
+    """The delayed scale of a tensor that is divided among ranks. Its history has the whole tensor's largest magnitudes."""
 
     is_local = False
 

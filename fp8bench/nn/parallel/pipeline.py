@@ -59,11 +59,10 @@ class StageModel(nn.Module):
 
 
 class MarkedStage(PipelineStage):
-    """A pipeline stage that marks its computing as a phase. Sending and waiting, the rest of a step, are in the phase
-    communication.
+    """A pipeline stage that marks its computing as a phase. Sending and waiting are in the phase communication.
 
-    All stages know the shapes of inputs and outputs. So they do not exchange shapes, which would be impossible in a
-    group that sends nothing.
+    All stages know the shapes of inputs and outputs. So they need not exchange shapes, which is impossible in a group
+    that sends nothing.
     """
 
     def forward_one_chunk(self, *inputs: Any, **named: Any) -> Any:

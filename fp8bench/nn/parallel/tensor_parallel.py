@@ -157,8 +157,8 @@ class TensorFSDP(TensorCut):
 
 @cache
 def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
-    """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks form a tensor-parallel pair.
-    The mesh's groups have the backend of `group`, which may be one that sends nothing ('fake').
+    """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks share tensors. The mesh's
+    groups have the backend of `group`, even if it is 'fake' and sends nothing.
     """
     ranks = dist.get_process_group_ranks(group)
     mesh = torch.tensor(ranks).view(-1, 2)

@@ -243,9 +243,9 @@ class ScaleTraffic(NamedTuple):
 
 
 def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
-    """Counts the exchanges with which the methods `tp` and `sp` agree on tensor scales (amax=group). Each block has
-    four linear layers, and two operands of each are divided among the ranks. Before each cast of such an operand, the
-    ranks exchange its largest magnitude.
+    """Counts the exchanges with which `tp` and `sp` agree on tensor scales (amax=group). Each block has four linear
+    layers, and ranks divide two operands of each. Before each cast of such an operand, the ranks exchange its largest
+    magnitude.
     """
     divided_casts = 2 * 4 * blocks
     return ScaleTraffic(divided_casts, 4 * divided_casts * 2 * (ranks - 1) / ranks)

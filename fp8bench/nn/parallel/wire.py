@@ -70,8 +70,8 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, rank: int = 0, repeatable: bool = True) -> None:
-        """If `repeatable` is True, also records the operations between ranks, so that they can be repeated. Each record
-        has zero tensors of the same size instead of the data.
+        """With `repeatable`, also records the operations between ranks for `repeat_exchanges`, with zeros instead of
+        data.
         """
         super().__init__()
         self._rank = rank

@@ -30,7 +30,7 @@ SharedRoles = Callable[[str], Collection[Role]]
 @dataclass(eq=False)
 class _WatchedScale:
     """Wraps the scales of one operand to check them. Records each scale and the largest magnitude of the scaled tensor,
-    and computes from these magnitudes which scales are right.
+    and computes from these magnitudes the right scales.
 
     If the scale is `is_shared`, all ranks must have the same one. Repeated casts are not recorded.
     """
