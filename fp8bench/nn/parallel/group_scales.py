@@ -27,7 +27,7 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 
 @dataclass(eq=False)
 class GroupCurrentScale:
-    """The current scale of a tensor that is divided among ranks, from the whole tensor's largest magnitude."""
+    """The current scale of a tensor that ranks divide, from the largest magnitude of the whole tensor."""
 
     _max_over_ranks: MaxOverRanks
     treatment: Treatment
@@ -44,7 +44,7 @@ class GroupCurrentScale:
 
 
 class GroupDelayedScale(DelayedScale):
-    """The delayed scale of a tensor that is divided among ranks. Its history has the whole tensor's largest magnitudes."""
+    """The delayed scale of a tensor that ranks divide. Its history has the largest magnitudes of the whole tensor."""
 
     is_local = False
 
